@@ -1,0 +1,58 @@
+"""Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
+
+from penstock.types.environment import EnvironmentSpec
+from penstock.types.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailure,
+    InvalidRolloutError,
+    MismatchError,
+    NonFiniteError,
+    NoProgressError,
+    PenstockError,
+    RunDirectoryError,
+    RunFailed,
+    SchemaVersionError,
+    Stopped,
+    WeightsError,
+)
+from penstock.types.generation import Completion, Decoding, FinishReason, WeightVersion
+from penstock.types.protocols import (
+    BatchSource,
+    Checkpointable,
+    Clock,
+    InferenceContext,
+    LessonChooser,
+    Message,
+    Mode,
+    RLLossModule,
+    RolloutSink,
+    TextCodec,
+    TicketSource,
+    WeightSink,
+    WeightSource,
+)
+from penstock.types.rollouts import (
+    SCHEMA_VERSION,
+    Role,
+    Rollout,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutGroup,
+    RolloutMetadata,
+    RolloutRecord,
+    Turn,
+)
+from penstock.types.seeds import as_seed, fold, generator
+from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
+
+__all__ = [
+    "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
+    "Decoding", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason", "InferenceContext",
+    "InvalidRolloutError", "LessonChooser", "Message", "MismatchError", "Mode", "NoProgressError",
+    "NonFiniteError", "PenstockError", "RLExample", "RLLossModule", "Role", "Rollout",
+    "RolloutBatch", "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord",
+    "RolloutSink", "RunDirectoryError", "RunFailed", "SCHEMA_VERSION", "SchemaVersionError",
+    "Stopped", "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "Turn", "WeightSink",
+    "WeightSource", "WeightVersion", "WeightsError", "as_seed", "fold", "generator",
+]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Every error that Penstock raises on purpose.
+
+::
+
+    PenstockError
+    ├── ConfigError             bad input: exit code 2, one line, no traceback
+    ├── CheckpointError         a checkpoint or model directory that cannot be read or does not fit
+    ├── RunDirectoryError       a run directory that exists, is missing, or is not one
+    ├── InvalidRolloutError     a rollout whose fields disagree (a counted failure, never a crash)
+    ├── EnvironmentFailure      an environment or reward function that broke its contract (counted likewise)
+    ├── WeightsError            arrays missing, extra, misshaped, or of a superseded version
+    ├── SchemaVersionError      a record written by a newer Penstock
+    └── RunFailed               a run that ends with exit code 1
+        ├── NoProgressError     a component that owes progress did not deliver it in time
+        ├── MismatchError       learner and engine disagree about log-probabilities
+        └── NonFiniteError      too many updates in a row were not finite
+    Stopped                     a wait that ended because the run is stopping; not a failure
+"""
+
+
+class PenstockError(Exception):
+    """Base class of all deliberate errors."""
+
+
+class ConfigError(PenstockError):
+    """Bad input by the user. The message names the field, the value and the remedy."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint or model directory is unreadable, or does not fit this model."""
+
+
+class RunDirectoryError(ConfigError):
+    """A run directory exists already, is missing, or holds something else."""
+
+
+class InvalidRolloutError(PenstockError, ValueError):
+    """A rollout's fields have the wrong dtype, disagree in length, or hold values that are not finite."""
+
+
+class EnvironmentFailure(PenstockError):
+    """An environment or a reward function broke its contract; its group counts as failed."""
+
+
+class WeightsError(PenstockError):
+    """Published arrays are missing, extra, misshaped, or of another version than asked for."""
+
+
+class SchemaVersionError(PenstockError):
+    """A stored record has a schema version that this Penstock does not know."""
+
+
+class RunFailed(PenstockError):
+    """A run ended without reaching its goal; the command line exits with 1."""
+
+
+class NoProgressError(RunFailed):
+    """A component made no progress within its limit. The message names the component and the wait."""
+
+
+class MismatchError(RunFailed):
+    """The learner's and the engine's log-probabilities differ by more than the stated tolerance."""
+
+
+class NonFiniteError(RunFailed):
+    """Several updates in a row had a loss or gradient that was not finite."""
+
+
+class Stopped(PenstockError):
+    """A bounded wait was ended by a stop request. Loops catch it to leave in good order."""

@@ -1,0 +1,169 @@
+"""The small protocols by which components meet; none of them knows who wires it.
+
+Every blocking call takes ``timeout_s`` and either returns in time or raises `NoProgressError`
+(`Stopped` when the run is stopping), so that no wait is without a limit and a name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from penstock.types.generation import Completion, Decoding, WeightVersion
+from penstock.types.rollouts import RolloutBatch, RolloutGroup
+from penstock.types.training import Ticket, TrainingBatch
+
+Mode = Literal["train", "eval"]
+Message = Mapping[str, Any]
+"""A chat message: ``{"role": …, "content": …}``."""
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back; implemented by `penstock.text.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, special ones included."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], without special tokens added; special tokens written in the text are recognised."""
+        ...
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        ...
+
+    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer."""
+        ...
+
+
+class InferenceContext(Protocol):
+    """What an environment sees of a policy: tokens in, sampled tokens out."""
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The policy's tokenizer."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Samples n responses to each prompt.
+
+        Args:
+            prompts: int32 [p] each.
+            n: Responses per prompt; they share the prompt's prefill.
+            decoding: How to sample; `stop_token_ids` empty means the tokenizer's.
+            seeds: One per prompt; sample j draws from ``fold(seed, j)`` whatever else the engine does.
+
+        Returns:
+            For each prompt, n completions in order.
+
+        Raises:
+            EnvironmentFailure: a prompt leaves no room for a response within the engine's sequence length.
+        """
+        ...
+
+
+class WeightSink(Protocol):
+    """Where the learner puts new weights."""
+
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Makes a version available, whole. Arrays are kept by reference and must not be donated later."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Where an engine gets them."""
+
+    def latest(self) -> WeightVersion | None:
+        """The newest published version; None before the first."""
+        ...
+
+    def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
+        """The arrays of exactly that version.
+
+        Raises:
+            WeightsError: the version is superseded or unknown.
+        """
+        ...
+
+    def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
+        """Blocks until something newer is published; None at the timeout."""
+        ...
+
+
+class TicketSource(Protocol):
+    """Admission of groups; see DESIGN section 5 and docs/replay.md."""
+
+    def acquire(self, most: int, timeout_s: float) -> list[Ticket]:
+        """Between 1 and `most` tickets; an empty list at the timeout. Raises Stopped after `close`."""
+        ...
+
+    def fail(self, ticket: Ticket, fate: Literal["invalid", "aborted"], reason: str) -> None:
+        """Gives a ticket back unused: its place is free for a fresh one, its rollouts have that fate."""
+        ...
+
+
+class RolloutSink(Protocol):
+    """Where a rollout worker puts finished groups."""
+
+    def add_batches(self, batches: Sequence[RolloutBatch]) -> None:
+        """Takes rollouts over; every one has metadata. May block for back-pressure, within a limit."""
+        ...
+
+
+class BatchSource(Protocol):
+    """Where the learner gets its batches."""
+
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+        """The batch of update `step`, with its groups and itself durable.
+
+        Raises:
+            NoProgressError: at the timeout, saying what was waited for.
+            Stopped: the source was closed.
+        """
+        ...
+
+
+class Checkpointable(Protocol):
+    """A component whose state travels inside the run's checkpoint."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON-serialisable state as of the current update boundary."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes such a state back. Raises CheckpointError where it does not fit."""
+        ...
+
+
+class LessonChooser(Protocol):
+    """Which lesson the next ticket is for; implemented by `penstock.curriculum.Curriculum`."""
+
+    def sample_lesson(self, seed: int) -> str:
+        """A lesson id, drawn by the current sampling probabilities and this seed alone."""
+        ...
+
+
+class RLLossModule(Protocol):
+    """How rollouts become advantages and advantages a loss."""
+
+    def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
+        """float32 [n], one advantage per rollout of the group."""
+        ...
+
+    def loss(self, *args: Any) -> Any:
+        """Scalar loss and metrics; the learner's own signature (`penstock.learner.losses`)."""
+        ...
+
+
+Clock = Callable[[], float]
+"""Unix seconds; replaced by a virtual clock in tests."""

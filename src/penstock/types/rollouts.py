@@ -1,0 +1,294 @@
+"""Rollouts: what a language policy did in one episode, token by token, with its reward.
+
+Arrays are NumPy, one-dimensional, and never changed after construction. Environments build rollouts
+without metadata; whoever generates attaches it (`Rollout.with_metadata`), and storage refuses None.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+
+from penstock.types.errors import InvalidRolloutError
+from penstock.types.generation import Decoding, FinishReason
+
+SCHEMA_VERSION = 1
+"""Version of the stored form of every record in this module."""
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutMetadata:
+    """Who made a rollout, when, and under which weights.
+
+    Attributes:
+        worker_id: Name of the rollout worker, unique in the run.
+        timestamp: Unix seconds at which the rollout was finished.
+        weight_step: The oldest weight step that sampled any of its tokens.
+        lineage: Lineage of those weights.
+        schema_version: Version of the record's stored form.
+    """
+
+    worker_id: str
+    timestamp: float
+    weight_step: int
+    lineage: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation, as text and as a span of the rollout's tokens.
+
+    Attributes:
+        role: Who spoke.
+        content: The text that was said.
+        start: First token, counted from the start of prompt + response.
+        stop: One past the last token.
+    """
+
+    role: Role
+    content: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One episode of a language policy: p prompt tokens, r response tokens.
+
+    Attributes:
+        env_name: Name of the environment.
+        env_example_id: Which of the environment's problems, unique within the environment.
+        prompt_tokens: int32 [p].
+        response_tokens: int32 [r]; later turns' tool and environment tokens are part of the response.
+        response_logprobs: float32 [r], of the sampled token under softmax(logits / temperature); 0 where
+            `response_mask` is false.
+        token_rewards: float32 [r], where the reward fell; sums to `episode_reward`.
+        episode_reward: The episode's reward.
+        metadata: None until the generator attaches it.
+        rollout_id: Ticket id and index, assigned with the metadata; empty before.
+        lesson_id: The lesson it belongs to.
+        response_mask: bool [r], true where the policy sampled the token; all true by default.
+        response_weight_steps: int32 [r], the version that sampled each token; None before the generator
+            attaches it where the environment did not pass the engine's.
+        oldest_weight_step: Oldest version behind any sampled token or its cache, from the engine.
+        turns: The conversation.
+        decoding: How it was sampled.
+        finish_reason: Why the last response ended.
+
+    Raises:
+        InvalidRolloutError: naming the field that has a wrong dtype, length or value.
+    """
+
+    env_name: str
+    env_example_id: str
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    response_logprobs: np.ndarray
+    token_rewards: np.ndarray
+    episode_reward: float
+    metadata: RolloutMetadata | None = None
+    rollout_id: str = ""
+    lesson_id: str = ""
+    response_mask: np.ndarray = None  # type: ignore[assignment]  # filled in __post_init__
+    response_weight_steps: np.ndarray | None = None
+    oldest_weight_step: int | None = None
+    turns: tuple[Turn, ...] = ()
+    decoding: Decoding = field(default_factory=Decoding)
+    finish_reason: FinishReason = "stop"
+
+    def __post_init__(self) -> None:
+        if self.response_mask is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "response_mask", np.ones(np.shape(self.response_tokens), np.bool_))
+        _check_array("prompt_tokens", self.prompt_tokens, np.int32, None)
+        if len(self.prompt_tokens) == 0:
+            raise InvalidRolloutError(
+                "prompt_tokens is empty: a policy needs at least one token to condition on"
+            )
+        _check_array("response_tokens", self.response_tokens, np.int32, None)
+        length = len(self.response_tokens)
+        for name in ("response_logprobs", "token_rewards"):
+            _check_array(name, getattr(self, name), np.float32, length)
+        _check_array("response_mask", self.response_mask, np.bool_, length)
+        if self.response_weight_steps is not None:
+            _check_array("response_weight_steps", self.response_weight_steps, np.int32, length)
+        if not np.isfinite(self.episode_reward):
+            raise InvalidRolloutError(f"episode_reward is {self.episode_reward}: it must be a finite number")
+        _check_rewards_agree(self.token_rewards, self.episode_reward)
+
+    @property
+    def group_id(self) -> str:
+        """The group (ticket) that this rollout belongs to."""
+        return self.rollout_id.rpartition("/")[0]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(self.response_mask.sum())
+
+    def with_metadata(self, metadata: RolloutMetadata, rollout_id: str, lesson_id: str) -> "Rollout":
+        """This rollout with what only its generator knows."""
+        return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id)
+
+
+def _check_array(name: str, array: Any, dtype: type, length: int | None) -> None:
+    if not isinstance(array, np.ndarray):
+        raise InvalidRolloutError(f"{name} is a {type(array).__name__}: it must be a NumPy array")
+    _check_values(name, cast(np.ndarray, array), dtype, length)
+
+
+def _check_values(name: str, array: np.ndarray, dtype: type, length: int | None) -> None:
+    if array.dtype != dtype or array.ndim != 1:
+        found = f"{array.dtype}{list(array.shape)}"
+        raise InvalidRolloutError(f"{name} is {found}: it must be a one-dimensional {np.dtype(dtype)} array")
+    if length is not None and len(array) != length:
+        raise InvalidRolloutError(f"{name} has {len(array)} entries but response_tokens has {length}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidRolloutError(f"{name} holds a value that is not finite")
+    if name in ("prompt_tokens", "response_tokens") and array.size and array.min() < 0:
+        raise InvalidRolloutError(f"{name} holds a negative token id ({array.min()})")
+
+
+def _check_rewards_agree(token_rewards: np.ndarray, episode_reward: float) -> None:
+    if len(token_rewards) == 0:
+        return  # an empty response has nowhere to put its reward
+    total = float(token_rewards.sum(dtype=np.float64))
+    if abs(total - episode_reward) > 1e-4 * max(1.0, abs(episode_reward)):
+        raise InvalidRolloutError(
+            f"token_rewards sum to {total:.6g} but episode_reward is {episode_reward:.6g}: they must agree"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """The rollouts of one prompt under one ticket; the unit of baselines, storage and fates.
+
+    Attributes:
+        key: Environment and example; two groups may share it (duplicate prompts stay apart by `group_id`).
+        rollouts: At least one.
+        group_id: The ticket's id; empty until the generator assigns it.
+    """
+
+    key: str
+    rollouts: tuple[Rollout, ...]
+    group_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise InvalidRolloutError(f"group {self.key!r} has no rollouts")
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [n], the episode rewards."""
+        return np.array([rollout.episode_reward for rollout in self.rollouts], np.float32)
+
+    def compute_rloo_advantages(self) -> np.ndarray:
+        """Leave-one-out advantages r_i − mean of the others, float32 [n]; zero for a single rollout.
+
+        Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
+        """
+        rewards = self.rewards.astype(np.float64)
+        n = len(rewards)
+        if n == 1:
+            return np.zeros(1, np.float32)
+        return ((rewards * n - rewards.sum()) / (n - 1)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutBatch:
+    """Groups that travel together.
+
+    Attributes:
+        groups: May be empty: an environment with nothing to give is no error.
+        metadata: The oldest member's, for readers of the old form; nothing decides by it.
+    """
+
+    groups: tuple[RolloutGroup, ...]
+    metadata: RolloutMetadata | None = None
+
+    @classmethod
+    def of(cls, groups: tuple[RolloutGroup, ...]) -> Self:
+        """A batch whose metadata is its oldest rollout's."""
+        stamps = [r.metadata for group in groups for r in group.rollouts if r.metadata is not None]
+        return cls(groups, min(stamps, key=lambda m: (m.lineage, m.weight_step, m.timestamp), default=None))
+
+    def rollouts(self) -> Iterator[Rollout]:
+        """Every rollout, group by group."""
+        for group in self.groups:
+            yield from group.rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatchStats:
+    """What a batch of one lesson amounts to. Means over no rollouts are 0, and `rollouts` says so.
+
+    Attributes:
+        lesson_id: The lesson.
+        groups: Number of groups.
+        rollouts: Number of rollouts.
+        reward_mean: Mean episode reward.
+        success_rate: Share of rollouts with reward ≥ the lesson's success threshold.
+        pass_at_k: Share of groups with at least one success.
+        response_tokens: Mean tokens per response.
+        truncated_fraction: Share of rollouts cut by a length limit.
+        rewards: The episode rewards, in the batch's order.
+        metrics: The environment's own metrics.
+    """
+
+    lesson_id: str
+    groups: int
+    rollouts: int
+    reward_mean: float
+    success_rate: float
+    pass_at_k: float
+    response_tokens: float
+    truncated_fraction: float
+    rewards: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def of(
+        cls,
+        lesson_id: str,
+        batch: RolloutBatch,
+        success_threshold: float = 0.5,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Summarises a batch; an empty one gives zeros."""
+        rollouts = list(batch.rollouts())
+        rewards = [r.episode_reward for r in rollouts]
+        wins = [[r.episode_reward >= success_threshold for r in g.rollouts] for g in batch.groups]
+        return cls(
+            lesson_id=lesson_id,
+            groups=len(batch.groups),
+            rollouts=len(rollouts),
+            reward_mean=_mean(rewards),
+            success_rate=_mean([float(win) for group in wins for win in group]),
+            pass_at_k=_mean([float(any(group)) for group in wins]),
+            response_tokens=_mean([float(len(r.response_tokens)) for r in rollouts]),
+            truncated_fraction=_mean([float(r.finish_reason == "length") for r in rollouts]),
+            rewards=tuple(rewards),
+            metrics=dict(metrics or {}),
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutRecord:
+    """The row that is stored: a rollout with its group and timings. Immutable once sealed.
+
+    Attributes:
+        rollout: With metadata; storage refuses None.
+        group_id: The ticket's id.
+        timings: Seconds by stage, e.g. ``{"generate_s": 0.4}``.
+    """
+
+    rollout: Rollout
+    group_id: str
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -1,0 +1,100 @@
+"""Records on the way to the learner: tickets, training examples, and the batch of one update."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from penstock.types.errors import InvalidRolloutError
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to generate one group.
+
+    The seed selects the example *and* the sampling noise, so a ticket means the same group whoever runs it.
+
+    Attributes:
+        ticket_id: Unique in the run's surviving and dead lineages; the group's id.
+        lesson_id: Which lesson.
+        index: Counts the lesson's tickets from 0.
+        seed: ``fold(run_seed, lesson_id, index)``.
+        deadline_step: The last update that may train the group.
+        admitted_step: The version the serving engine held when the ticket was admitted.
+    """
+
+    ticket_id: str
+    lesson_id: str
+    index: int
+    seed: int
+    deadline_step: int
+    admitted_step: int
+
+
+Fate = Literal[
+    "trained", "stale_step", "stale_time", "evicted", "filtered", "invalid", "aborted", "rolled_back"
+]
+"""A rollout's terminal state; see docs/replay.md. Before it, a rollout is `in_flight` or `waiting`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RLExample:
+    """One sequence to learn from, or several packed into one row; `pos` positions.
+
+    Attributes:
+        tokens: int32 [pos], prompt and response.
+        loss_mask: bool [pos], true where the policy sampled the token at that position.
+        segment_ids: int32 [pos], 1, 2, … per sequence, 0 for padding.
+        position_ids: int32 [pos], position within its own sequence.
+        advantage: float32 [pos], 0 outside the loss mask.
+        generator_log_probs: float32 [pos], behaviour log-probability of the token there, 0 outside.
+        reference_log_probs: float32 [pos], or None where no reference model is used.
+        temperature: float32 [pos], the rollout's own.
+        weight_steps: int32 [pos], the version that sampled the token; −1 outside the loss mask. Where a
+            sequence's prompt cache is older than its first token, the older version stands for all of it.
+        rollout_ids: Which rollouts, in segment order.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    segment_ids: np.ndarray
+    position_ids: np.ndarray
+    advantage: np.ndarray
+    generator_log_probs: np.ndarray
+    reference_log_probs: np.ndarray | None
+    temperature: np.ndarray
+    weight_steps: np.ndarray
+    rollout_ids: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        dtypes = {
+            "tokens": np.int32, "loss_mask": np.bool_, "segment_ids": np.int32, "position_ids": np.int32,
+            "advantage": np.float32, "generator_log_probs": np.float32, "temperature": np.float32,
+            "weight_steps": np.int32,
+        }  # fmt: skip
+        for name, dtype in dtypes.items():
+            array: np.ndarray = getattr(self, name)
+            if array.dtype != dtype or array.shape != self.tokens.shape or array.ndim != 1:
+                raise InvalidRolloutError(
+                    f"RLExample.{name} is {array.dtype}{list(array.shape)}: "
+                    f"it must be {np.dtype(dtype)}{list(self.tokens.shape)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """What one update trains on, durable before the learner sees it.
+
+    Attributes:
+        batch_id: Name of the batch file without its suffix.
+        step: Update number u; it turns version u into u + 1.
+        examples: One per rollout, unpacked.
+        group_ids: The groups behind them, in order.
+        metrics: ``replay/…`` numbers: staleness, waits, what was filtered.
+    """
+
+    batch_id: str
+    step: int
+    examples: tuple[RLExample, ...]
+    group_ids: tuple[str, ...]
+    metrics: dict[str, float]
