@@ -16,13 +16,14 @@ from penstock.types.errors import (
     Stopped,
     WeightsError,
 )
-from penstock.types.generation import Completion, Decoding, FinishReason, WeightVersion
+from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
 from penstock.types.protocols import (
     BatchSource,
     Checkpointable,
     Clock,
     InferenceContext,
     LessonChooser,
+    ManyInferenceContext,
     Message,
     Mode,
     RLLossModule,
@@ -48,11 +49,12 @@ from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
 
 __all__ = [
     "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
-    "Decoding", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason", "InferenceContext",
-    "InvalidRolloutError", "LessonChooser", "Message", "MismatchError", "Mode", "NoProgressError",
-    "NonFiniteError", "PenstockError", "RLExample", "RLLossModule", "Role", "Rollout",
-    "RolloutBatch", "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord",
-    "RolloutSink", "RunDirectoryError", "RunFailed", "SCHEMA_VERSION", "SchemaVersionError",
-    "Stopped", "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "Turn", "WeightSink",
-    "WeightSource", "WeightVersion", "WeightsError", "as_seed", "fold", "generator",
+    "Decoding", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason", "GenerationCall",
+    "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
+    "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PenstockError", "RLExample",
+    "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats", "RolloutGroup",
+    "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
+    "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "TextCodec", "Ticket", "TicketSource",
+    "TrainingBatch", "Turn", "WeightSink", "WeightSource", "WeightVersion", "WeightsError",
+    "as_seed", "fold", "generator",
 ]  # fmt: skip

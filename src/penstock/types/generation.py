@@ -1,5 +1,6 @@
 """Records of one request for text: how to decode, what came back, and under which weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,23 @@ class Decoding:
     def truncated(self) -> bool:
         """Whether the sampled distribution is not the one whose log-probabilities are recorded."""
         return self.temperature == 0 or self.top_k is not None or self.top_p is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationCall:
+    """One caller's request: n responses to each prompt.
+
+    Attributes:
+        prompts: int32 [p] each.
+        n: Responses per prompt.
+        decoding: How to sample.
+        seeds: One per prompt.
+    """
+
+    prompts: Sequence[np.ndarray]
+    n: int
+    decoding: Decoding
+    seeds: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from penstock.types.generation import Completion, Decoding, WeightVersion
+from penstock.types.errors import EnvironmentFailure
+from penstock.types.generation import Completion, Decoding, GenerationCall, WeightVersion
 from penstock.types.rollouts import RolloutBatch, RolloutGroup
 from penstock.types.training import Ticket, TrainingBatch
 
@@ -72,6 +73,19 @@ class InferenceContext(Protocol):
         ...
 
 
+class ManyInferenceContext(InferenceContext, Protocol):
+    """An inference context that takes several callers' requests in one atomic submission."""
+
+    def generate_many(
+        self, calls: Sequence[GenerationCall]
+    ) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """`generate` for each call, in order; the engine sees all of them at once.
+
+        A call that cannot be served has its failure in its place and harms no other.
+        """
+        ...
+
+
 class WeightSink(Protocol):
     """Where the learner puts new weights."""
 
@@ -105,6 +119,10 @@ class TicketSource(Protocol):
 
     def acquire(self, most: int, timeout_s: float) -> list[Ticket]:
         """Between 1 and `most` tickets; an empty list at the timeout. Raises Stopped after `close`."""
+        ...
+
+    def set_serving_step(self, step: int) -> None:
+        """The engine holds this version now; tickets admitted from here on are stamped with it."""
         ...
 
     def fail(self, ticket: Ticket, fate: Literal["invalid", "aborted"], reason: str) -> None:

@@ -1,1 +1,46 @@
-"""Language policies."""
+"""Decoder-only language models: configuration, mathematics, Hugging Face directories."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.model.language.arrays import named_arrays, with_named_arrays
+    from penstock.model.language.attention import grouped_attention, packed_mask
+    from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
+    from penstock.model.language.decoder import Decoder
+    from penstock.model.language.hugging_face import load_decoder, load_policy, save_decoder
+    from penstock.model.language.layer import Layer, rms_norm
+    from penstock.model.language.rotary import rotary_tables
+
+_EXPORTS = {
+    "Decoder": "decoder",
+    "InitConfig": "config",
+    "Layer": "layer",
+    "ModelConfig": "config",
+    "PolicyConfig": "config",
+    "grouped_attention": "attention",
+    "load_decoder": "hugging_face",
+    "load_policy": "hugging_face",
+    "named_arrays": "arrays",
+    "packed_mask": "attention",
+    "rms_norm": "layer",
+    "rotary_tables": "rotary",
+    "save_decoder": "hugging_face",
+    "with_named_arrays": "arrays",
+}
+
+__all__ = [
+    "Decoder", "InitConfig", "Layer", "ModelConfig", "PolicyConfig", "grouped_attention", "load_decoder",
+    "load_policy", "named_arrays", "packed_mask", "rms_norm", "rotary_tables", "save_decoder",
+    "with_named_arrays",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

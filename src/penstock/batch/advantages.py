@@ -1,0 +1,105 @@
+"""Advantages from rewards: how much better a rollout did than its peers.
+
+Pure NumPy. r_i is the episode reward; only *valid* rollouts enter a baseline: one without a sampled token, or
+one that was aborted, has advantage 0 and changes nobody else's. An overlong rollout is valid. A group that
+shrank to one valid rollout has advantage 0. No noise is added: equal rewards give exactly 0.
+
+Not covered: advantages that need values or current log-probabilities (GAE, V-trace).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float32, Float64
+
+from penstock.types import RolloutGroup
+
+AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp"]
+
+STD_FLOOR = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+def valid_rollouts(group: RolloutGroup) -> Bool[np.ndarray, " n"]:
+    """Which rollouts count: those that sampled at least one token and were not aborted."""
+    return np.array([r.sampled_tokens > 0 and r.finish_reason != "aborted" for r in group.rollouts], np.bool_)
+
+
+def has_signal(group: RolloutGroup) -> bool:
+    """Whether the valid rewards of a group differ, so that a group baseline leaves something to learn from."""
+    rewards = group.rewards[valid_rollouts(group)]
+    return len(rewards) > 1 and bool(rewards.max() > rewards.min())
+
+
+def rloo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    """A_i = r_i − mean of the other rewards (leave-one-out); [0, 1, 0] -> [−.5, 1, −.5].
+
+    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
+    """
+    return _over_valid(group, RolloutGroup.compute_rloo_advantages)
+
+
+def grpo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    """A_i = (r_i − mean) / (std + 1e-6), sample std (n − 1); [0, 1, 0] -> [−.57735, 1.15470, −.57735].
+
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300.
+    """
+    return _over_valid(group, lambda valid: _standardised(valid.rewards))
+
+
+def dr_grpo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    """A_i = r_i − mean: GRPO without the division, which favours easy and hard prompts.
+
+    [0, 1, 0] -> [−1/3, 2/3, −1/3]. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
+    """
+    return _over_valid(group, lambda valid: _centred(valid.rewards).astype(np.float32))
+
+
+def reinforce_pp(groups: Sequence[RolloutGroup]) -> list[Float32[np.ndarray, " n"]]:
+    """A_i = (r_i − batch mean) / (batch std + 1e-6) over all valid rollouts of the batch, sample std.
+
+    Hu 2025, https://arxiv.org/abs/2501.03262. A batch with a single valid rollout gives 0.
+    """
+    masks = [valid_rollouts(group) for group in groups]
+    mask = np.concatenate([np.zeros(0, np.bool_), *masks])
+    rewards = np.concatenate([np.zeros(0, np.float32), *(group.rewards for group in groups)])
+    advantages = np.zeros(len(rewards), np.float32)
+    advantages[mask] = _standardised(rewards[mask])
+    ends = np.cumsum([len(group.rollouts) for group in groups])
+    return np.split(advantages, ends[:-1]) if groups else []
+
+
+ADVANTAGES: dict[str, Callable[[RolloutGroup], np.ndarray]] = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo}
+"""The advantages that need one group only, by name."""
+
+
+def compute_advantages(name: AdvantageName, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+    """The advantages of a batch by name: float32 [n] for each group, in order."""
+    if name == "reinforce_pp":
+        return reinforce_pp(groups)
+    return [ADVANTAGES[name](group) for group in groups]
+
+
+def _over_valid(group: RolloutGroup, formula: Callable[[RolloutGroup], np.ndarray]) -> np.ndarray:
+    """Applies a formula to the group's valid rollouts; zero elsewhere, and where fewer than two are valid."""
+    mask = valid_rollouts(group)
+    advantages = np.zeros(len(mask), np.float32)
+    if mask.sum() > 1:
+        kept = tuple(r for r, valid in zip(group.rollouts, mask, strict=True) if valid)
+        advantages[mask] = formula(RolloutGroup(group.key, kept, group.group_id))
+    return advantages
+
+
+def _centred(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Rewards minus their mean. n·r − Σr is exact in float64 for float32 rewards, so equal ones give 0."""
+    exact = rewards.astype(np.float64)
+    return (exact * len(exact) - exact.sum()) / max(len(exact), 1)
+
+
+def _standardised(rewards: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:
+    centred = _centred(rewards)
+    if len(centred) < 2:
+        return np.zeros(len(centred), np.float32)
+    std = np.sqrt(np.square(centred).sum() / (len(centred) - 1))
+    return (centred / (std + STD_FLOOR)).astype(np.float32)

@@ -1,0 +1,149 @@
+"""Packing: several sequences share one row of fixed length, kept apart by segment ids.
+
+Invariants, each a property test: nothing is lost or duplicated, the tokens of a sequence keep their order and
+stay together, segments are disjoint and numbered 1, 2, … along the row, no row is longer than asked, and the
+same input always gives the same rows. A sequence longer than a row is an error, never cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32, Shaped
+
+from penstock.types import ConfigError, RLExample
+
+_PADDING = {"temperature": 1, "weight_steps": -1}
+"""What padding holds where it is not zero: a temperature that divides, and no version."""
+
+_ALIGNED = tuple(field.name for field in fields(RLExample) if field.name != "rollout_ids")
+
+
+class Placement(NamedTuple):
+    """Where one sequence lies: ``row[start:stop]``, as that row's segment number `segment`."""
+
+    row: int
+    start: int
+    stop: int
+    segment: int
+
+
+class PackedBatch(NamedTuple):
+    """Rows stacked to one shape; a NamedTuple, so that compiled functions take it as it is.
+
+    Attributes are those of `RLExample`, each [rows, row_length], without the rollout ids.
+    """
+
+    tokens: Int32[np.ndarray, "rows pos"]
+    loss_mask: Bool[np.ndarray, "rows pos"]
+    segment_ids: Int32[np.ndarray, "rows pos"]
+    position_ids: Int32[np.ndarray, "rows pos"]
+    advantage: Float32[np.ndarray, "rows pos"]
+    generator_log_probs: Float32[np.ndarray, "rows pos"]
+    reference_log_probs: Float32[np.ndarray, "rows pos"] | None
+    temperature: Float32[np.ndarray, "rows pos"]
+    weight_steps: Int32[np.ndarray, "rows pos"]
+
+
+def place(lengths: Sequence[int], row_length: int) -> list[Placement]:
+    """First-fit decreasing: each sequence, longest first, goes into the first row with room for it.
+
+    Args:
+        lengths: Tokens of each sequence.
+        row_length: Tokens of a row.
+
+    Returns:
+        One placement per sequence, in the order given. Equal lengths keep their order.
+
+    Raises:
+        ConfigError: a sequence is longer than a row.
+    """
+    filled: list[int] = []
+    segments: list[int] = []
+    placements: dict[int, Placement] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > row_length:
+            raise ConfigError(
+                f"learner.row_length is {row_length} but a sequence has {length} tokens: "
+                "raise learner.row_length or lower max_output_tokens"
+            )
+        row = next((r for r, used in enumerate(filled) if used + length <= row_length), len(filled))
+        if row == len(filled):
+            filled.append(0)
+            segments.append(0)
+        segments[row] += 1
+        placements[index] = Placement(row, filled[row], filled[row] + length, segments[row])
+        filled[row] += length
+    return [placements[index] for index in range(len(lengths))]
+
+
+def pack(examples: Sequence[RLExample], row_length: int) -> list[RLExample]:
+    """Packs unpacked examples into rows of exactly `row_length` positions, padded at the end.
+
+    Args:
+        examples: One segment each; either all or none with reference log-probabilities.
+        row_length: Positions of a row.
+
+    Raises:
+        ConfigError: an example is longer than a row.
+        ValueError: reference log-probabilities on some examples only, or an example of several segments.
+    """
+    _check_packable(examples)
+    placements = place([len(example.tokens) for example in examples], row_length)
+    rows: list[list[tuple[Placement, RLExample]]] = [[] for _ in range(_row_count(placements))]
+    for placement, example in zip(placements, examples, strict=True):
+        rows[placement.row].append((placement, example))
+    return [_fill(sorted(members, key=lambda m: m[0].start), row_length) for members in rows]
+
+
+def stack(rows: Sequence[RLExample], count: int) -> PackedBatch:
+    """Stacks packed rows to [count, row_length]; rows that are missing are all padding.
+
+    Raises:
+        ValueError: no row at all, more rows than `count`, or rows of different lengths.
+    """
+    if not 0 < len(rows) <= count or len({len(row.tokens) for row in rows}) != 1:
+        raise ValueError(f"{len(rows)} rows of {[len(row.tokens) for row in rows]} positions for {count}")
+    length = len(rows[0].tokens)
+    arrays: dict[str, np.ndarray | None] = {}
+    for name in PackedBatch._fields:
+        given = [getattr(row, name) for row in rows]
+        arrays[name] = None
+        if given[0] is not None:
+            padding = np.full((count - len(rows), length), _PADDING.get(name, 0), given[0].dtype)
+            arrays[name] = np.concatenate([np.stack(given), padding])
+    return PackedBatch(**arrays)  # pyright: ignore[reportArgumentType]
+
+
+def unpack(values: Shaped[np.ndarray, "rows pos"], placements: Sequence[Placement]) -> list[Shaped[np.ndarray, " n"]]:
+    """Takes per-position values of packed rows back to their sequences, in the placements' order."""
+    return [values[p.row, p.start : p.stop] for p in placements]
+
+
+def _row_count(placements: Sequence[Placement]) -> int:
+    return max((placement.row for placement in placements), default=-1) + 1
+
+
+def _check_packable(examples: Sequence[RLExample]) -> None:
+    if len({example.reference_log_probs is None for example in examples}) > 1:
+        raise ValueError("reference_log_probs must be given for all examples of a batch or for none")
+    for example in examples:
+        if len(example.rollout_ids) != 1 or not (example.segment_ids == 1).all():
+            raise ValueError(f"example of rollouts {example.rollout_ids} is packed already")
+
+
+def _fill(members: Sequence[tuple[Placement, RLExample]], row_length: int) -> RLExample:
+    """One row from its sequences in order."""
+    row: dict[str, np.ndarray | None] = {}
+    for name in _ALIGNED:
+        first = cast(np.ndarray | None, getattr(members[0][1], name))
+        row[name] = None if first is None else np.full(row_length, _PADDING.get(name, 0), first.dtype)
+    for placement, example in members:
+        for name, array in row.items():
+            if array is not None:
+                array[placement.start : placement.stop] = getattr(example, name)
+        cast(np.ndarray, row["segment_ids"])[placement.start : placement.stop] = placement.segment
+    ids = tuple(example.rollout_ids[0] for _, example in members)
+    return RLExample(rollout_ids=ids, **row)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,144 @@
+"""The decoder: embedding, layers stacked and scanned, final norm, tied or untied output matrix.
+
+One network serves the learner (packed rows through `hidden_states`) and the inference engine (which scans
+`layers` itself and puts its cache between `Layer.project` and `Layer.finish`). Parameters are the only state.
+The loss's output head is not here: it must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from penstock.model.language.attention import grouped_attention, packed_mask
+from penstock.model.language.config import ModelConfig
+from penstock.model.language.layer import Layer, rms_norm
+from penstock.model.language.rotary import rotary_tables
+
+EMBEDDING_STD = 0.02
+
+
+class Decoder(eqx.Module):
+    """A causal language model. Every array of `layers` has a leading layer axis.
+
+    Attributes:
+        embedding: One row per token id.
+        layers: All layers as one stacked `Layer`.
+        final_norm: Weight of the norm after the last layer.
+        head: The output matrix, or None where the embedding serves (tied).
+        config: Its shape.
+    """
+
+    embedding: Float[Array, "vocab hidden"]
+    layers: Layer
+    final_norm: Float[Array, " hidden"]
+    head: Float[Array, "vocab hidden"] | None
+    config: ModelConfig = eqx.field(static=True)
+
+    @classmethod
+    def initialise(cls, config: ModelConfig, key: PRNGKeyArray) -> "Decoder":
+        """Draws a model: normal weights, unit norms, zero biases.
+
+        Matrices have variance 1 / fan-in, those that write to the residual stream 1 / (2 · layers) of it, the
+        embedding a standard deviation of 0.02, so that the first policy is close to uniform.
+        """
+        embedding_key, layers_key, head_key = jax.random.split(key, 3)
+        shape = (config.vocab_size, config.hidden_size)
+        dtype = jnp.dtype(config.dtype)
+        head = None if config.tie_word_embeddings else _normal(head_key, shape, EMBEDDING_STD, dtype)
+        return cls(
+            embedding=_normal(embedding_key, shape, EMBEDDING_STD, dtype),
+            layers=_initialise_layers(config, layers_key),
+            final_norm=jnp.ones(config.hidden_size, dtype),
+            head=head,
+            config=config,
+        )
+
+    @property
+    def output_matrix(self) -> Float[Array, "vocab hidden"]:
+        """The matrix whose rows score the tokens: the head, or the embedding where tied."""
+        return self.embedding if self.head is None else self.head
+
+    def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
+        """The residual stream before the first layer."""
+        return self.embedding[tokens]
+
+    def layer(self, index: int) -> Layer:
+        """One layer, without the layer axis."""
+        return jax.tree.map(lambda array: array[index], self.layers)
+
+    def normalise(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
+        """The final norm: from the last layer's residual stream to hidden states."""
+        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+
+    def hidden_states(
+        self,
+        tokens: Int[Array, "batch length"],
+        position_ids: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"],
+        remat: bool = False,
+    ) -> Float[Array, "batch length hidden"]:
+        """Runs packed rows through all layers; attention is causal and stays inside a segment.
+
+        Args:
+            tokens: Token ids; anything valid at padding.
+            position_ids: Position within its own sequence.
+            segment_ids: 1, 2, … per sequence, 0 for padding.
+            remat: Recompute each layer in the backward pass instead of keeping its activations.
+
+        Returns:
+            States after the final norm; those at padding mean nothing, but are finite.
+        """
+        cos, sin = rotary_tables(self.config, position_ids)
+        mask = packed_mask(segment_ids)
+
+        def run(x: Array, layer: Layer) -> tuple[Array, None]:
+            query, key, value = layer.project(x, cos, sin)
+            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+            return layer.finish(x, grouped_attention(query, key, value, mask)), None
+
+        body = jax.checkpoint(run, prevent_cse=False) if remat else run
+        x, _ = jax.lax.scan(body, self.embed(tokens), self.layers)
+        return self.normalise(x)
+
+    def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """Float32 scores of every token. For a few positions; the loss has its own tiled head."""
+        return jnp.einsum("...h,vh->...v", hidden, self.output_matrix, preferred_element_type=jnp.float32)
+
+
+def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:
+    return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+
+
+def _initialise_layers(config: ModelConfig, key: PRNGKeyArray) -> Layer:
+    depth, hidden, wide = config.num_hidden_layers, config.hidden_size, config.intermediate_size
+    dtype = jnp.dtype(config.dtype)
+    keys = iter(jax.random.split(key, 7))
+    residual = (2 * depth) ** -0.5
+
+    def matrix(fan_in: int, fan_out: int, scale: float = 1.0) -> Array:
+        return _normal(next(keys), (depth, fan_in, fan_out), scale * fan_in**-0.5, dtype)
+
+    def bias(width: int) -> Array | None:
+        return jnp.zeros((depth, width), dtype) if config.attention_bias else None
+
+    def norm(width: int, wanted: bool = True) -> Array | None:
+        return jnp.ones((depth, width), dtype) if wanted else None
+
+    return Layer(
+        input_norm=norm(hidden),
+        query=matrix(hidden, config.query_size),
+        key=matrix(hidden, config.key_value_size),
+        value=matrix(hidden, config.key_value_size),
+        query_bias=bias(config.query_size),
+        key_bias=bias(config.key_value_size),
+        value_bias=bias(config.key_value_size),
+        query_norm=norm(config.head_dim, config.qk_norm),
+        key_norm=norm(config.head_dim, config.qk_norm),
+        output=matrix(config.query_size, hidden, residual),
+        post_norm=norm(hidden),
+        gate=matrix(hidden, wide),
+        up=matrix(hidden, wide),
+        down=matrix(wide, hidden, residual),
+        config=config,
+    )

@@ -1,0 +1,107 @@
+"""Translates between `ModelConfig` and the content of a Hugging Face `config.json`.
+
+Both the older form (`rope_theta`, `rope_scaling`) and that of transformers 5 (`rope_parameters`) are read. Every
+field that would change the mathematics beyond what the decoder does is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.model.language.config import ARCHITECTURES, ModelConfig
+from penstock.types.errors import ConfigError
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_DEFAULT_EPS = 1e-6
+_MAX_POSITIONS = 2048
+
+
+def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` (but for the dtype) from a parsed `config.json`.
+
+    Raises:
+        ConfigError: naming a field that is missing or asks for something the decoder does not do.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"config.json: model_type is {model_type!r}: supported are {known}")
+    for name in _REQUIRED:
+        if config.get(name) is None:
+            raise ConfigError(f"config.json: {name} is missing")
+    _refuse_unsupported(config)
+    theta, scaling = _read_rope(config)
+    heads = config["num_attention_heads"]
+    return {
+        "model_type": model_type,
+        **{name: config[name] for name in _REQUIRED},
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": config.get("rms_norm_eps", _DEFAULT_EPS),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
+    }
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises on whatever would make the decoder compute something else than transformers does."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json: hidden_act is {config['hidden_act']!r}: only silu is supported")
+    # In these two families the flag adds a bias to the output projection too, which the decoder has not.
+    if config["model_type"] != "qwen2" and config.get("attention_bias"):
+        raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
+    if config.get("mlp_bias"):
+        raise ConfigError("config.json: mlp_bias is true: biases in the MLP are not supported")
+    if config.get("quantization_config"):
+        raise ConfigError("config.json: quantization_config is set: load the weights unquantised")
+    _refuse_window(config)
+
+
+def _refuse_window(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    positions = config.get("max_position_embeddings", _MAX_POSITIONS)
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"config.json: sliding_window is {window}, less than max_position_embeddings ({positions}): "
+            f"windowed attention is not supported; where no sequence is longer than the window, "
+            f"set max_position_embeddings to {window}, which gives the same results"
+        )
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and Llama 3 scaling, from either form of the file."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta", parameters.get("rope_theta", 10000.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not 1: partial rotation is not supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ConfigError(f"config.json: rope type is {kind!r}: supported are default and llama3")
+    missing = [name for name in _LLAMA3_KEYS if name not in parameters]
+    if missing:
+        raise ConfigError(f"config.json: llama3 rope scaling lacks {', '.join(missing)}")
+    return theta, {name: parameters[name] for name in _LLAMA3_KEYS}
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
+    scaling = config.rope_scaling
+    fields = config.model_dump(exclude={"dtype", "rope_scaling"})
+    fields |= {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()},
+        "hidden_act": "silu",
+        "torch_dtype": config.dtype,
+        "use_cache": True,
+    }
+    if config.model_type in ("llama", "qwen3"):
+        fields["attention_bias"] = False
+    if config.model_type == "mistral":
+        fields["sliding_window"] = None
+    if config.model_type in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = False
+    return fields

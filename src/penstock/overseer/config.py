@@ -1,0 +1,109 @@
+"""The configuration of a run: every stage's own config composed, and checked against one another."""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.curriculum.config import CurriculumConfig
+from penstock.inference.config import EngineConfig
+from penstock.learner.config import LearnerConfig
+from penstock.model.language.config import PolicyConfig
+from penstock.replay.config import ReplayConfig
+from penstock.rollout.config import RolloutConfig
+from penstock.tracking.config import TrackingConfig
+
+
+class OverseerConfig(BaseModel):
+    """How a run is watched and saved.
+
+    Attributes:
+        no_progress_s: A run in which nothing moves for so long ends with an error naming who owes progress.
+        status_s: Seconds between two writes of status.json.
+        checkpoint_every: Updates between checkpoints; the last update is always followed by one.
+        keep_checkpoints: How many checkpoints stay.
+        stop_timeout_s: Longest wait for a component to stop.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    no_progress_s: float = Field(default=300.0, gt=0)
+    status_s: float = Field(default=2.0, gt=0)
+    checkpoint_every: int = Field(default=50, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    stop_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class RunConfig(BaseModel):
+    """One run of asynchronous reinforcement learning for a language policy.
+
+    Attributes:
+        seed: Every random choice derives from it.
+        steps: Number of updates.
+        asynchronous: Written ``async`` in YAML. False is another name for ``replay.staleness_budget: 0``.
+        runtime: Which launcher; `local` is threads in one process.
+        model: Policy and tokenizer.
+        curriculum: Lessons and their environments.
+        inference: The engine.
+        rollout: Generation.
+        replay: Admission, freshness and storage.
+        learner: Loss, optimiser, packing, warm start.
+        tracking: Where samples and metrics go besides the run directory.
+        overseer: Supervision and checkpoints.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(ge=0)
+    asynchronous: bool = Field(default=True, alias="async")
+    runtime: Literal["local"] = "local"
+    model: PolicyConfig
+    curriculum: CurriculumConfig
+    inference: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    overseer: OverseerConfig = OverseerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _async_is_a_budget(cls, values: Any) -> Any:
+        """Turns ``async: false`` into a staleness budget of zero."""
+        if not isinstance(values, dict) or values.get("async", True) is not False:
+            return values
+        replay = dict(values.get("replay") or {})
+        if replay.get("staleness_budget", 0) != 0:
+            raise ValueError(
+                f"async: false means replay.staleness_budget: 0, but it is {replay['staleness_budget']}; "
+                "remove one of the two"
+            )
+        return {**values, "replay": {**replay, "staleness_budget": 0}}
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        room = self.inference.max_seq_len
+        for lesson_id, lesson in self.curriculum.lessons.items():
+            asked = lesson.sampling_params.max_output_tokens
+            if asked >= room:
+                raise ValueError(
+                    f"curriculum.lessons.{lesson_id}.sampling_params.max_output_tokens is {asked}, but a prompt "
+                    f"and its response share inference.max_seq_len = {room}; lower the one or raise the other"
+                )
+        if self.learner.row_length < room:
+            raise ValueError(
+                f"learner.row_length is {self.learner.row_length}, shorter than inference.max_seq_len = {room}: "
+                "the longest rollout would not fit a row; raise learner.row_length"
+            )
+        concurrency = self.rollout.max_concurrent_groups
+        if self.replay.staleness_budget == 0 and concurrency not in (None, self.replay.groups_per_batch):
+            raise ValueError(
+                f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
+                f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
+            )
+        return self
+
+    @property
+    def concurrency(self) -> int:
+        """Groups in generation at once: as many as may be outstanding."""
+        return self.replay.groups_per_batch * (self.replay.staleness_budget + 1)

@@ -1,0 +1,74 @@
+"""Evaluation during training: which versions, with what outcome, told to the curriculum and the log.
+
+An evaluation is due when a multiple of its frequency has been *passed*, so none is skipped when versions jump.
+It runs between two weight swaps, so all its rollouts come from one version.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.rollout import RolloutManager
+from penstock.types import RolloutBatchStats, WeightVersion
+
+Log = Callable[[int, Mapping[str, float]], None]
+
+
+class Evaluator:
+    """Evaluates versions as they start to serve.
+
+    Args:
+        manager: Generates, and tells the curriculum of full evaluations.
+        log: Takes metrics by step.
+    """
+
+    def __init__(self, manager: RolloutManager, log: Log) -> None:
+        self._manager = manager
+        self._log = log
+        self._evaluated_step = 0
+        self._glanced_step = 0
+
+    def __call__(self, version: WeightVersion) -> None:
+        """Runs the evaluation that is due at this version, if any."""
+        config = self._manager.curriculum.config
+        if _passed(config.eval_frequency, self._evaluated_step, version.step):
+            self._evaluated_step = self._glanced_step = version.step
+            self._log(version.step, metrics_of(self.evaluate(version.step), "eval"))
+        elif _passed(config.micro_eval_frequency, self._glanced_step, version.step):
+            self._glanced_step = version.step
+            results = self._manager.evaluate_curriculum("micro_eval", version.step)
+            self._log(version.step, metrics_of({k: stats for k, (stats, _) in results.items()}, "micro_eval"))
+
+    def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
+        """A full evaluation of every lesson."""
+        results = self._manager.evaluate_curriculum("eval", step)
+        return {lesson_id: stats for lesson_id, (stats, _) in results.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The steps last evaluated."""
+        return {"evaluated_step": self._evaluated_step, "glanced_step": self._glanced_step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back."""
+        self._evaluated_step = int(state["evaluated_step"])
+        self._glanced_step = int(state["glanced_step"])
+
+
+def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str, float]:
+    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics."""
+    return {
+        f"{group}/{lesson_id}/{name}": value
+        for lesson_id, stats in results.items()
+        for name, value in {
+            "reward_mean": stats.reward_mean,
+            "success_rate": stats.success_rate,
+            "pass_at_k": stats.pass_at_k,
+            "response_tokens": stats.response_tokens,
+            "truncated_fraction": stats.truncated_fraction,
+            "rollouts": float(stats.rollouts),
+            **stats.metrics,
+        }.items()
+    }
+
+
+def _passed(frequency: int, last: int, step: int) -> bool:
+    return frequency > 0 and step // frequency > last // frequency

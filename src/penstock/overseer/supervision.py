@@ -1,0 +1,102 @@
+"""Watching threads: an exception in any of them ends the run with that error, and silence ends it too.
+
+A thread that hangs cannot be killed. When progress stops for longer than the limit, `Watchdog.check` writes every
+thread's stack to a file (`faulthandler`, which needs no cooperation of the hanging thread) and raises an error that
+names who owes the progress.
+"""
+
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.types import NoProgressError
+
+
+class Crew:
+    """The threads of a run. The first exception of any of them is kept and re-raised by `raise_if_failed`."""
+
+    def __init__(self) -> None:
+        self._threads: dict[str, threading.Thread] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self.wake = threading.Event()
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """Runs `target` in a thread called `name`."""
+
+        def guarded() -> None:
+            try:
+                target()
+            except BaseException as error:  # kept, and raised where the run is supervised
+                with self._lock:
+                    self._failure = self._failure or error
+            finally:
+                self.wake.set()
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        self._threads[name] = thread
+        thread.start()
+
+    def raise_if_failed(self) -> None:
+        """Raises the first failure, if there was one."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+
+    def alive(self, name: str) -> bool:
+        """Whether a thread was started and still runs."""
+        return name in self._threads and self._threads[name].is_alive()
+
+    def join(self, timeout_s: float) -> list[str]:
+        """Waits for all threads within one limit; returns the names of those that still run."""
+        deadline = time.monotonic() + timeout_s
+        for thread in list(self._threads.values()):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [name for name, thread in self._threads.items() if thread.is_alive()]
+
+
+class Watchdog:
+    """Raises when nothing has moved for `limit_s`.
+
+    Args:
+        limit_s: Longest silence.
+        progress: Component → a counter that grows as it works.
+        owes: Says in words who owes the progress.
+        stacks_path: Where all threads' stacks are written.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        progress: Callable[[], dict[str, float]],
+        owes: Callable[[], str],
+        stacks_path: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit_s = limit_s
+        self._progress = progress
+        self._owes = owes
+        self._stacks_path = stacks_path
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+        self._moved = clock()
+
+    def check(self) -> None:
+        """Looks once.
+
+        Raises:
+            NoProgressError: nothing moved for longer than the limit.
+        """
+        now, counters = self._clock(), self._progress()
+        if counters != self._seen:
+            self._seen, self._moved = counters, now
+        elif now - self._moved > self._limit_s:
+            with self._stacks_path.open("w") as stacks:
+                faulthandler.dump_traceback(stacks, all_threads=True)
+            raise NoProgressError(
+                f"nothing moved for {self._limit_s:g} s (overseer.no_progress_s): {self._owes()}; "
+                f"every thread's stack is in {self._stacks_path}"
+            )

@@ -1,0 +1,195 @@
+"""The live terminal view: what the run does, in the user's eyes, several times a second.
+
+The view reads a `Progress` record that the overseer fills; it decides nothing. Where the output is no terminal
+(a pipe, a log file), one plain line per update is printed instead.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SPARKS = "▁▂▃▄▅▆▇█"
+HISTORY_STEPS = 60
+SAMPLES_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Sample:
+    """One conversation to show: the prompt's text, the answer's text, and its reward."""
+
+    prompt: str
+    answer: str
+    reward: float
+    lesson_id: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the view shows. Written by the overseer, read by the view.
+
+    Attributes:
+        title: Recipe and run directory.
+        phase: What is going on, in words.
+        step: Updates done.
+        steps: Updates in all.
+        rewards: Mean training reward of the last updates, oldest first.
+        reward: Mean training reward per lesson at the last update.
+        tokens_per_s: Generated tokens per second, lately.
+        step_s: Seconds per update, lately.
+        staleness: Mean age of the last batch's tokens in updates.
+        staleness_budget: The most it may be.
+        ledger: Rollouts per state.
+        lessons: Lesson → state and probability, as the curriculum words it.
+        samples: The newest conversations.
+        notes: The newest events, newest last.
+        started: Monotonic seconds at the start.
+    """
+
+    title: str
+    steps: int
+    staleness_budget: int
+    phase: str = "starting"
+    step: int = 0
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
+    reward: dict[str, float] = field(default_factory=dict)
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    staleness: float = 0.0
+    ledger: dict[str, int] = field(default_factory=dict)
+    lessons: dict[str, str] = field(default_factory=dict)
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES_SHOWN))
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=2))
+    started: float = field(default_factory=time.monotonic)
+
+
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """Draws values as a row of block characters between `low` and `high` (their own range by default)."""
+    if not values:
+        return ""
+    floor = min(values) if low is None else low
+    ceiling = max(values) if high is None else high
+    span = (ceiling - floor) or 1.0
+    top = len(SPARKS) - 1
+    return "".join(SPARKS[min(top, max(0, round((value - floor) / span * top)))] for value in values)
+
+
+class TerminalView:
+    """Draws a `Progress` until closed; a context manager.
+
+    Args:
+        progress: What to draw.
+        console: Where; standard output by default.
+        quiet: Draw nothing at all.
+    """
+
+    def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
+        self._progress = progress
+        self._console = console or Console()
+        self._quiet = quiet
+        self._live = (
+            Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
+            if self._console.is_terminal and not quiet
+            else None
+        )
+        self._lines_printed = 0
+        self._phase_printed = ""
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tick(self) -> None:
+        """Prints what is new where the output is no terminal; a terminal redraws itself."""
+        if self._quiet or self._live is not None:
+            return
+        progress = self._progress
+        if progress.phase != self._phase_printed and progress.phase != "training":
+            self._phase_printed = progress.phase
+            self._console.print(f"[{_elapsed(progress)}] {progress.phase}", highlight=False, markup=False)
+        if progress.step > self._lines_printed:
+            self._lines_printed = progress.step
+            self._console.print(_line(progress), highlight=False, markup=False)
+
+    def render(self) -> RenderableType:
+        """The whole view as one renderable."""
+        progress = self._progress
+        rows: list[RenderableType] = [_headline(progress), _numbers(progress)]
+        if len(progress.lessons) > 1:
+            rows.append(_lessons(progress))
+        rows.extend(_sample(sample) for sample in list(progress.samples))
+        rows.extend(Text(note, style="yellow", overflow="ellipsis", no_wrap=True) for note in progress.notes)
+        return Panel(Group(*rows), title=progress.title, title_align="left", border_style="cyan")
+
+
+def _elapsed(progress: Progress) -> str:
+    seconds = int(time.monotonic() - progress.started)
+    return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def _line(progress: Progress) -> str:
+    reward = progress.rewards[-1] if progress.rewards else float("nan")
+    return (
+        f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  reward {reward:.3f}  "
+        f"{progress.tokens_per_s:,.0f} tok/s  staleness {progress.staleness:.2f}"
+    )
+
+
+def _headline(progress: Progress) -> RenderableType:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=max(progress.steps, 1), completed=progress.step)
+    grid.add_row(
+        Text(f"step {progress.step}/{progress.steps}", style="bold"),
+        bar,
+        Text(f"{progress.phase}  {_elapsed(progress)}"),
+    )
+    return grid
+
+
+def _numbers(progress: Progress) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    reward = f"{progress.rewards[-1]:.3f}" if progress.rewards else "–"
+    grid.add_row("reward", Text(reward, style="bold green"), Text(sparkline(progress.rewards), style="green"))
+    pace = f"{progress.tokens_per_s:,.0f} tok/s   {progress.step_s:.2f} s/step"
+    grid.add_row("pace", "", Text(pace))
+    staleness = f"{progress.staleness:.2f} of at most {progress.staleness_budget} updates"
+    grid.add_row("staleness", "", Text(staleness))
+    if progress.ledger:
+        counts = "  ".join(f"{state} {count:,}" for state, count in progress.ledger.items() if count)
+        grid.add_row("rollouts", "", Text(counts, style="dim"))
+    return grid
+
+
+def _lessons(progress: Progress) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for lesson_id, state in progress.lessons.items():
+        reward = progress.reward.get(lesson_id)
+        grid.add_row("lesson", Text(lesson_id, style="bold"), state, "" if reward is None else f"{reward:.3f}")
+    return grid
+
+
+def _sample(sample: Sample) -> RenderableType:
+    text = Text(overflow="ellipsis", no_wrap=True)
+    text.append(f"{sample.reward:5.2f} ", style="bold green" if sample.reward >= 0.5 else "bold red")
+    text.append(f"{' '.join(sample.prompt.split())} ", style="dim")
+    text.append(f"→ {' '.join(sample.answer.split())}")
+    return text

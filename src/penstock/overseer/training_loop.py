@@ -1,0 +1,120 @@
+"""The learner's loop: a batch in, one update, new weights out. Reads as pseudocode; the parts do the work.
+
+The order inside an update is the run's commit protocol: the batch file (the intent) is written before the batch
+is handed out; fates follow the update; the checkpoint's rename is the only commit; and the replay buffer hears of
+a version before it is published, so that a rollout with a newer stamp is truly from the future.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from penstock.learner import Learner
+from penstock.model.language import named_arrays
+from penstock.types import BatchSource, Stopped, WeightSink, WeightVersion
+
+
+class Commit(Protocol):
+    """What the replay buffer hears of the learner's steps, beside giving batches."""
+
+    def finish_update(self, step: int) -> None:
+        """Update `step` was applied: its rollouts are trained."""
+        ...
+
+    def set_current_step(self, step: int) -> None:
+        """The learner holds version `step` now."""
+        ...
+
+
+class TrainingSource(BatchSource, Commit, Protocol):
+    """Batches, and the commits that follow them."""
+
+
+class TrainingLoop:
+    """Runs updates until the last step or a stop request.
+
+    Args:
+        learner: Holds parameters and optimiser.
+        source: The replay buffer.
+        sink: Where new weights go.
+        lineage: Of this life of the run.
+        steps: Version to reach.
+        batch_timeout_s: Longest wait for a batch.
+        on_step: Called after each update with the version reached and its metrics.
+        checkpoint: Called with a version where one is due; must return when it is durable.
+        checkpoint_every: Updates between checkpoints.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        source: TrainingSource,
+        sink: WeightSink,
+        *,
+        lineage: int,
+        steps: int,
+        batch_timeout_s: float,
+        on_step: Callable[[int, Mapping[str, float]], None],
+        checkpoint: Callable[[int], None],
+        checkpoint_every: int,
+    ) -> None:
+        self._learner = learner
+        self._source = source
+        self._sink = sink
+        self._lineage = lineage
+        self._steps = steps
+        self._batch_timeout_s = batch_timeout_s
+        self._on_step = on_step
+        self._checkpoint = checkpoint
+        self._checkpoint_every = checkpoint_every
+        self._stopping = threading.Event()
+        self._saved_step = learner.step
+        self.doing = "nothing yet"
+
+    def stop(self) -> None:
+        """Asks the loop to end at the next update boundary, with a checkpoint."""
+        self._stopping.set()
+
+    def publish(self) -> None:
+        """Publishes the learner's present weights."""
+        version = WeightVersion(self._lineage, self._learner.step)
+        self._sink.publish(version, named_arrays(self._learner.decoder))
+
+    def run(self) -> None:
+        """Trains; on return the last version is checkpointed."""
+        while self._learner.step < self._steps and not self._stopping.is_set():
+            try:
+                self._update(self._learner.step)
+            except Stopped:
+                break
+        self._save(self._learner.step)
+
+    def _update(self, step: int) -> None:
+        started = time.perf_counter()
+        self.doing = f"waiting for the batch of update {step}"
+        batch = self._source.next_batch(step, self._batch_timeout_s)
+        received = time.perf_counter()
+        self.doing = f"update {step}"
+        metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step)}
+        updated = time.perf_counter()
+        self._source.finish_update(step)
+        self._source.set_current_step(step + 1)
+        if (step + 1) % self._checkpoint_every == 0:
+            self._save(step + 1)
+        handing_over = time.perf_counter()
+        self.publish()
+        metrics |= {
+            "time/wait_for_batch": received - started,
+            "time/update": updated - received,
+            "time/checkpoint": handing_over - updated,
+            "weights/publish_s": time.perf_counter() - handing_over,
+        }
+        self._on_step(step + 1, metrics)
+
+    def _save(self, step: int) -> None:
+        if step == self._saved_step:
+            return
+        self.doing = f"saving the checkpoint of step {step}"
+        self._checkpoint(step)
+        self._saved_step = step

@@ -1,0 +1,91 @@
+"""YAML as users of recipes expect it: ``1e-3`` is a number, ``no`` is a word, a repeated key is a mistake.
+
+PyYAML follows YAML 1.1, in which ``1e-3`` is text, ``no`` is false, ``1:30`` is 90 and the last of two equal keys
+silently wins. Here scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), with
+``1_000`` allowed. Only plain data can be written: no tags, no Python objects.
+"""
+
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import yaml
+
+from penstock.types import ConfigError
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader with YAML 1.2 scalars that refuses repeated keys."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+                raise yaml.MarkedYAMLError(
+                    problem="keys must be text: put it in quotes", problem_mark=key_node.start_mark
+                )
+            if key_node.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key_node.value!r} is written twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back as the same values."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Reads one YAML document.
+
+    Args:
+        text: The document.
+        source: What to call it in an error: a file's path, or the override.
+
+    Returns:
+        Plain dicts, lists, strings, numbers, booleans and None.
+
+    Raises:
+        ConfigError: naming the source, line and column of what cannot be read.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = error.problem or error.context or "cannot be read"
+        raise ConfigError(f"{source}{place}: not valid YAML: {problem}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {reason}") from error
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Writes a mapping as YAML in its own order; `parse_yaml` reads the same values back."""
+    return yaml.dump(
+        dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
+    )

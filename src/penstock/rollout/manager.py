@@ -1,0 +1,229 @@
+"""The rollout manager: environments, generation, evaluation and curriculum updates.
+
+It works alone (offline evaluation: an engine with fixed weights and no worker) or under a `RolloutWorker`.
+It attaches what environments must not know: metadata, ids and lesson. The versions that the engine recorded
+per token win over any version the caller passes. It owns its `InferenceContext`; where it also owns the
+engine behind it, `shutdown` stops that too.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from penstock.curriculum import Curriculum, LessonConfig
+from penstock.environments import Environment, load_environment
+from penstock.types import (
+    Clock,
+    Decoding,
+    EnvironmentFailure,
+    InferenceContext,
+    Mode,
+    PenstockError,
+    Rollout,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutGroup,
+    RolloutMetadata,
+    WeightVersion,
+    fold,
+)
+
+EvalType = Literal["eval", "micro_eval"]
+WeightsSetter = Callable[[WeightVersion, Mapping[str, Any]], None]
+
+
+class RolloutManager:
+    """Generates rollouts of any lesson and evaluates lessons.
+
+    Args:
+        curriculum: Names the lessons; `evaluate_lesson` and `update_training_stats` feed it.
+        context: Where responses come from.
+        seed: The run's seed; evaluation prompts derive from it, so they are the same at every evaluation.
+        lineage: The run's lineage, stamped on rollouts.
+        set_weights: Gives the engine new weights; None where the engine's weights are fixed.
+        stop_engine: Called by `shutdown`; None where somebody else owns the engine.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        curriculum: Curriculum,
+        context: InferenceContext,
+        seed: int,
+        lineage: int = 0,
+        set_weights: WeightsSetter | None = None,
+        stop_engine: Callable[[], None] | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        self.curriculum = curriculum
+        self.context = context
+        self._seed = seed
+        self._lineage = lineage
+        self._set_weights = set_weights
+        self._stop_engine = stop_engine
+        self._clock = clock
+        self._environments: dict[str, Environment] = {}
+        self._lock = threading.Lock()
+
+    def lesson(self, lesson_id: str) -> LessonConfig:
+        """The lesson's configuration."""
+        return self.curriculum.config.lessons[lesson_id]
+
+    def environment(self, lesson_id: str) -> Environment:
+        """The lesson's environment, made at its first use and kept."""
+        with self._lock:
+            if lesson_id not in self._environments:
+                self._environments[lesson_id] = load_environment(self.lesson(lesson_id).environment)
+            return self._environments[lesson_id]
+
+    def sample_batch(
+        self,
+        lesson_id: str,
+        n_examples: int,
+        n_generations: int,
+        mode: Mode = "train",
+        rng: int = 0,
+        weight_step: int = 0,
+        worker_id: str = "local",
+        *,
+        group_ids: Sequence[str] | None = None,
+        context: InferenceContext | None = None,
+        decoding: Decoding | None = None,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """Generates groups of one lesson.
+
+        Args:
+            lesson_id: Which lesson.
+            n_examples: Number of prompts.
+            n_generations: Responses per prompt.
+            mode: Which of the environment's disjoint example sets.
+            rng: Seed that selects the examples and the sampling noise.
+            weight_step: Stamp for rollouts whose environment did not pass on the engine's versions.
+            worker_id: Who generates.
+            group_ids: One id per group; by default made from mode, lesson, `rng` and position.
+            context: Instead of the manager's own.
+            decoding: Instead of the lesson's.
+
+        Returns:
+            The batch, possibly of no groups, and the environment's metrics.
+
+        Raises:
+            EnvironmentFailure: the environment raised, or returned something malformed.
+        """
+        lesson = self.lesson(lesson_id)
+        environment = self.environment(lesson_id)
+        decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
+        try:
+            groups, metrics = environment.sample(
+                context or self.context, n_examples, n_generations, decoding, rng, mode
+            )
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailure(
+                f"environment {lesson.environment.env_class} of lesson {lesson_id!r} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        ids = group_ids or [f"{mode}-{lesson_id}-{rng}-{position}" for position in range(len(groups))]
+        if len(ids) != len(groups):
+            raise EnvironmentFailure(
+                f"environment {lesson.environment.env_class} returned {len(groups)} groups where "
+                f"{len(ids)} were asked for"
+            )
+        stamped = [
+            self._stamp(group, group_id, lesson_id, weight_step, worker_id)
+            for group, group_id in zip(groups, ids, strict=True)
+        ]
+        return RolloutBatch.of(tuple(stamped)), metrics
+
+    def _stamp(
+        self, group: RolloutGroup, group_id: str, lesson_id: str, weight_step: int, worker_id: str
+    ) -> RolloutGroup:
+        finished = self._clock()
+        rollouts = tuple(
+            rollout.with_metadata(
+                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self._lineage),
+                f"{group_id}/{position}",
+                lesson_id,
+            )
+            for position, rollout in enumerate(group.rollouts)
+        )
+        return replace(group, rollouts=rollouts, group_id=group_id)
+
+    def evaluate_lesson(
+        self,
+        lesson_id: str,
+        n_examples: int | None = None,
+        eval_type: EvalType = "eval",
+        step: int = 0,
+        worker_id: str = "evaluator",
+        n_generations: int = 1,
+    ) -> tuple[RolloutBatchStats, RolloutBatch]:
+        """Evaluates a lesson on its held-out examples, the same ones at every call.
+
+        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it.
+
+        Args:
+            lesson_id: Which lesson.
+            n_examples: Number of prompts; by default as the curriculum's configuration says for `eval_type`.
+            eval_type: Full or micro evaluation.
+            step: The weight step that is evaluated.
+            worker_id: Stamped on the rollouts.
+            n_generations: Responses per prompt.
+        """
+        config = self.curriculum.config
+        if n_examples is None:
+            n_examples = config.eval_n_examples if eval_type == "eval" else config.micro_eval_n_examples
+        lesson = self.lesson(lesson_id)
+        decoding = replace(
+            lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature
+        )
+        rng = fold(self._seed, "evaluation", lesson_id)
+        batch, metrics = self.sample_batch(
+            lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, decoding=decoding
+        )
+        stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
+        if eval_type == "eval":
+            self.curriculum.update_evaluation(stats, step)
+        return stats, batch
+
+    def evaluate_curriculum(
+        self, eval_type: EvalType = "eval", step: int = 0, lessons: Sequence[str] | None = None
+    ) -> dict[str, tuple[RolloutBatchStats, RolloutBatch]]:
+        """`evaluate_lesson` for every lesson, or for those named."""
+        chosen = lessons if lessons is not None else list(self.curriculum.config.lessons)
+        return {lesson_id: self.evaluate_lesson(lesson_id, None, eval_type, step) for lesson_id in chosen}
+
+    def update_training_stats(self, group: RolloutGroup) -> None:
+        """Feeds one training group, filtered or not, to the curriculum."""
+        lesson_id = group.rollouts[0].lesson_id
+        threshold = self.lesson(lesson_id).success_threshold
+        self.curriculum.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold))
+
+    def update_model(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Gives the engine new weights; when it returns, every later dispatch uses them."""
+        if self._set_weights is None:
+            raise PenstockError(
+                "this RolloutManager's engine has fixed weights: update_model is for training"
+            )
+        self._set_weights(version, arrays)
+
+    def shutdown(self) -> None:
+        """Closes the environments and, where it owns one, the engine."""
+        with self._lock:
+            environments, self._environments = self._environments, {}
+        for environment in environments.values():
+            environment.close()
+        if self._stop_engine is not None:
+            self._stop_engine()
+
+
+def _oldest_step(rollout: Rollout, default: int) -> int:
+    if rollout.oldest_weight_step is not None:
+        return rollout.oldest_weight_step
+    steps = rollout.response_weight_steps
+    if steps is not None and rollout.sampled_tokens:
+        return int(steps[rollout.response_mask].min())
+    return default

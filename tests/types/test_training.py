@@ -1,0 +1,48 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from penstock.types import Decoding, InvalidRolloutError, RLExample, WeightVersion
+
+
+def example(**changes) -> RLExample:
+    fields = {
+        "tokens": np.zeros(4, np.int32),
+        "loss_mask": np.ones(4, np.bool_),
+        "segment_ids": np.ones(4, np.int32),
+        "position_ids": np.arange(4, dtype=np.int32),
+        "advantage": np.zeros(4, np.float32),
+        "generator_log_probs": np.zeros(4, np.float32),
+        "reference_log_probs": None,
+        "temperature": np.ones(4, np.float32),
+        "weight_steps": np.zeros(4, np.int32),
+        "rollout_ids": ("t/0",),
+    }
+    return RLExample(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("advantage", np.zeros(3, np.float32)), ("loss_mask", np.ones(4, np.int32)), ("tokens", np.zeros(4, np.int64))],
+)
+def test_a_misaligned_example_is_refused_by_field(field: str, value: np.ndarray):
+    with pytest.raises(InvalidRolloutError, match=f"RLExample.{field} is"):
+        example(**{field: value})
+
+
+def test_records_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        example().tokens = np.zeros(1, np.int32)
+
+
+def test_versions_order_by_lineage_then_step():
+    assert WeightVersion(0, 9) < WeightVersion(1, 2) < WeightVersion(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "truncated"),
+    [(Decoding(), False), (Decoding(temperature=0), True), (Decoding(top_k=5), True), (Decoding(top_p=0.9), True)],
+)
+def test_decoding_knows_whether_recorded_logprobs_are_those_sampled_from(decoding: Decoding, truncated: bool):
+    assert decoding.truncated is truncated
