@@ -103,6 +103,10 @@ class RunConfig(BaseModel):
             )
         return self
 
+    def dump(self) -> dict[str, Any]:
+        """Plain values under the names that YAML uses."""
+        return self.model_dump(mode="json", by_alias=True)
+
     @property
     def concurrency(self) -> int:
         """Groups in generation at once: as many as may be outstanding."""

@@ -177,9 +177,7 @@ class RolloutManager:
         if n_examples is None:
             n_examples = config.eval_n_examples if eval_type == "eval" else config.micro_eval_n_examples
         lesson = self.lesson(lesson_id)
-        decoding = replace(
-            lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature
-        )
+        decoding = replace(lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature)
         rng = fold(self._seed, "evaluation", lesson_id)
         batch, metrics = self.sample_batch(
             lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, decoding=decoding
@@ -205,9 +203,7 @@ class RolloutManager:
     def update_model(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Gives the engine new weights; when it returns, every later dispatch uses them."""
         if self._set_weights is None:
-            raise PenstockError(
-                "this RolloutManager's engine has fixed weights: update_model is for training"
-            )
+            raise PenstockError("this RolloutManager's engine has fixed weights: update_model is for training")
         self._set_weights(version, arrays)
 
     def shutdown(self) -> None:

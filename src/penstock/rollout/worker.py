@@ -144,14 +144,10 @@ class RolloutWorker:
             self._stopping.set()
             return []
 
-    def _start(
-        self, pool: ThreadPoolExecutor, tickets: list[Ticket]
-    ) -> list[tuple[Future[_Outcome], Ticket]]:
+    def _start(self, pool: ThreadPoolExecutor, tickets: list[Ticket]) -> list[tuple[Future[_Outcome], Ticket]]:
         if not self._lockstep:
             return [(pool.submit(self._generate, ticket, None), ticket) for ticket in tickets]
-        cohort = Lockstep(
-            cast(ManyInferenceContext, self._manager.context), len(tickets), self._lockstep_timeout_s
-        )
+        cohort = Lockstep(cast(ManyInferenceContext, self._manager.context), len(tickets), self._lockstep_timeout_s)
         futures = [pool.submit(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
         for ticket, future in zip(tickets, futures, strict=True):  # in ticket order, not as they finish
             self._deliver(ticket, future.result(self._lockstep_timeout_s))

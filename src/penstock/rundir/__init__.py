@@ -1,1 +1,58 @@
-"""Penstock rundir."""
+"""The run directory: its paths, its atomic writes, its logs, and the schemas of its Parquet files."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.rundir.atomic import replaced_atomically, write_atomically
+    from penstock.rundir.directory import RunDirectory
+    from penstock.rundir.example_rows import EXAMPLE_SCHEMA, examples_from_table, table_from_examples
+    from penstock.rundir.logs import (
+        EventLog,
+        JsonLinesLog,
+        MetricsLog,
+        read_events,
+        read_json_lines,
+        read_metrics,
+        read_status,
+    )
+    from penstock.rundir.parquet import read_parquet, write_parquet
+    from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
+
+_EXPORTS = {
+    "EXAMPLE_SCHEMA": "example_rows",
+    "EventLog": "logs",
+    "JsonLinesLog": "logs",
+    "MetricsLog": "logs",
+    "ROLLOUT_SCHEMA": "rollout_rows",
+    "RunDirectory": "directory",
+    "examples_from_table": "example_rows",
+    "read_events": "logs",
+    "read_json_lines": "logs",
+    "read_metrics": "logs",
+    "read_parquet": "parquet",
+    "read_status": "logs",
+    "records_from_table": "rollout_rows",
+    "replaced_atomically": "atomic",
+    "table_from_examples": "example_rows",
+    "table_from_records": "rollout_rows",
+    "write_atomically": "atomic",
+    "write_parquet": "parquet",
+}
+
+__all__ = [
+    "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "ROLLOUT_SCHEMA", "RunDirectory",
+    "examples_from_table", "read_events", "read_json_lines", "read_metrics", "read_parquet", "read_status",
+    "records_from_table", "replaced_atomically", "table_from_examples", "table_from_records",
+    "write_atomically", "write_parquet",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

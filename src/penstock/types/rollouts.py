@@ -287,8 +287,10 @@ class RolloutRecord:
         rollout: With metadata; storage refuses None.
         group_id: The ticket's id.
         timings: Seconds by stage, e.g. ``{"generate_s": 0.4}``.
+        group_key: The group's key: environment and example.
     """
 
     rollout: Rollout
     group_id: str
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
+    group_key: str = ""

@@ -1,0 +1,113 @@
+"""Builds one rollout turn by turn: what the policy sampled, what it was told, and where reward fell.
+
+Tokens in, tokens out: sampled tokens are kept as they came, never decoded and encoded again, so the next turn's
+prompt is exactly the conversation so far. What tools say is masked out of the loss.
+"""
+
+import numpy as np
+
+from penstock.environments.base import Prompt
+from penstock.environments.prompts import prompt_text
+from penstock.types import Completion, Decoding, EnvironmentFailure, FinishReason, Role, Rollout, Turn
+
+
+class Episode:
+    """A conversation under way.
+
+    Args:
+        prompt: As it was rendered; becomes the first turn.
+        prompt_tokens: int32 [p].
+        decoding: How the policy's turns are sampled.
+    """
+
+    def __init__(self, prompt: Prompt, prompt_tokens: np.ndarray, decoding: Decoding) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._decoding = decoding
+        self._tokens: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._mask: list[np.ndarray] = []
+        self._weight_steps: list[np.ndarray] = []
+        self._rewards: dict[int, float] = {}
+        self._oldest_weight_step: int | None = None
+        self._finish_reason: FinishReason = "stop"
+        self._turns = [Turn("user", prompt_text(prompt), 0, len(prompt_tokens))]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [p + r], the conversation so far: the prompt of the next turn."""
+        return np.concatenate([self._prompt_tokens, *self._tokens])
+
+    @property
+    def response_length(self) -> int:
+        """Tokens since the prompt."""
+        return sum(len(tokens) for tokens in self._tokens)
+
+    def say(self, completion: Completion) -> None:
+        """Adds what the policy sampled.
+
+        Raises:
+            EnvironmentFailure: the engine aborted the request or sampled nothing: there is no answer to score.
+        """
+        length = len(completion.response_tokens)
+        if completion.finish_reason == "aborted" or length == 0:
+            raise EnvironmentFailure(
+                f"a response ended as {completion.finish_reason!r} with {length} tokens: there is no answer to score"
+            )
+        self._append("assistant", completion.text, completion.response_tokens)
+        self._logprobs.append(completion.response_logprobs)
+        self._mask.append(np.ones(length, np.bool_))
+        self._weight_steps.append(completion.weight_steps)
+        seen = self._oldest_weight_step
+        oldest = completion.oldest_weight_step
+        self._oldest_weight_step = oldest if seen is None else min(seen, oldest)
+        self._finish_reason = completion.finish_reason
+
+    def hear(self, text: str, tokens: np.ndarray, role: Role = "tool") -> None:
+        """Adds what the policy is told: no log-probabilities, outside the loss mask.
+
+        The weight step of these tokens repeats that of the token before, under which they were read.
+        """
+        step = self._weight_steps[-1][-1] if self._weight_steps and len(self._weight_steps[-1]) else 0
+        self._append(role, text, tokens)
+        self._logprobs.append(np.zeros(len(tokens), np.float32))
+        self._mask.append(np.zeros(len(tokens), np.bool_))
+        self._weight_steps.append(np.full(len(tokens), step, np.int32))
+
+    def credit(self, reward: float) -> None:
+        """Adds reward at the latest token."""
+        self._rewards[self.response_length - 1] = self._rewards.get(self.response_length - 1, 0.0) + reward
+
+    def cut(self) -> None:
+        """Marks the episode as ended by a length limit instead of by the policy."""
+        self._finish_reason = "length"
+
+    def rollout(self, env_name: str, example_id: str) -> Rollout:
+        """The finished rollout; its reward is the sum of the credits."""
+        length = self.response_length
+        token_rewards = np.zeros(length, np.float32)
+        for position, reward in self._rewards.items():
+            token_rewards[position] = reward
+        return Rollout(
+            env_name=env_name,
+            env_example_id=example_id,
+            prompt_tokens=self._prompt_tokens,
+            response_tokens=_joined(self._tokens, np.int32),
+            response_logprobs=_joined(self._logprobs, np.float32),
+            token_rewards=token_rewards,
+            episode_reward=float(sum(self._rewards.values())),
+            response_mask=_joined(self._mask, np.bool_),
+            response_weight_steps=_joined(self._weight_steps, np.int32),
+            oldest_weight_step=self._oldest_weight_step,
+            turns=tuple(self._turns),
+            decoding=self._decoding,
+            finish_reason=self._finish_reason,
+        )
+
+    def _append(self, role: Role, text: str, tokens: np.ndarray) -> None:
+        start = len(self._prompt_tokens) + self.response_length
+        self._tokens.append(tokens)
+        self._turns.append(Turn(role, text, start, start + len(tokens)))
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -1,0 +1,148 @@
+"""Environments with a training and a held-out set of problems: drawing, failures, references.
+
+`sample` is written once, here; what happens between prompt and reward is `play`, which `GroupScoredEnvironment` has
+for one turn and the calculator for two. One failing problem fails its own group; the others go on.
+"""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import SupportsInt
+
+import numpy as np
+
+from penstock.environments.base import Environment, Prompt, Reference
+from penstock.environments.examples import Example, draw
+from penstock.environments.prompts import Template, shape_prompt
+from penstock.types import (
+    ConfigError,
+    Decoding,
+    EnvironmentFailure,
+    InferenceContext,
+    InvalidRolloutError,
+    Mode,
+    Rollout,
+    RolloutGroup,
+    as_seed,
+    fold,
+    generator,
+)
+
+logger = logging.getLogger(__name__)
+
+Failure = EnvironmentFailure | InvalidRolloutError
+Outcome = list[Rollout] | Failure
+"""What became of one problem: its rollouts, or why there are none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One problem about to be tried.
+
+    Attributes:
+        example: The problem.
+        prompt: As it is rendered.
+        prompt_tokens: int32 [p].
+        seed: Its sampling noise.
+    """
+
+    example: Example
+    prompt: Prompt
+    prompt_tokens: np.ndarray
+    seed: int
+
+
+class ExampleEnvironment(Environment):
+    """Draws from two disjoint lists of problems.
+
+    Args:
+        name: Stands on every rollout.
+        template: How prompts are put to the policy.
+        system_prompt: Put before every prompt.
+    """
+
+    def __init__(self, name: str, template: Template = "auto", system_prompt: str | None = None) -> None:
+        super().__init__(name)
+        self._template: Template = template
+        self._system_prompt = system_prompt
+
+    @abstractmethod
+    def train_examples(self) -> Sequence[Example]:
+        """The training problems; called once."""
+
+    @abstractmethod
+    def eval_examples(self) -> Sequence[Example]:
+        """The held-out problems, none of them a training problem; called once."""
+
+    @abstractmethod
+    def play(
+        self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
+    ) -> list[Outcome]:
+        """Lets the policy answer each task n times, and scores the answers: one outcome per task, in order."""
+
+    def references(self, example: Example) -> list[Reference]:
+        """Worked solutions of one problem: its answer. To be replaced where there is more to show."""
+        if not example.answer:
+            return []
+        return [Reference(self.shaped(example), example.answer)]
+
+    def shaped(self, example: Example) -> Prompt:
+        """The problem's prompt as it is rendered."""
+        return shape_prompt(example.prompt, self._template, self._system_prompt)
+
+    def sample(
+        self,
+        inference_ctx: InferenceContext,
+        n_examples: int,
+        n_generations: int,
+        decoding: Decoding,
+        prng_key: SupportsInt | np.ndarray,
+        mode: Mode,
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """See `Environment.sample`. Metrics: ``failed_groups``."""
+        seed = as_seed(prng_key)
+        chosen = draw(self._pools[mode], max(0, n_examples), generator(fold(seed, "examples")))
+        tasks = [self._task(inference_ctx, example, fold(seed, "sample", i)) for i, example in enumerate(chosen)]
+        outcomes = self.play(inference_ctx, tasks, n_generations, decoding) if tasks else []
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        groups = [
+            RolloutGroup(f"{self.name}:{task.example.example_id}", tuple(outcome))
+            for task, outcome in zip(tasks, outcomes, strict=True)
+            if not isinstance(outcome, Failure)
+        ]
+        if failures and not groups:
+            raise failures[0]
+        for failure in failures:
+            logger.warning("environment %s: a group failed: %s", self.name, failure)
+        return groups, {"failed_groups": float(len(failures))}
+
+    def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:
+        """See `Environment.reference_examples`."""
+        rng = generator(fold(as_seed(prng_key), "references"))
+        found = [r for example in draw(self._pools["train"], n, rng) for r in self.references(example)]
+        if n and not found:
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}) has no reference solutions: "
+                "remove learner.warm_start, or give its examples answers"
+            )
+        return found[:n]
+
+    @cached_property
+    def _pools(self) -> dict[Mode, Sequence[Example]]:
+        pools: dict[Mode, Sequence[Example]] = {"train": self.train_examples(), "eval": self.eval_examples()}
+        for mode, examples in pools.items():
+            if not examples:
+                raise ConfigError(f"environment {self.name!r} has no examples for mode {mode!r}")
+        shared = {e.example_id for e in pools["train"]} & {e.example_id for e in pools["eval"]}
+        if shared:
+            raise ConfigError(
+                f"environment {self.name!r}: {len(shared)} examples are both for training and held out, "
+                f"such as {min(shared)!r}: train_examples and eval_examples must be disjoint"
+            )
+        return pools
+
+    def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
+        prompt = self.shaped(example)
+        return Task(example, prompt, inference_ctx.tokenizer.render(prompt), seed)

@@ -1,0 +1,176 @@
+"""From an environment's dotted path and arguments to an instance, with errors that a person can act on.
+
+Arguments are checked against the constructor's signature before it runs: their names (with the nearest spelling) and,
+where the annotations allow it, their types.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from penstock.environments.base import Environment
+from penstock.types import ConfigError, PenstockError
+
+
+class SpecLike(Protocol):
+    """What `load_environment` reads: `penstock.types.EnvironmentSpec` or a config of the same fields."""
+
+    @property
+    def env_class(self) -> str:
+        """Dotted path of the class, or ``path/to/file.py:Class``."""
+        ...
+
+    @property
+    def env_args(self) -> Mapping[str, Any]:
+        """Keyword arguments."""
+        ...
+
+
+def load_environment(spec: SpecLike) -> Environment:
+    """Makes the environment that a config names.
+
+    Raises:
+        ConfigError: unknown module, class or argument (with the nearest spelling), a missing argument, a wrong type,
+            or a class that is no concrete `Environment`.
+    """
+    cls = load_attribute(spec.env_class, "env_class")
+    if not inspect.isclass(cls) or not issubclass(cls, Environment):
+        raise ConfigError(f"env_class {spec.env_class!r} is not a subclass of penstock.environments.Environment")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"env_class {spec.env_class!r} is abstract: it does not define {missing}")
+    arguments = _checked_arguments(cls, spec.env_class, dict(spec.env_args))
+    try:
+        return cls(**arguments)
+    except PenstockError:
+        raise
+    except Exception as error:  # the constructor's own checks
+        raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
+
+
+def load_attribute(path: str, field: str) -> Any:
+    """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
+
+    Modules beside the current directory are found as they are by ``python -m``.
+
+    Args:
+        path: For example ``my_package.rewards.exact`` or ``rewards.py:exact``.
+        field: The config field, for the message.
+
+    Raises:
+        ConfigError: no such file, module or attribute, or the module's import failed.
+    """
+    if ".py:" in path:
+        file, _, name = path.rpartition(":")
+        module = _import_file(Path(file).expanduser(), path, field)
+    else:
+        module_name, _, name = path.rpartition(".")
+        if not module_name or not name:
+            raise ConfigError(f"{field} {path!r} is not a path: write package.module.Name or path/to/file.py:Name")
+        module = _import_module(module_name, path, field)
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        names = [known for known in dir(module) if not known.startswith("_")]
+        raise ConfigError(f"{field} {path!r}: {module.__name__} has no {name!r}{nearest(name, names)}") from error
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``" (did you mean …?)"`` where something known is spelled alike, else nothing."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def _import_file(file: Path, path: str, field: str) -> ModuleType:
+    if not file.is_file():
+        siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ConfigError(f"{field} {path!r}: no file {file.absolute()}{nearest(file.name, siblings)}")
+    module_spec = importlib.util.spec_from_file_location(file.stem, file)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{field} {path!r}: {file} cannot be imported as Python")
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(module_name: str, path: str, field: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{field} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
+        hint = nearest(module_name, _siblings(error.name))
+        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{hint}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _siblings(missing: str) -> list[str]:
+    parent = missing.rpartition(".")[0]
+    if not parent:
+        return [module.name for module in pkgutil.iter_modules()]
+    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(importlib.import_module(parent).__path__)]
+
+
+def _checked_arguments(cls: type, path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = _signature(cls).parameters
+    named = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in arguments:
+        if name not in named and not accepts_any:
+            known = ", ".join(sorted(named)) or "none"
+            raise ConfigError(f"env_args.{name}: {path} has no such argument{nearest(name, named)}: it takes {known}")
+    for name in named - arguments.keys():
+        if parameters[name].default is inspect.Parameter.empty:
+            raise ConfigError(f"env_args.{name} is missing: {path} requires it")
+    annotations = {name: parameters[name].annotation for name in arguments if name in parameters}
+    return {name: _checked_value(name, value, annotations.get(name)) for name, value in arguments.items()}
+
+
+def _checked_value(name: str, value: Any, annotation: Any) -> Any:
+    """The value as the annotation wants it, e.g. a list as a tuple; unchecked where pydantic cannot read it."""
+    if annotation in (None, inspect.Parameter.empty) or isinstance(annotation, str):
+        return value
+    adapter = _adapter(annotation)
+    if adapter is None:
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["env_args", name, *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{where} is {first['input']!r}: {first['msg'].lower()}") from error
+
+
+def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
+    try:
+        return TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:  # a class that pydantic does not know: checked by isinstance
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:
+        return None
+
+
+def _signature(cls: type) -> inspect.Signature:
+    try:
+        return inspect.signature(cls, eval_str=True)
+    except NameError:  # an annotation that exists for type checkers only
+        return inspect.signature(cls)

@@ -1,0 +1,129 @@
+"""Configuration of the engine and of the server over it. Imports neither JAX nor transformers.
+
+Everything that fixes an array's shape is decided here, before the first request, so that the engine compiles
+its programs once. Not covered: what to sample, which each request says for itself (`penstock.types.Decoding`).
+"""
+
+import ipaddress
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SMALLEST_WINDOW = 128
+"""Below this, a shorter attention window saves nothing that a compilation would not cost."""
+
+SHORTEST_PREFILL = 16
+
+
+class EngineConfig(BaseModel):
+    """Shapes and limits of one inference engine.
+
+    Attributes:
+        max_slots: Responses that are generated at the same time.
+        max_seq_len: Most tokens of a prompt and its response together.
+        steps_per_dispatch: Most decode steps between two looks at the host: arrivals, departures and new weights
+            wait for at most this many tokens.
+        prefill_rows: Most prompts in one prefill.
+        prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
+        prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four. The largest
+            possible prompt is always added.
+        windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
+            `max_seq_len` is always added.
+        max_stop_token_ids: Most stop tokens of one request.
+        request_timeout_s: Longest wait of one blocking call of `EngineContext` for all its responses.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_slots: int = Field(default=64, gt=0)
+    max_seq_len: int = Field(default=512, gt=1)
+    steps_per_dispatch: int = Field(default=8, gt=0)
+    prefill_rows: int = Field(default=8, gt=0)
+    prefill_tokens: int = Field(default=1024, gt=0)
+    prefill_lengths: tuple[int, ...] | None = None
+    windows: tuple[int, ...] | None = None
+    max_stop_token_ids: int = Field(default=8, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        for name, lengths in (("prefill_lengths", self.prefill_lengths), ("windows", self.windows)):
+            if lengths is None:
+                continue
+            if not lengths or min(lengths) < 1 or list(lengths) != sorted(set(lengths)):
+                raise ValueError(f"{name} is {list(lengths)}: give positive lengths in ascending order")
+        return self
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Padded prompt lengths, ascending; the last takes the longest prompt that leaves room for a token.
+
+        A prompt's last token is decoded, not prefilled, so that is two less than `max_seq_len`.
+        """
+        longest = max(self.max_seq_len - 2, 1)
+        return _buckets(self.prefill_lengths, SHORTEST_PREFILL, 4, longest)
+
+    @property
+    def window_buckets(self) -> tuple[int, ...]:
+        """Cache lengths, ascending; the last is `max_seq_len`."""
+        return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len)
+
+    def rows_of(self, prefill_length: int) -> int:
+        """Rows of a prefill of that padded length."""
+        return max(1, min(self.prefill_rows, self.prefill_tokens // prefill_length))
+
+
+def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int) -> tuple[int, ...]:
+    lengths = list(given or ())
+    if given is None:
+        length = smallest
+        while length < longest:
+            lengths.append(length)
+            length *= factor
+    return (*(length for length in lengths if length < longest), longest)
+
+
+class ServeConfig(BaseModel):
+    """The OpenAI-compatible server.
+
+    Attributes:
+        host: Address to listen on. Anything but loopback requires a token.
+        port: 0 takes a free one.
+        token: What clients must send as ``Authorization: Bearer …``; None asks for nothing.
+        model_name: Name of the policy in the API; None takes the checkpoint directory's.
+        max_body_bytes: Larger request bodies are refused.
+        max_waiting: Requests beyond this many unanswered ones are refused with status 429.
+        ready_timeout_s: Longest wait for the engine's compilation at start-up.
+        stop_timeout_s: Longest wait for requests and threads at shutdown.
+        engine: The engine behind it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    token: str | None = Field(default=None, min_length=8, repr=False)
+    model_name: str | None = None
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, gt=0)
+    max_waiting: int = Field(default=256, gt=0)
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+    stop_timeout_s: float = Field(default=30.0, gt=0)
+    engine: EngineConfig = EngineConfig(max_slots=16, max_seq_len=1024)
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.token is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines: set token, or use host 127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

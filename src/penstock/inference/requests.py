@@ -1,0 +1,80 @@
+"""What is asked of the engine, and its validation before anything runs.
+
+A request that cannot be served is refused at submission, so that nothing invalid reaches the engine's thread.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.inference.config import EngineConfig
+from penstock.types import ConfigError, Decoding, EnvironmentFailure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One prompt and how often to answer it.
+
+    Attributes:
+        prompt: int32 [p], at least one token.
+        decoding: How to sample; no `stop_token_ids` means the tokenizer's.
+        seed: Sample j draws from ``fold(seed, j)``, and from nothing else.
+        n: Responses; they share the prompt's prefill.
+    """
+
+    prompt: np.ndarray
+    decoding: Decoding
+    seed: int
+    n: int = 1
+
+
+def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: int) -> None:
+    """Refuses what the engine cannot serve.
+
+    Raises:
+        EnvironmentFailure: the prompt is empty, has unknown tokens, or leaves no room for a response.
+        ConfigError: the decoding parameters are out of range.
+    """
+    _check_prompt(request.prompt, config.max_seq_len, vocab_size)
+    _check_decoding(request.decoding, config.max_stop_token_ids)
+    if request.n < 1:
+        raise ConfigError(f"n is {request.n}: ask for at least one response")
+
+
+def _check_prompt(prompt: np.ndarray, max_seq_len: int, vocab_size: int) -> None:
+    if prompt.dtype != np.int32 or prompt.ndim != 1:
+        raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
+    if len(prompt) == 0:
+        raise EnvironmentFailure("prompt is empty: a policy needs at least one token to condition on")
+    if len(prompt) >= max_seq_len:
+        raise EnvironmentFailure(
+            f"prompt has {len(prompt)} tokens, which leaves no room for a response within max_seq_len = "
+            f"{max_seq_len}: shorten the prompt or raise inference.max_seq_len"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise EnvironmentFailure(
+            f"prompt holds token id {_outside(prompt, vocab_size)}, but the model's vocabulary has {vocab_size}"
+        )
+
+
+def _outside(prompt: np.ndarray, vocab_size: int) -> int:
+    return int(prompt[(prompt < 0) | (prompt >= vocab_size)][0])
+
+
+def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
+    """Ranges of the sampling parameters, named as in `Decoding`."""
+    if not 0 <= decoding.temperature < float("inf"):
+        raise ConfigError(f"temperature is {decoding.temperature}: it must be 0 (greedy) or a positive number")
+    if decoding.top_k is not None and decoding.top_k < 1:
+        raise ConfigError(f"top_k is {decoding.top_k}: it must be at least 1, or absent to keep all")
+    if decoding.top_p is not None and not 0 < decoding.top_p <= 1:
+        raise ConfigError(f"top_p is {decoding.top_p}: it must be in (0, 1], or absent to keep all")
+    if decoding.max_output_tokens < 1:
+        raise ConfigError(f"max_output_tokens is {decoding.max_output_tokens}: it must be at least 1")
+    if len(decoding.stop_token_ids) > max_stop_token_ids:
+        raise ConfigError(
+            f"stop_token_ids has {len(decoding.stop_token_ids)} entries: at most {max_stop_token_ids} fit; raise "
+            "inference.max_stop_token_ids"
+        )
+    if any(not stop for stop in decoding.stop_strings):
+        raise ConfigError("stop_strings holds an empty string, which would stop every response at once")

@@ -1,0 +1,143 @@
+"""One token per row from its logits: inverse-CDF sampling with one uniform number per row.
+
+A uniform belongs to a (sample seed, position), so a draw never depends on neighbours or on the slot. The
+cumulative sum is two-level (blocks of the vocabulary, then inside one block): sampling costs two passes over the
+logits, against one random number per vocabulary entry for the Gumbel trick, which is half of a decode step on a
+CPU. Top-k and top-p search their threshold by bisection on the bits of the probabilities: exact, and no sort.
+Log-probabilities are of the distribution before truncation.
+
+Not covered: min-p, penalties, logit bias.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+SIGNIFICANT_BITS = 30
+"""A float32 in [0, 1] has zeros in its two highest bits."""
+
+
+def uniforms(seeds: UInt32[Array, "rows 2"], positions: Int32[Array, " rows"]) -> Float32[Array, " rows"]:
+    """One number in [0, 1) per row from its seed and position alone: Threefry-2x32 in counter mode.
+
+    Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405.
+    """
+
+    def draw(seed: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position))
+
+    return jax.vmap(draw)(seeds, positions)
+
+
+def sample(
+    logits: Float32[Array, "rows vocab"],
+    uniform: Float32[Array, " rows"],
+    temperature: Float32[Array, " rows"],
+    top_k: Int32[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
+    """Draws a token per row, with its log-probability under softmax(logits / temperature).
+
+    Args:
+        logits: Scores of every token.
+        uniform: From `uniforms`.
+        temperature: 0 takes the most probable token; its log-probability is under softmax(logits).
+        top_k: Only the k most probable tokens may be drawn; the vocabulary's size keeps all.
+        top_p: Only the smallest set of the most probable tokens with at least this mass (of what top-k kept) may
+            be drawn; 1 keeps all. For both, tokens tied with the last one kept are kept too.
+
+    Returns:
+        Token ids and log-probabilities.
+    """
+    vocab = logits.shape[1]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
+    weights = jnp.exp(shifted)
+    log_total = jnp.log(jnp.sum(_blocks(weights), axis=(1, 2)))
+    kept = lax.cond(
+        jnp.any((top_k < vocab) | (top_p < 1.0)), lambda w: truncate(w, top_k, top_p), lambda w: w, weights
+    )
+    drawn = draw(kept, uniform)
+    tokens = lax.cond(
+        jnp.any(temperature == 0),
+        lambda: jnp.where(temperature == 0, jnp.argmax(shifted, axis=1).astype(jnp.int32), drawn),
+        lambda: drawn,
+    )
+    return tokens, jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - log_total
+
+
+def draw(
+    weights: Float32[Array, "rows vocab"], uniform: Float32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """The token at which the cumulative sum of a row's weights passes uniform · total; never one of weight 0."""
+    blocks = _blocks(weights)
+    sums = jnp.sum(blocks, axis=2)
+    cumulative = jnp.cumsum(sums, axis=1)
+    target = uniform * cumulative[:, -1]
+    block = _first_beyond(cumulative, sums, target)
+    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    before = jnp.take_along_axis(cumulative - sums, block[:, None], axis=1)[:, 0]
+    within = _first_beyond(jnp.cumsum(chosen, axis=1), chosen, target - before)
+    return block * blocks.shape[2] + within
+
+
+def _first_beyond(
+    cumulative: Float32[Array, "rows n"], weights: Float32[Array, "rows n"], target: Float32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """First entry of positive weight whose cumulative sum exceeds the target.
+
+    Rounding can leave none; then the last entry of positive weight is meant.
+    """
+    index = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    possible = weights > 0
+    last = jnp.max(jnp.where(possible, index, 0), axis=1)
+    beyond = possible & (cumulative > target[:, None])
+    return jnp.minimum(jnp.min(jnp.where(beyond, index, weights.shape[1]), axis=1), last)
+
+
+def truncate(
+    weights: Float32[Array, "rows vocab"], top_k: Int32[Array, " rows"], top_p: Float32[Array, " rows"]
+) -> Float32[Array, "rows vocab"]:
+    """Sets to zero what top-k, and then top-p among the rest, leave out."""
+    bits = lax.bitcast_convert_type(weights, jnp.uint32)
+    kept_k = jnp.where(bits >= _threshold(bits, jnp.ones_like(weights), top_k.astype(jnp.float32)), weights, 0.0)
+    mass = top_p * jnp.sum(kept_k, axis=1)
+    kept_p = jnp.where(bits >= _threshold(bits, kept_k, mass), kept_k, 0.0)
+    return jnp.where((top_p < 1.0)[:, None], kept_p, kept_k)
+
+
+def _threshold(
+    bits: UInt32[Array, "rows vocab"], amounts: Float32[Array, "rows vocab"], needed: Float32[Array, " rows"]
+) -> UInt32[Array, "rows 1"]:
+    """The greatest bit pattern b with Σ amounts[bits ≥ b] ≥ needed, bit by bit from the highest.
+
+    Non-negative floats are ordered as their bit patterns are.
+    """
+
+    def enough(candidate: Array) -> Bool[Array, "rows 1"]:
+        amount = jnp.sum(jnp.where(bits >= candidate, amounts, 0.0), axis=1, keepdims=True)
+        return amount >= needed[:, None]
+
+    def refine(i: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (SIGNIFICANT_BITS - 1 - i).astype(jnp.uint32))
+        return jnp.where(enough(candidate), candidate, threshold)
+
+    return lax.fori_loop(0, SIGNIFICANT_BITS, refine, jnp.zeros((bits.shape[0], 1), jnp.uint32))
+
+
+def _blocks(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks width"]:
+    """The vocabulary in blocks of about its square root, padded with zeros where that does not divide it."""
+    rows, vocab = weights.shape
+    width = block_width(vocab)
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab % width)))
+    return padded.reshape(rows, -1, width)
+
+
+def block_width(vocab: int) -> int:
+    """A divisor of the vocabulary's size near its square root; the root itself where there is none."""
+    root = max(1, math.isqrt(vocab))
+    near = [d for d in range(max(1, root // 4), 4 * root + 1) if vocab % d == 0]
+    return min(near, key=lambda d: abs(math.log(d / root)), default=root)

@@ -1,0 +1,251 @@
+"""The conductor: takes one run through its phases, in a thread of its own.
+
+load → evaluate untrained → warm start → parity probe → evaluate before → train → evaluate after. A resumed run
+skips what its checkpoint already holds. Whatever ends the run, the last update boundary is checkpointed before
+the other components are stopped, with the tickets that were outstanding then.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.overseer.config import RunConfig
+from penstock.overseer.evaluator import metrics_of
+from penstock.overseer.local import Components, wire
+from penstock.overseer.parity import probe_parity
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
+from penstock.overseer.warm_start import warm_start
+from penstock.rundir import RunDirectory
+from penstock.types import RolloutBatchStats, Stopped
+
+Results = dict[str, RolloutBatchStats]
+
+
+class Conductor:
+    """One run, phase by phase.
+
+    Args:
+        config: What to run.
+        directory: Where it is written.
+        crew: Starts the components' threads.
+        log: The run's single writer.
+        policy: The model as initialised or loaded, and its tokenizer.
+        environments: By lesson.
+        checkpoint: Directory of the checkpoint to resume from; None starts anew.
+        lineage: Number of this life of the run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        crew: Crew,
+        log: RunLog,
+        policy: tuple[Decoder, Tokenizer],
+        environments: dict[str, Environment],
+        checkpoint: Path | None = None,
+        lineage: int = 0,
+    ) -> None:
+        self.lineage = lineage
+        self.results: dict[str, Results] = {}
+        self.training_s = 0.0
+        self._config = config
+        self._directory = directory
+        self._crew = crew
+        self._log = log
+        self._policy = policy
+        self._environments = environments
+        self._checkpoint = checkpoint
+        self._stopping = threading.Event()
+        self._parts: Components | None = None
+
+    def run(self) -> None:
+        """Takes the run through its phases; returns at the last step or after `stop`."""
+        try:
+            parts = self._load()
+            self._prepare(parts)
+            self._train(parts)
+            self._phase("evaluating the trained policy")
+            self.results["after"] = self._evaluate(parts, "after")
+        except Stopped:
+            if not self._stopping.is_set():
+                raise
+        finally:
+            self._shut_down()
+
+    def stop(self) -> None:
+        """Asks the run to end at the next update boundary, with a checkpoint."""
+        self._stopping.set()
+        if self._parts is not None:
+            self._parts.loop.stop()
+            self._parts.buffer.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._stopping.is_set()
+
+    @property
+    def step(self) -> int:
+        """The learner's version."""
+        return self._parts.learner.step if self._parts is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step was reached."""
+        return self._parts is not None and self.step >= self._config.steps
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    def _phase(self, words: str) -> None:
+        if self._stopping.is_set():
+            raise Stopped(words)
+        self._log.progress.phase = words
+        self._log.event("phase", phase=words)
+
+    def _load(self) -> Components:
+        self._phase("loading the model")
+        self._parts = wire(
+            self._config, self._directory, self._log, self._checkpoint, self.lineage, self._on_step, self._save
+        )
+        return self._parts
+
+    def _prepare(self, parts: Components) -> None:
+        self._phase("compiling the engine")
+        parts.engine.start()
+        parts.engine.wait_until_ready(self._config.overseer.no_progress_s)
+        if self._checkpoint is None:
+            self._phase("evaluating the untrained policy")
+            self.results["untrained"] = self.results["before"] = self._evaluate(parts, "untrained")
+            if self._config.learner.warm_start is not None:
+                self._warm_start(parts)
+        self._phase("checking that engine and learner agree")
+        self._probe(parts)
+
+    def _warm_start(self, parts: Components) -> None:
+        def on_step(done: int, total: int, metrics: Mapping[str, float]) -> None:
+            self._phase_quietly(f"warm start {done}/{total}")
+            self._log.metrics(0, {"warm_start/step": float(done), **metrics})
+
+        self._phase("warm start")
+        warm_start(parts.learner, parts.manager, self._config, on_step)
+        parts.manager.update_model(parts.loop.version, parts.loop.arrays())
+        self._phase("evaluating the warm start")
+        self.results["before"] = self._evaluate(parts, "before")
+
+    def _probe(self, parts: Components) -> None:
+        lesson_id = next(iter(self._config.curriculum.lessons))
+        limit = self._config.learner.mismatch_limit
+        worst = probe_parity(parts.manager, parts.learner, lesson_id, self._config.learner.row_length, limit)
+        self._log.event("parity", largest_difference=worst, limit=limit)
+
+    def _train(self, parts: Components) -> None:
+        if self._checkpoint is None:
+            self._save(parts.learner.step)
+        self._phase("training")
+        started = time.monotonic()
+        parts.loop.publish()
+        self._crew.start("rollout-worker-0.weights", parts.worker.run_weights)
+        self._crew.start("rollout-worker-0.tickets", parts.worker.run_tickets)
+        try:
+            parts.loop.run()
+        finally:
+            self.training_s = time.monotonic() - started
+            parts.worker.stop()
+            parts.buffer.close()
+
+    def _evaluate(self, parts: Components, when: str) -> Results:
+        results = parts.evaluator.evaluate(parts.learner.step)
+        self._log.metrics(parts.learner.step, metrics_of(results, "eval"))
+        self._log.event("evaluation", when=when, reward={k: stats.reward_mean for k, stats in results.items()})
+        return results
+
+    def _shut_down(self) -> None:
+        if self._parts is not None:
+            self._parts.worker.stop()
+            self._parts.buffer.close()
+            self._parts.manager.shutdown()
+
+    # --- what others are told ------------------------------------------------------------------------------------
+
+    def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        parts, progress = self._require_parts(), self._log.progress
+        self._log.step = step
+        rollout_metrics = self._log.take_rollout_metrics()
+        values = {
+            **metrics,
+            **rollout_metrics,
+            **parts.engine.stats(),
+            **parts.curriculum.metrics(),
+            **{f"replay/ledger/{state}": float(count) for state, count in parts.ledger.snapshot().items()},
+        }
+        self._log.metrics(step, values)
+        progress.step = step
+        progress.rewards.append(values.get("train/reward_mean", 0.0))
+        progress.staleness = values.get("replay/staleness_mean", 0.0)
+        progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
+
+    def _save(self, step: int) -> None:
+        parts = self._require_parts()
+        states = {name: part.state() for name, part in parts.checkpointables.items()}
+        states["run"] = {"lineage": self.lineage, "results": _plain(self.results)}
+        path = save_checkpoint(
+            self._directory.checkpoints,
+            step,
+            parts.learner,
+            parts.tokenizer,
+            states,
+            self._config.overseer.keep_checkpoints,
+        )
+        self._log.event("checkpoint", path=str(path))
+
+    def refresh(self) -> None:
+        """Brings the view up to date; called by the supervising thread."""
+        if self._parts is None:
+            return
+        progress = self._log.progress
+        progress.tokens_per_s = self._parts.engine.stats().get("inference/tokens_per_s", 0.0)
+        progress.ledger = self._parts.ledger.snapshot()
+        progress.lessons = self._parts.curriculum.describe()
+
+    def counters(self) -> dict[str, float]:
+        """What grows while the run makes progress."""
+        if self._parts is None:
+            return {}
+        return {
+            "engine": self._parts.engine.stats().get("inference/tokens_total", 0.0),
+            "learner": float(self._parts.learner.step),
+            "worker": float(self._parts.worker.groups_finished),
+        }
+
+    def who_owes_progress(self) -> str:
+        """In words, for the error that ends a silent run."""
+        if self._parts is None or self._log.progress.phase != "training":
+            return f"the run is still at «{self._log.progress.phase}»"
+        return f"the learner is at «{self._parts.loop.doing}»; {self._parts.buffer.waiting_for()}"
+
+    def status(self) -> dict[str, Any]:
+        """For status.json."""
+        status: dict[str, Any] = {
+            "phase": self._log.progress.phase,
+            "step": self.step,
+            "steps": self._config.steps,
+            "lineage": self.lineage,
+        }
+        if self._parts is not None:
+            status |= {
+                "learner": self._parts.loop.doing,
+                "ledger": self._parts.ledger.snapshot(),
+                "lessons": self._parts.curriculum.describe(),
+                "engine": self._parts.engine.stats(),
+                "groups": {
+                    "finished": self._parts.worker.groups_finished,
+                    "failed": self._parts.worker.groups_failed,
+                    "last_failure": self._parts.worker.last_failure,
+                },
+            }
+        return status

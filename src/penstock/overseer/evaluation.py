@@ -1,0 +1,155 @@
+"""`penstock.evaluate`: offline evaluation of a checkpoint by the very code that generates during training.
+
+A `RolloutManager` with an engine of its own: no worker, no learner. The held-out prompts and seeds are those of the
+run's own evaluations. Rollouts go to Parquet where a directory is given.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.curriculum import Curriculum
+from penstock.inference import EngineContext, InferenceEngine
+from penstock.model.language import PolicyConfig, load_policy
+from penstock.overseer.config import RunConfig
+from penstock.overseer.statistics import Interval, mean_interval, pass_at_k, proportion_interval
+from penstock.rollout import RolloutManager
+from penstock.rundir import table_from_records, write_parquet
+from penstock.types import ConfigError, RolloutBatch, RolloutBatchStats, RolloutRecord, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its 95% interval."""
+
+    mean: float
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class LessonReport:
+    """One lesson's held-out results.
+
+    Attributes:
+        stats: Counts, rewards, lengths.
+        reward: Mean reward; the prompts are the independent draws.
+        pass_at: k → unbiased estimate of pass@k.
+    """
+
+    stats: RolloutBatchStats
+    reward: Estimate
+    pass_at: dict[int, Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """What `penstock eval` prints.
+
+    Attributes:
+        checkpoint: The model directory.
+        lessons: Report per lesson.
+        seconds: Wall seconds of generation and scoring.
+        rollouts_path: Parquet of the rollouts; None where none was asked for.
+    """
+
+    checkpoint: Path
+    lessons: dict[str, LessonReport]
+    seconds: float
+    rollouts_path: Path | None
+
+
+def evaluate(
+    checkpoint: Path | str,
+    config: RunConfig,
+    lessons: Sequence[str] | None = None,
+    n: int | None = None,
+    generations: int = 1,
+    rollouts_path: Path | None = None,
+) -> EvaluationReport:
+    """Evaluates a checkpoint on the held-out examples of a recipe's lessons.
+
+    Args:
+        checkpoint: A run's ``checkpoints/step-<n>`` or any Hugging Face model directory.
+        config: The recipe; its model section gives way to the checkpoint.
+        lessons: Which lessons; all by default.
+        n: Held-out prompts per lesson; by default as the recipe says.
+        generations: Responses per prompt; k of pass@k goes up to it.
+        rollouts_path: Write the rollouts to this Parquet file.
+
+    Raises:
+        ConfigError: an unknown lesson, or a checkpoint that is none.
+    """
+    chosen = _chosen_lessons(config, lessons)
+    model_dir = model_directory(Path(checkpoint))
+    decoder, tokenizer = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed)
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
+    manager = RolloutManager(
+        Curriculum(config.curriculum), EngineContext(engine, tokenizer), config.seed, stop_engine=engine.stop
+    )
+    started = time.perf_counter()
+    try:
+        engine.start()
+        engine.wait_until_ready(config.overseer.no_progress_s)
+        results = {
+            lesson_id: manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations) for lesson_id in chosen
+        }
+    finally:
+        manager.shutdown()
+    seconds = time.perf_counter() - started
+    if rollouts_path is not None:
+        _write_rollouts(rollouts_path, [batch for _, batch in results.values()])
+    reports = {
+        lesson_id: _report(stats, batch, config.curriculum.lessons[lesson_id].success_threshold)
+        for lesson_id, (stats, batch) in results.items()
+    }
+    return EvaluationReport(model_dir, reports, seconds, rollouts_path)
+
+
+def model_directory(checkpoint: Path) -> Path:
+    """The Hugging Face directory of a checkpoint: its ``model/``, or the directory itself.
+
+    Raises:
+        ConfigError: neither holds a config.json.
+    """
+    for candidate in (checkpoint / "model", checkpoint):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ConfigError(
+        f"{checkpoint} is no checkpoint: neither it nor its model/ has a config.json; "
+        "give a run's checkpoints/step-<n> or a Hugging Face model directory"
+    )
+
+
+def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
+    known = list(config.curriculum.lessons)
+    unknown = [lesson_id for lesson_id in lessons or [] if lesson_id not in known]
+    if unknown:
+        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(known)}")
+    return list(lessons or known)
+
+
+def _report(stats: RolloutBatchStats, batch: RolloutBatch, threshold: float) -> LessonReport:
+    prompts = [position for position, group in enumerate(batch.groups) for _ in group.rollouts]
+    wins = [sum(reward >= threshold for reward in group.rewards) for group in batch.groups]
+    sizes = [len(group.rollouts) for group in batch.groups]
+    pass_at: dict[int, Estimate] = {}
+    for k in _powers_of_two(min(sizes, default=0)):
+        chances = [pass_at_k(size, won, k) for size, won in zip(sizes, wins, strict=True)]
+        pass_at[k] = Estimate(sum(chances) / len(chances), proportion_interval(chances))
+    return LessonReport(stats, Estimate(stats.reward_mean, mean_interval(stats.rewards, prompts)), pass_at)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
+
+
+def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
+    records = [
+        RolloutRecord(rollout, group.group_id)
+        for batch in batches
+        for group in batch.groups
+        for rollout in group.rollouts
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_parquet(path, table_from_records(records))

@@ -1,0 +1,152 @@
+"""What an offline evaluation found: per lesson the mean reward, success rate and pass@k, each with its 95% interval.
+
+Plain records made from rollouts; generating those is `penstock.overseer.evaluation`'s.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.overseer.statistics import Interval, mean_interval, pass_at_k, proportion_interval
+from penstock.types import RolloutBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with the 95% interval in which its true value lies.
+
+    Attributes:
+        value: The estimate.
+        low: Lower end; −inf where nothing is known.
+        high: Upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, interval: Interval) -> "Estimate":
+        """An estimate with its interval."""
+        return cls(value, interval.low, interval.high)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class LessonReport:
+    """The evaluation of one lesson.
+
+    Attributes:
+        lesson_id: Which lesson.
+        prompts: Number of distinct prompts; the independent draws.
+        rollouts: Number of rollouts.
+        reward_mean: Mean episode reward; interval by Student's t over prompts.
+        success_rate: Share of rollouts that reach the lesson's success threshold; Wilson's interval.
+        pass_at: k → pass@k, unbiased, for k = 1, 2, 4, … and the number of responses per prompt.
+        response_tokens: Mean tokens per response.
+        truncated_fraction: Share of rollouts that a length limit cut.
+    """
+
+    lesson_id: str
+    prompts: int
+    rollouts: int
+    reward_mean: Estimate
+    success_rate: Estimate
+    pass_at: dict[int, Estimate]
+    response_tokens: float
+    truncated_fraction: float
+
+    @classmethod
+    def of(cls, lesson_id: str, batch: RolloutBatch, success_threshold: float) -> "LessonReport":
+        """Summarises a batch; prompts that were drawn twice count as one."""
+        keys = [group.key for group in batch.groups for _ in group.rollouts]
+        rollouts = list(batch.rollouts())
+        rewards = [rollout.episode_reward for rollout in rollouts]
+        wins = [float(reward >= success_threshold) for reward in rewards]
+        return cls(
+            lesson_id=lesson_id,
+            prompts=len(set(keys)),
+            rollouts=len(rollouts),
+            reward_mean=Estimate.of(_mean(rewards), mean_interval(rewards, keys)),
+            success_rate=Estimate.of(_mean(wins), proportion_interval(wins, keys)),
+            pass_at=_pass_at(wins, keys),
+            response_tokens=_mean(len(rollout.response_tokens) for rollout in rollouts),
+            truncated_fraction=_mean(float(rollout.finish_reason == "length") for rollout in rollouts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """The outcome of `penstock.evaluate`.
+
+    Attributes:
+        checkpoint: What was evaluated.
+        seed: Selects prompts and sampling noise.
+        lessons: One report each, in the recipe's order.
+        rollouts_path: Where the rollouts were written as Parquet; None: nowhere.
+    """
+
+    checkpoint: str
+    seed: int
+    lessons: tuple[LessonReport, ...]
+    rollouts_path: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; an end of an interval that is not finite is None."""
+        return {
+            "checkpoint": self.checkpoint,
+            "seed": self.seed,
+            "rollouts_path": None if self.rollouts_path is None else str(self.rollouts_path),
+            "lessons": {lesson.lesson_id: _plain(asdict(lesson)) for lesson in self.lessons},
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints a table, and where the rollouts are."""
+        console.print(self._table())
+        if self.rollouts_path is not None:
+            console.print(f"rollouts  {self.rollouts_path}", soft_wrap=True, highlight=False)
+
+    def _table(self) -> Table:
+        table = Table(title=f"{self.checkpoint}: estimates with 95% intervals", title_justify="left")
+        ks = sorted({k for lesson in self.lessons for k in lesson.pass_at if k > 1})
+        columns = ["lesson", "prompts", "rollouts", "mean reward", "pass@1", *(f"pass@{k}" for k in ks), "tokens"]
+        for column in columns:
+            table.add_column(column)
+        for lesson in self.lessons:
+            higher = (str(lesson.pass_at[k]) if k in lesson.pass_at else "" for k in ks)
+            counts = (lesson.lesson_id, str(lesson.prompts), str(lesson.rollouts))
+            first = (str(lesson.reward_mean), str(lesson.success_rate))
+            table.add_row(*counts, *first, *higher, f"{lesson.response_tokens:.1f}")
+        return table
+
+
+def _pass_at(wins: list[float], keys: list[str]) -> dict[int, Estimate]:
+    by_prompt: dict[str, list[float]] = defaultdict(list)
+    for win, key in zip(wins, keys, strict=True):
+        by_prompt[key].append(win)
+    samples = min((len(group) for group in by_prompt.values()), default=0)
+    ks = sorted({2**power for power in range(samples.bit_length())} | {samples} - {0})
+    estimates: dict[int, Estimate] = {}
+    for k in ks:
+        values = [pass_at_k(len(group), round(sum(group)), k) for group in by_prompt.values()]
+        estimates[k] = Estimate.of(_mean(values), proportion_interval(values))
+    return estimates
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

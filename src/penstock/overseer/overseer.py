@@ -1,0 +1,114 @@
+"""The overseer of a local run: watches its threads, draws the view, hears Ctrl-C, ends the run.
+
+The main thread only supervises: it raises the first failure of any thread, runs the watchdog, writes status.json
+and draws the view. The run itself is the `Conductor`'s, in a thread of its own. A stop request ends the run at the
+next update boundary with a checkpoint; a second one ends the process.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.overseer.conductor import Conductor
+from penstock.overseer.config import OverseerConfig
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew, Watchdog
+from penstock.overseer.terminal import TerminalView
+from penstock.rundir import RunDirectory
+
+SUPERVISION_S = 0.2
+
+
+class Overseer:
+    """Supervises one run in one process.
+
+    Args:
+        conductor: The run.
+        crew: Its threads.
+        directory: Where it is written.
+        log: Its single writer.
+        view: What the user sees.
+        config: Limits and intervals.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        crew: Crew,
+        directory: RunDirectory,
+        log: RunLog,
+        view: TerminalView,
+        config: OverseerConfig,
+    ) -> None:
+        self._conductor = conductor
+        self._crew = crew
+        self._directory = directory
+        self._log = log
+        self._view = view
+        self._config = config
+
+    def run(self) -> None:
+        """Runs to the last step, to a stop request, or to the first failure.
+
+        Raises:
+            PenstockError: the run failed; whatever any thread raised, unchanged.
+        """
+        self._log.event("start", pid=os.getpid(), lineage=self._conductor.lineage)
+        try:
+            with self._view, self._interrupts():
+                self._crew.start("conductor", self._conductor.run)
+                self._supervise()
+        except BaseException as error:
+            self._log.event("failure", error=type(error).__name__, message=str(error))
+            self._conductor.stop()
+            self._write_status("failed")
+            raise
+        left = self._crew.join(self._config.stop_timeout_s)
+        self._log.event("end", still_running=left)
+        self._write_status("finished" if self._conductor.complete else "stopped")
+
+    def _supervise(self) -> None:
+        watchdog = Watchdog(
+            self._config.no_progress_s,
+            self._conductor.counters,
+            self._conductor.who_owes_progress,
+            self._directory.path / "stacks.txt",
+        )
+        status_due = 0.0
+        while self._crew.alive("conductor"):
+            self._crew.wake.wait(SUPERVISION_S)
+            self._crew.raise_if_failed()
+            watchdog.check()
+            self._conductor.refresh()
+            self._view.tick()
+            if time.monotonic() >= status_due:
+                self._write_status("running")
+                status_due = time.monotonic() + self._config.status_s
+        self._crew.raise_if_failed()
+        self._view.tick()
+
+    def _write_status(self, state: str) -> None:
+        self._directory.write_status(
+            {"state": state, "time": time.time(), "pid": os.getpid()} | self._conductor.status()
+        )
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self._interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _interrupted(self, number: int, frame: object) -> None:
+        if self._conductor.stopping:
+            raise KeyboardInterrupt
+        self._view.note("stopping at the next update, with a checkpoint; once more ends the process at once")
+        self._conductor.stop()

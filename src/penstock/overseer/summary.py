@@ -1,0 +1,90 @@
+"""What a run says at its end: reward before and after on held-out prompts, and where to look next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.overseer.statistics import mean_interval
+from penstock.types import RolloutBatchStats
+
+Results = Mapping[str, RolloutBatchStats]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The outcome of `penstock.train`.
+
+    Attributes:
+        run_dir: The run directory.
+        step: The version reached.
+        steps: The version asked for; a smaller `step` means the run was interrupted and can be resumed.
+        elapsed_s: Wall seconds, start-up included.
+        training_s: Seconds from the first admitted group to the last update.
+        untrained: Held-out results of the model as initialised or loaded, by lesson.
+        before: Held-out results at the start of reinforcement learning: after a warm start, if there was one.
+        after: Held-out results of the last version, on the same prompts; empty where the run was interrupted.
+        unlocked: Lessons that are unlocked at the end.
+    """
+
+    run_dir: Path
+    step: int
+    steps: int
+    elapsed_s: float
+    training_s: float
+    untrained: Results = field(default_factory=dict)
+    before: Results = field(default_factory=dict)
+    after: Results = field(default_factory=dict)
+    unlocked: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run reached its last step."""
+        return self.step >= self.steps
+
+
+def interval_text(stats: RolloutBatchStats) -> str:
+    """Mean reward with its 95% interval."""
+    low, high = mean_interval(stats.rewards)
+    return f"{stats.reward_mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
+    """Prints the summary and the next commands to try."""
+    if summary.after:
+        console.print(_table(summary))
+    state = "finished" if summary.complete else "stopped"
+    console.print(
+        f"{state} at step {summary.step}/{summary.steps} after {summary.elapsed_s:.0f} s "
+        f"({summary.training_s:.0f} s of training)"
+    )
+    console.print(f"run directory  {summary.run_dir}", soft_wrap=True, highlight=False)
+    for command in _next_commands(summary, recipe):
+        console.print(f"  {command}", soft_wrap=True, highlight=False, style="cyan")
+
+
+def _table(summary: RunSummary) -> Table:
+    table = Table(title="Reward on held-out prompts, mean and 95% interval", title_justify="left")
+    warm = summary.untrained != summary.before
+    columns = ["lesson", "untrained", *(["warm start"] if warm else []), "trained", "held-out prompts"]
+    for column in columns:
+        table.add_column(column)
+    for lesson_id, after in summary.after.items():
+        cells = [lesson_id, interval_text(summary.untrained[lesson_id])]
+        if warm:
+            cells.append(interval_text(summary.before[lesson_id]))
+        table.add_row(*cells, interval_text(after), str(after.groups))
+    return table
+
+
+def _next_commands(summary: RunSummary, recipe: str) -> list[str]:
+    checkpoint = summary.run_dir / "checkpoints" / f"step-{summary.step}"
+    commands = [
+        f"penstock eval {checkpoint} --recipe {recipe}",
+        f"penstock serve {checkpoint}",
+    ]
+    if not summary.complete:
+        commands.insert(0, f"penstock train --resume {summary.run_dir}")
+    return commands

@@ -1,0 +1,146 @@
+"""Where everything of a run lies, and the rules for making and opening it.
+
+A run directory is one that holds a ``config.yaml``. It is never overwritten: a new run needs a new or an empty
+directory, an existing one is only continued. docs/rundir.md lists the files; this module knows their names
+and nothing of their contents. Not covered: remote file systems.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.rundir.atomic import UNFINISHED_PATTERN, write_atomically
+from penstock.types import RunDirectoryError
+
+_FOLDERS = ("rollouts", "batches", "checkpoints")
+
+
+class RunDirectory:
+    """Paths of one run.
+
+    Args:
+        path: The directory. Nothing is made or checked; use `create` or `open_existing`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any]) -> "RunDirectory":
+        """Makes the directory of a new run and writes its resolved config.
+
+        Args:
+            path: Missing, or empty.
+            config: Plain values only (strings, numbers, lists, mappings).
+
+        Raises:
+            RunDirectoryError: there is something at `path` already.
+        """
+        directory = cls(path)
+        if directory.path.exists() and (not directory.path.is_dir() or any(directory.path.iterdir())):
+            raise RunDirectoryError(
+                f"{directory.path} exists already and is not overwritten: "
+                "choose another --run-dir, or continue that run with --resume"
+            )
+        for folder in _FOLDERS:
+            (directory.path / folder).mkdir(parents=True, exist_ok=True)
+        # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
+        write_atomically(directory.config_path, yaml.safe_dump(dict(config), sort_keys=False))
+        return directory
+
+    @classmethod
+    def open_existing(cls, path: str | Path) -> "RunDirectory":
+        """Opens the directory of a run, running or dead.
+
+        Raises:
+            RunDirectoryError: there is no run at `path`.
+        """
+        directory = cls(path)
+        if not directory.config_path.is_file():
+            raise RunDirectoryError(f"{directory.path} is not a run directory: it has no config.yaml")
+        for folder in _FOLDERS:
+            (directory.path / folder).mkdir(exist_ok=True)
+        return directory
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved config, as written when the run was created.
+
+        Raises:
+            RunDirectoryError: the file is not a YAML mapping.
+        """
+        try:
+            config = yaml.safe_load(self.config_path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")
+        return config
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
+        write_atomically(self.status_path, json.dumps(dict(status), indent=1) + "\n", durable=False)
+
+    def remove_unfinished(self) -> list[Path]:
+        """Deletes the unfinished files of a killed writer and says which; for a run that nobody writes."""
+        found = [
+            path
+            for folder in (self.path, *(self.path / name for name in _FOLDERS))
+            for path in folder.glob(UNFINISHED_PATTERN)
+            if path.is_file()
+        ]
+        for path in found:
+            path.unlink()
+        return found
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Metrics by step; see `MetricsLog`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """What happened when; see `EventLog`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def status_path(self) -> Path:
+        """The present state, replaced every few seconds."""
+        return self.path / "status.json"
+
+    @property
+    def tickets_path(self) -> Path:
+        """Which groups were started: one line per ticket that was handed out."""
+        return self.path / "tickets.jsonl"
+
+    @property
+    def fates_path(self) -> Path:
+        """How rollouts ended: one line per rollout and decision; the last one counts."""
+        return self.path / "fates.jsonl"
+
+    @property
+    def lineages_path(self) -> Path:
+        """The lives of the run: one line per resume."""
+        return self.path / "lineages.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Folder of sealed rollout groups, ``part-<uuid>.parquet``."""
+        return self.path / "rollouts"
+
+    @property
+    def batches(self) -> Path:
+        """Folder of training batches, ``batch_<uuid>_<time>.parquet``."""
+        return self.path / "batches"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints, ``step-<n>``."""
+        return self.path / "checkpoints"

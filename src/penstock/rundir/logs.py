@@ -1,0 +1,169 @@
+"""Append-only logs of one JSON object per line, and their readers.
+
+Every append is one write to the kernel, so a process killed by SIGKILL loses no line that `append` returned
+from; `sync` makes them survive a power loss too. A machine that dies in the middle of a line leaves an unfinished
+one: readers ignore it, and the next writer cuts it off. One process writes a log; any number of its threads may.
+"""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from penstock.types import Clock, RunDirectoryError
+
+
+class JsonLinesLog:
+    """A file of JSON objects, one a line, that only grows.
+
+    Args:
+        path: Created when missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        _cut_unfinished_line(path)
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Writes rows; when this returns they survive the death of the process."""
+        lines = "".join(json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n" for row in rows)
+        with self._lock:
+            _write_all(self._open_descriptor(), lines.encode())
+
+    def sync(self) -> None:
+        """Flushes to the disk: what was appended survives the death of the machine."""
+        with self._lock:
+            os.fsync(self._open_descriptor())
+
+    def close(self) -> None:
+        """Flushes and closes; a second call does nothing."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.fsync(self._descriptor)
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise RunDirectoryError(f"{self.path} is closed: nothing can be appended to it any more")
+        return self._descriptor
+
+
+class MetricsLog:
+    """``metrics.jsonl``: numbers named ``<group>/<name>`` by step; one writer per run.
+
+    Args:
+        path: The file.
+        clock: Stamps each line.
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        self._log = JsonLinesLog(path)
+        self._clock = clock
+
+    def append(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Writes one line; a value that is not finite becomes null, which every JSON reader knows."""
+        numbers = {name: _finite(float(value)) for name, value in metrics.items()}
+        self._log.append({"step": int(step), "time": self._clock(), **numbers})
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._log.close()
+
+
+class EventLog:
+    """``events.jsonl``: starts, deaths, restarts, weight versions, checkpoints.
+
+    Args:
+        path: The file.
+        clock: Stamps each line.
+    """
+
+    def __init__(self, path: Path, clock: Clock = time.time) -> None:
+        self._log = JsonLinesLog(path)
+        self._clock = clock
+
+    def append(self, event: str, **details: Any) -> None:
+        """Writes one event with its details."""
+        self._log.append({"time": self._clock(), "event": event, **details})
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._log.close()
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The finished lines of a log, in order; nothing where the file is missing.
+
+    Raises:
+        RunDirectoryError: a finished line is not a JSON object.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse(path, number, line)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every line of ``metrics.jsonl``; safe while the run goes on."""
+    return list(read_json_lines(path))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every line of ``events.jsonl``; safe while the run goes on."""
+    return list(read_json_lines(path))
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """The last ``status.json``; None before the first."""
+    try:
+        return _parse(path, 1, path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RunDirectoryError(f"{path}, line {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RunDirectoryError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}")
+    return row
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Truncates a log after its last line end, so that the next line does not continue a torn one."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = end
+        while keep > 0:
+            start = max(0, keep - 4096)
+            file.seek(start)
+            newline = file.read(keep - start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep != end:
+            file.truncate(keep)

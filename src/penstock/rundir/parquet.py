@@ -1,0 +1,82 @@
+"""Parquet files of records: zstd, dictionary-encoded strings, one schema version per file.
+
+Files are written aside and renamed, so a reader that finds one finds all of it. Any Parquet reader opens them;
+`read_parquet` also refuses files of a newer Penstock, whose columns may mean something else by now.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.rundir.atomic import replaced_atomically
+from penstock.types import RunDirectoryError, SchemaVersionError
+from penstock.types.rollouts import SCHEMA_VERSION
+
+VERSION_KEY = b"penstock.schema_version"
+"""Where a file's key-value metadata says its schema version; a file without it is of version 0."""
+
+
+def write_parquet(path: Path, table: pa.Table, compression: str = "zstd") -> None:
+    """Writes a table durably; the file appears under its name only when it is whole.
+
+    Strings are dictionary-encoded and floats stored byte-split, which packs log-probabilities smaller.
+
+    Args:
+        path: Target file.
+        table: With a schema made by `versioned`.
+        compression: Any codec that Parquet knows.
+    """
+    strings, floats = _leaf_paths(table.schema)
+    with replaced_atomically(path) as temporary:
+        pq.write_table(
+            table,
+            temporary,
+            compression=compression,
+            use_dictionary=strings,  # pyright: ignore[reportArgumentType]  # a list of columns is allowed too
+            use_byte_stream_split=floats,  # pyright: ignore[reportArgumentType]
+        )
+
+
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Reads a file, or those of the named columns that it has.
+
+    Raises:
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is missing or not a Parquet file.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            version = schema_version(file.schema_arrow)
+            if version > SCHEMA_VERSION:
+                raise SchemaVersionError(
+                    f"{path} has schema version {version}, this Penstock reads up to {SCHEMA_VERSION}: "
+                    "read it with the Penstock that wrote it, or a newer one"
+                )
+            present = None if columns is None else [c for c in columns if c in file.schema_arrow.names]
+            return file.read(columns=present)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise RunDirectoryError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def versioned(fields: Sequence[pa.Field]) -> pa.Schema:
+    """A schema that carries the present schema version."""
+    return pa.schema(fields, metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()})
+
+
+def schema_version(schema: pa.Schema) -> int:
+    """The version that a file's schema carries; 0 for the original form, which carried none."""
+    metadata: Mapping[bytes, bytes] = schema.metadata or {}
+    return int(metadata.get(VERSION_KEY, b"0"))
+
+
+def _leaf_paths(schema: pa.Schema) -> tuple[list[str], list[str]]:
+    """Parquet paths of the top-level string columns, and of the columns that are lists of floats."""
+    strings = [field.name for field in schema if pa.types.is_string(field.type)]
+    floats = [
+        f"{field.name}.list.element"
+        for field in schema
+        if pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type)
+    ]
+    return strings, floats

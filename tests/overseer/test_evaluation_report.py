@@ -1,0 +1,80 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from penstock.overseer.evaluation_report import Estimate, EvaluationReport, LessonReport
+from penstock.overseer.statistics import mean_interval, wilson_interval
+from penstock.types import Rollout, RolloutBatch, RolloutGroup
+
+
+def group(key: str, *rewards: float, tokens: int = 2) -> RolloutGroup:
+    return RolloutGroup(key, tuple(rollout(reward, tokens) for reward in rewards))
+
+
+def rollout(reward: float, tokens: int) -> Rollout:
+    token_rewards = np.zeros(tokens, np.float32)
+    token_rewards[-1] = reward
+    return Rollout(
+        env_name="cats",
+        env_example_id="1",
+        prompt_tokens=np.array([1], np.int32),
+        response_tokens=np.ones(tokens, np.int32),
+        response_logprobs=np.zeros(tokens, np.float32),
+        token_rewards=token_rewards,
+        episode_reward=reward,
+        finish_reason="length" if tokens > 4 else "stop",
+    )
+
+
+BATCH = RolloutBatch.of(
+    (group("a", 1.0, 0.0, 0.0), group("b", 0.0, 0.0, 0.0), group("c", 1.0, 1.0, 0.5), group("d", 0, 0, 0, tokens=6))
+)
+
+
+def test_a_lesson_is_summed_up_with_intervals_over_prompts():
+    report = LessonReport.of("easy", BATCH, success_threshold=1.0)
+    assert (report.prompts, report.rollouts) == (4, 12)
+    assert report.reward_mean.value == pytest.approx(3.5 / 12)
+    per_prompt = mean_interval([1 / 3, 0, 2.5 / 3, 0])
+    assert (report.reward_mean.low, report.reward_mean.high) == pytest.approx(tuple(per_prompt))
+    assert report.success_rate.value == report.pass_at[1].value == pytest.approx(0.25)
+    # pass@2 of 1, 0, 2, 0 successes in 3: 2/3, 0, 1, 0; pass@3: 1, 0, 1, 0
+    assert {k: estimate.value for k, estimate in report.pass_at.items()} == pytest.approx({1: 0.25, 2: 5 / 12, 3: 0.5})
+    assert (report.pass_at[3].low, report.pass_at[3].high) == pytest.approx(tuple(wilson_interval(0.5, 4)))
+    assert report.response_tokens == 3.0 and report.truncated_fraction == 0.25
+
+
+def test_a_prompt_drawn_twice_is_one_prompt():
+    report = LessonReport.of("easy", RolloutBatch.of((group("a", 1.0), group("a", 0.0), group("b", 0.0, 0.0))), 1.0)
+    assert report.prompts == 2 and list(report.pass_at) == [1, 2]
+    assert report.pass_at[2].value == 0.5
+
+
+def test_an_empty_batch_is_a_defined_result():
+    report = LessonReport.of("easy", RolloutBatch(()), 1.0)
+    assert (report.prompts, report.rollouts, report.pass_at) == (0, 0, {})
+    assert report.reward_mean == Estimate(0.0, -math.inf, math.inf)
+    assert report.success_rate == Estimate(0.0, 0.0, 1.0)
+
+
+def test_json_has_no_numbers_that_json_lacks():
+    one = LessonReport.of("easy", RolloutBatch.of((group("a", 1.0),)), 1.0)
+    report = EvaluationReport("runs/x/checkpoints/step-3", 7, (one,), Path("rollouts"))
+    read = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert read["checkpoint"] == "runs/x/checkpoints/step-3" and read["seed"] == 7
+    assert read["lessons"]["easy"]["reward_mean"] == {"value": 1.0, "low": None, "high": None}
+    assert read["lessons"]["easy"]["pass_at"]["1"]["value"] == 1.0
+
+
+def test_the_table_has_one_row_per_lesson_and_pass_at_each_k():
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        reports = (LessonReport.of("easy", BATCH, 1.0), LessonReport.of("hard", BATCH, 2.0))
+        EvaluationReport("here", 0, reports, Path("out")).print(console)
+    text = console.export_text()
+    assert "pass@3" in text and "0.292 [" in text and "0.500 [" in text
+    assert sum(line.startswith("│ ") for line in text.splitlines()) == 2 and "rollouts  out" in text

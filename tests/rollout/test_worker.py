@@ -1,0 +1,224 @@
+"""The worker's loops against a fake manager: what is delivered, counted, evaluated and aborted, and in what order."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from penstock.rollout import RolloutConfig, RolloutWorker
+from penstock.types import (
+    EnvironmentFailure,
+    Rollout,
+    RolloutBatch,
+    RolloutGroup,
+    RunFailed,
+    Stopped,
+    Ticket,
+    WeightVersion,
+)
+from penstock.weights import InProcessBroadcaster
+
+WAIT_S = 30
+
+
+def ticket(index: int) -> Ticket:
+    return Ticket(f"easy-0-{index}", "easy", index, seed=100 + index, deadline_step=1, admitted_step=0)
+
+
+def batch_of(ticket_id: str) -> RolloutBatch:
+    one = Rollout(
+        "cats",
+        "7",
+        np.array([1], np.int32),
+        np.array([2], np.int32),
+        np.zeros(1, np.float32),
+        np.ones(1, np.float32),
+        1.0,
+        rollout_id=f"{ticket_id}/0",
+        lesson_id="easy",
+    )
+    return RolloutBatch((RolloutGroup("cats:7", (one,), ticket_id),))
+
+
+class FakeTickets:
+    """Hands out `count` tickets, then Stopped."""
+
+    def __init__(self, count: int) -> None:
+        self.left = [ticket(index) for index in range(count)]
+        self.failed: list[tuple[str, str, str]] = []
+        self.serving: list[int] = []
+
+    def acquire(self, most: int, timeout_s: float) -> list[Ticket]:
+        if not self.left:
+            raise Stopped("no more tickets")
+        taken, self.left = self.left[:most], self.left[most:]
+        return taken
+
+    def set_serving_step(self, step: int) -> None:
+        self.serving.append(step)
+
+    def fail(self, ticket: Ticket, fate: str, reason: str) -> None:
+        self.failed.append((ticket.ticket_id, fate, reason))
+
+
+class FakeManager:
+    """Generates by calling `behave(ticket_id)`, which may raise or wait."""
+
+    def __init__(self, behave=lambda ticket_id: None) -> None:
+        self.behave = behave
+        self.context = SimpleNamespace(tokenizer=None)
+        self.models: list[WeightVersion] = []
+        self.seeds: list[int] = []
+
+    def lesson(self, lesson_id: str):
+        return SimpleNamespace(sampling_params=SimpleNamespace(n_generations_per_prompt=1))
+
+    def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context):
+        self.seeds.append(seed)
+        result = self.behave(group_ids[0])
+        return (batch_of(group_ids[0]) if result is None else result), {}
+
+    def update_model(self, version: WeightVersion, arrays) -> None:
+        self.models.append(version)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.groups: list[str] = []
+
+    def add_batches(self, batches) -> None:
+        self.groups += [group.group_id for batch in batches for group in batch.groups]
+
+
+def worker(manager, tickets, sink=None, weights=None, evaluate=lambda version: None, **changes) -> RolloutWorker:
+    settings = {"concurrency": 4, "lockstep": False, **changes}
+    config = settings.pop("config", RolloutConfig())
+    return RolloutWorker(
+        "w0",
+        manager,
+        tickets,
+        sink or Sink(),
+        weights or InProcessBroadcaster(),
+        config,
+        evaluate=evaluate,
+        log_samples=settings.pop("log_samples", lambda batch: None),
+        **settings,
+    )
+
+
+def test_every_ticket_becomes_a_delivered_group():
+    sink, manager = Sink(), FakeManager()
+    worker(manager, FakeTickets(9), sink).run_tickets()
+    assert sorted(sink.groups) == [f"easy-0-{index}" for index in range(9)]
+    assert sorted(manager.seeds) == [100 + index for index in range(9)]
+
+
+def test_a_slow_group_does_not_hold_back_the_others():
+    sink, others_done = Sink(), threading.Event()
+
+    def behave(ticket_id: str) -> None:
+        if ticket_id == "easy-0-0":
+            assert others_done.wait(WAIT_S)
+
+    class Watching(Sink):
+        def add_batches(self, batches) -> None:
+            super().add_batches(batches)
+            if len(self.groups) == 5:
+                others_done.set()
+
+    sink = Watching()
+    worker(FakeManager(behave), FakeTickets(6), sink).run_tickets()
+    assert sink.groups[-1] == "easy-0-0"
+
+
+def test_in_lockstep_groups_are_delivered_in_ticket_order_not_as_they_finish():
+    last_done = threading.Event()
+
+    def behave(ticket_id: str) -> None:
+        last_done.set() if ticket_id == "easy-0-3" else last_done.wait(WAIT_S)
+
+    sink = Sink()
+    worker(FakeManager(behave), FakeTickets(4), sink, lockstep=True).run_tickets()
+    assert sink.groups == [f"easy-0-{index}" for index in range(4)]
+
+
+def test_a_failed_group_is_counted_and_the_others_go_on():
+    def behave(ticket_id: str) -> None:
+        if ticket_id == "easy-0-1":
+            raise EnvironmentFailure("reward is NaN")
+
+    tickets, sink = FakeTickets(4), Sink()
+    running = worker(FakeManager(behave), tickets, sink)
+    running.run_tickets()
+    assert tickets.failed == [("easy-0-1", "invalid", "reward is NaN")]
+    assert (running.groups_finished, running.groups_failed, running.last_failure) == (3, 1, "reward is NaN")
+
+
+def test_an_environment_that_returns_no_group_is_no_crash():
+    tickets = FakeTickets(1)
+    worker(FakeManager(lambda ticket_id: RolloutBatch(())), tickets).run_tickets()
+    assert tickets.failed == [("easy-0-0", "invalid", "the environment returned no group")]
+
+
+def test_failures_in_a_row_end_the_run_with_the_last_one():
+    def behave(ticket_id: str) -> None:
+        raise EnvironmentFailure("the verifier is broken")
+
+    failing = worker(FakeManager(behave), FakeTickets(9), config=RolloutConfig(max_consecutive_failures=3))
+    with pytest.raises(RunFailed, match="3 groups in a row failed.*'easy'.*the verifier is broken"):
+        failing.run_tickets()
+
+
+def test_an_unexpected_error_surfaces_unchanged():
+    def behave(ticket_id: str) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        worker(FakeManager(behave), FakeTickets(1)).run_tickets()
+
+
+def test_groups_cut_short_by_the_stop_keep_their_tickets_for_the_resume():
+    tickets, sink = FakeTickets(1), Sink()
+
+    def behave(ticket_id: str) -> None:
+        running.stop()
+        raise Stopped("the engine is stopping")
+
+    running = worker(FakeManager(behave), tickets, sink)
+    running.run_tickets()
+    assert (sink.groups, tickets.failed) == ([], [])
+
+
+def test_max_rollouts_ends_generation():
+    sink = Sink()
+    limited = worker(FakeManager(), FakeTickets(100), sink, config=RolloutConfig(max_rollouts=5), concurrency=1)
+    limited.run_tickets()
+    assert len(sink.groups) == 5
+
+
+@pytest.mark.parametrize(("lockstep", "order"), [(True, ["evaluate", "serve"]), (False, ["serve", "evaluate"])])
+def test_at_staleness_zero_evaluation_is_a_barrier_before_serving(lockstep: bool, order: list[str]):
+    manager, weights, seen = FakeManager(), InProcessBroadcaster(), []
+    tickets = FakeTickets(0)
+    tickets.set_serving_step = lambda step: seen.append("serve")
+    running = worker(manager, tickets, weights=weights, evaluate=lambda v: seen.append("evaluate"), lockstep=lockstep)
+    weights.publish(WeightVersion(0, 3), {"a": np.zeros(1, np.float32)})
+    thread = threading.Thread(target=running.run_weights)
+    thread.start()
+    try:
+        deadline = threading.Event()
+        while len(seen) < 2 and not deadline.wait(0.01):
+            assert thread.is_alive()
+    finally:
+        running.stop()
+        thread.join(WAIT_S)
+    assert seen == order
+    assert manager.models == [WeightVersion(0, 3)]
+
+
+def test_sample_conversations_are_logged_every_log_freq_groups():
+    logged = []
+    config = RolloutConfig(log_freq=4)
+    worker(FakeManager(), FakeTickets(9), config=config, log_samples=lambda batch: logged.append(batch)).run_tickets()
+    assert len(logged) == 3

@@ -1,0 +1,61 @@
+import pytest
+
+from penstock.rundir import RunDirectory, read_status, replaced_atomically
+from penstock.types import ConfigError, RunDirectoryError
+
+
+def test_a_new_run_has_its_folders_and_its_config(tmp_path):
+    config = {"seed": 1, "model": {"init": {"hidden_size": 8}}, "steps": 3}
+    run = RunDirectory.create(tmp_path / "runs" / "a", config)
+    assert run.rollouts.is_dir() and run.batches.is_dir() and run.checkpoints.is_dir()
+    assert RunDirectory.open_existing(run.path).read_config() == config
+    assert run.config_path.read_text().splitlines()[0] == "seed: 1"  # in the order given
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {"seed": 1})
+    with pytest.raises(RunDirectoryError, match="exists already.*--resume"):
+        RunDirectory.create(run.path, {"seed": 2})
+    assert run.read_config() == {"seed": 1}
+    assert issubclass(RunDirectoryError, ConfigError)  # exit code 2
+
+
+def test_neither_is_anything_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        RunDirectory.create(tmp_path, {})
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        RunDirectory.create(tmp_path / "notes.txt", {})
+    (tmp_path / "empty").mkdir()
+    RunDirectory.create(tmp_path / "empty", {})
+
+
+def test_what_is_no_run_is_not_opened(tmp_path):
+    with pytest.raises(RunDirectoryError, match="has no config.yaml"):
+        RunDirectory.open_existing(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [", ""])
+def test_a_broken_config_is_one_clear_error(tmp_path, text):
+    run = RunDirectory.create(tmp_path / "a", {})
+    run.config_path.write_text(text)
+    with pytest.raises(RunDirectoryError, match="config.yaml"):
+        run.read_config()
+
+
+def test_the_status_is_replaced(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    run.write_status({"step": 1})
+    run.write_status({"step": 2})
+    assert read_status(run.status_path) == {"step": 2}
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    (run.rollouts / "part-1.parquet").write_text("whole")
+    with replaced_atomically(run.rollouts / "part-2.parquet") as temporary:
+        left = run.rollouts / temporary.name.replace(".tmp", "x.tmp")
+        left.write_text("half")
+        temporary.write_text("done")
+    assert run.remove_unfinished() == [left]
+    assert sorted(path.name for path in run.rollouts.iterdir()) == ["part-1.parquet", "part-2.parquet"]

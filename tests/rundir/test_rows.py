@@ -1,0 +1,181 @@
+"""Rollout and example rows: round trips, versions, and what other readers see."""
+
+import dataclasses
+import json
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.rundir import (
+    EXAMPLE_SCHEMA,
+    ROLLOUT_SCHEMA,
+    examples_from_table,
+    read_parquet,
+    records_from_table,
+    table_from_examples,
+    table_from_records,
+    write_parquet,
+)
+from penstock.rundir.rollout_rows import newest_weight_step
+from penstock.types import InvalidRolloutError, RLExample, RolloutRecord, RunDirectoryError, SchemaVersionError
+
+
+def assert_same(left, right):
+    """Equality of records field by field, arrays with dtype and values."""
+    assert type(left) is type(right)
+    for field in dataclasses.fields(left):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and np.array_equal(a, b), field.name
+        elif dataclasses.is_dataclass(a):
+            assert_same(a, b)
+        else:
+            assert a == b, field.name
+
+
+def example(**changes) -> RLExample:
+    fields = dict(
+        tokens=np.array([5, 6, 8, 9], np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        segment_ids=np.ones(4, np.int32),
+        position_ids=np.arange(4, dtype=np.int32),
+        advantage=np.array([0, 0, -0.5, -0.5], np.float32),
+        generator_log_probs=np.array([0, 0, -1.5, -0.25], np.float32),
+        reference_log_probs=None,
+        temperature=np.full(4, 0.7, np.float32),
+        weight_steps=np.array([-1, -1, 3, 4], np.int32),
+        rollout_ids=("cats-0-3/1",),
+    )
+    return RLExample(**(fields | changes))
+
+
+def test_rollouts_come_back_exactly(tmp_path, records):
+    write_parquet(tmp_path / "part-1.parquet", table_from_records(records))
+    back = records_from_table(read_parquet(tmp_path / "part-1.parquet"))
+    for before, after in zip(records, back, strict=True):
+        assert_same(before, after)
+
+
+def test_log_probabilities_are_not_rounded(tmp_path, records):
+    rng = np.random.default_rng(0)
+    logprobs = rng.standard_normal(3).astype(np.float32)
+    rollout = dataclasses.replace(records[0].rollout, response_logprobs=logprobs)
+    write_parquet(tmp_path / "p.parquet", table_from_records([RolloutRecord(rollout, "cats-0-3")]))
+    [back] = records_from_table(read_parquet(tmp_path / "p.parquet"))
+    assert back.rollout.response_logprobs.tobytes() == logprobs.tobytes()
+
+
+def test_the_newest_version_looks_at_sampled_tokens_only(records):
+    assert [newest_weight_step(record.rollout) for record in records] == [6, 0]
+    steps = np.array([4, 99, 5], np.int32)  # 99 stands at a tool's token
+    assert newest_weight_step(dataclasses.replace(records[0].rollout, response_weight_steps=steps)) == 5
+
+
+def test_files_are_zstd_with_dictionaries_for_strings_and_split_floats(tmp_path, records):
+    write_parquet(tmp_path / "p.parquet", table_from_records(records))
+    group = pq.ParquetFile(tmp_path / "p.parquet").metadata.row_group(0)
+    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    assert {column.compression for column in columns.values()} == {"ZSTD"}
+    assert "RLE_DICTIONARY" in columns["env_name"].encodings
+    assert "BYTE_STREAM_SPLIT" in columns["response_logprobs.list.element"].encodings
+
+
+def test_a_rollout_without_metadata_is_refused(records):
+    rollout = dataclasses.replace(records[0].rollout, metadata=None)
+    with pytest.raises(InvalidRolloutError, match="cats-0-3/1.*no metadata"):
+        table_from_records([RolloutRecord(rollout, "cats-0-3")])
+
+
+def test_examples_come_back_exactly(tmp_path):
+    before = [
+        example(),
+        example(reference_log_probs=np.array([0, 0, -1, -2], np.float32), rollout_ids=("a-0-1/0", "a-0-1/1")),
+    ]
+    write_parquet(tmp_path / "b.parquet", table_from_examples(before, "batch_x", 7, 2))
+    table = read_parquet(tmp_path / "b.parquet")
+    for left, right in zip(before, examples_from_table(table), strict=True):
+        assert_same(left, right)
+    assert table.column("rollout_id").to_pylist() == ["cats-0-3/1", None]
+    assert table.column("group_id").to_pylist() == ["cats-0-3", None]
+    assert table.column("rollout_advantage").to_pylist() == [-0.5, None]
+    assert set(table.column("step").to_pylist()) == {7} and set(table.column("lineage").to_pylist()) == {2}
+
+
+def test_pandas_and_duckdb_read_the_columns(tmp_path, records):
+    write_parquet(tmp_path / "part-1.parquet", table_from_records(records))
+    write_parquet(tmp_path / "batch_1.parquet", table_from_examples([example()], "batch_1", 0, 0))
+    frame = pd.read_parquet(tmp_path / "part-1.parquet")
+    assert frame["response_tokens"][0].tolist() == [8, 9, 2]
+    assert frame["turns"][0][0]["content"] == "Say “cat”"
+    assert frame["response_mask"][0].tolist() == [True, False, True]
+    rows = duckdb.sql(
+        f"""select r.env_name, r.decoding.top_k, r.timings['generate_s'], list_sum(r.response_logprobs),
+        b.rollout_advantage from '{tmp_path}/part-*.parquet' r
+        left join '{tmp_path}/batch_*.parquet' b using (rollout_id) order by r.rollout_id"""
+    ).fetchall()
+    assert rows[0] == ("cats", 40, 0.4, -2.75, -0.5)
+    assert rows[1][4] is None
+
+
+def write_with_version(path, table, version):
+    pq.write_table(table.replace_schema_metadata({b"penstock.schema_version": str(version)}), path)
+
+
+def test_a_newer_schema_is_refused_with_what_to_do(tmp_path, records):
+    write_with_version(tmp_path / "p.parquet", table_from_records(records), 2)
+    with pytest.raises(SchemaVersionError, match="schema version 2, this Penstock reads up to 1"):
+        read_parquet(tmp_path / "p.parquet")
+
+
+def test_rows_of_the_original_form_are_read(tmp_path):
+    table = pa.table(
+        {
+            "env_name": ["cats", "cats"],
+            "env_example_id": ["1", "2"],
+            "prompt_tokens": pa.array([[1, 2], [3]], pa.list_(pa.int64())),
+            "response_tokens": pa.array([[4, 5], [6]], pa.list_(pa.int64())),
+            "response_logprobs": pa.array([[-1.0, -2.0], [-3.0]], pa.list_(pa.float64())),
+            "token_rewards": pa.array([[0.0, 1.0], [0.0]], pa.list_(pa.float32())),
+            "episode_reward": [1.0, 0.0],
+        }
+    )
+    stamp = json.dumps({"worker_id": "w", "timestamp": 9.5, "weight_step": 3})
+    pq.write_table(table.replace_schema_metadata({"penstock.batch_metadata": stamp}), tmp_path / "old.parquet")
+    first, second = records_from_table(read_parquet(tmp_path / "old.parquet"), "old")
+    assert first.rollout.metadata is not None
+    assert (first.rollout.metadata.weight_step, first.rollout.metadata.timestamp) == (3, 9.5)
+    assert first.rollout.metadata.schema_version == 0
+    assert first.rollout.response_mask.tolist() == [True, True]
+    assert first.rollout.response_weight_steps is None
+    assert first.rollout.prompt_tokens.dtype == np.int32
+    assert first.rollout.rollout_id == "old-1/0" and first.group_id == first.rollout.group_id == "old-1"
+    assert first.group_key == "cats:1"
+    assert second.rollout.response_logprobs.tolist() == [-3.0]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing"])
+def test_a_file_that_is_not_parquet_is_one_clear_error(tmp_path, content):
+    (tmp_path / "p.parquet").write_bytes(content)
+    with pytest.raises(RunDirectoryError, match="p.parquet cannot be read as Parquet"):
+        read_parquet(tmp_path / "p.parquet")
+    with pytest.raises(RunDirectoryError, match="missing.parquet"):
+        read_parquet(tmp_path / "missing.parquet")
+
+
+def test_only_the_asked_columns_are_read_and_absent_ones_left_out(tmp_path, records):
+    write_parquet(tmp_path / "p.parquet", table_from_records(records))
+    table = read_parquet(tmp_path / "p.parquet", ["rollout_id", "prompt_tokens", "no_such"])
+    assert table.column_names == ["rollout_id", "prompt_tokens"]
+
+
+def test_no_rows_make_a_readable_file(tmp_path):
+    write_parquet(tmp_path / "p.parquet", table_from_records([]))
+    write_parquet(tmp_path / "b.parquet", table_from_examples([], "b", 0, 0))
+    assert records_from_table(read_parquet(tmp_path / "p.parquet")) == []
+    assert examples_from_table(read_parquet(tmp_path / "b.parquet")) == []
+    assert read_parquet(tmp_path / "p.parquet").schema.equals(ROLLOUT_SCHEMA)
+    assert read_parquet(tmp_path / "b.parquet").schema.equals(EXAMPLE_SCHEMA)

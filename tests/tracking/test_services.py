@@ -1,0 +1,130 @@
+"""The services' trackers against stand-ins for their packages, which are not installed for the tests."""
+
+import sys
+import types
+
+import pytest
+
+from penstock.tracking import (
+    TensorBoardConfig,
+    TensorBoardTracker,
+    TrackingConfig,
+    WandbConfig,
+    WandbTracker,
+    make_tracker,
+)
+from penstock.types import ConfigError
+
+SAMPLE = {
+    "rollout_id": "easy-0-3/1", "lesson_id": "easy", "reward": 0.5, "weight_step": 7, "finish_reason": "stop",
+    "turns": [{"role": "user", "content": "say cat"}, {"role": "assistant", "content": "a\ncat"}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, logdir):
+            calls.append(("open", logdir))
+
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, *arguments))
+
+    module = types.ModuleType("tensorboardX")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    return calls
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    calls = []
+
+    class Run:
+        def __getattr__(self, name):
+            return lambda *arguments, **named: calls.append((name, arguments, named))
+
+    def init(**named):
+        calls.append(("init", (), named))
+        return Run()
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    module.Settings = dict  # type: ignore[attr-defined]
+    module.Table = lambda columns, data: ("table", columns, data)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+def test_tensorboard_gets_scalars_and_text(tensorboard, tmp_path):
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    tracker.log({"train/loss": 1.5, "train/kl": 0.0}, 7)
+    tracker.log_samples(7, [SAMPLE])
+    tracker.close()
+    assert tensorboard == [
+        ("open", str(tmp_path / "tb")),
+        ("add_scalar", "train/loss", 1.5, 7),
+        ("add_scalar", "train/kl", 0.0, 7),
+        ("add_text", "samples/easy/0", "    reward 0.5\n    user: say cat\n    assistant: a\n    cat", 7),
+        ("close",),
+    ]
+
+
+def test_wandb_never_passes_a_step_that_may_run_backwards(wandb, tmp_path):
+    run_dir = tmp_path / "cats-1"
+    run_dir.mkdir()
+    tracker = WandbTracker(WandbConfig(entity="team"), run_dir, {"steps": 3})
+    tracker.log({"train/loss": 1.5}, 7)
+    tracker.log({"eval/easy/reward_mean": 0.5}, 5)
+    tracker.log_samples(7, [SAMPLE])
+    tracker.close()
+    (_, _, named), defined, newer, older, table, finish = wandb
+    assert named["project"] == "penstock" and named["entity"] == "team" and named["name"] == "cats-1"
+    assert named["config"] == {"steps": 3} and named["mode"] == "online" and named["resume"] == "allow"
+    assert named["settings"] == {"console": "off", "silent": True}
+    assert defined == ("define_metric", ("*",), {"step_metric": "weight_step"})
+    assert newer == ("log", ({"train/loss": 1.5, "weight_step": 7},), {})
+    assert older == ("log", ({"eval/easy/reward_mean": 0.5, "weight_step": 5},), {})
+    assert table[1][0]["samples"][2] == [[7, "easy-0-3/1", "easy", 0.5, "stop", "user: say cat\nassistant: a\ncat"]]
+    assert finish[0] == "finish"
+
+
+def test_wandb_continues_the_same_run_after_a_resume(wandb, tmp_path):
+    for _ in range(2):
+        WandbTracker(WandbConfig(), tmp_path, {})
+    ids = [named["id"] for name, _, named in wandb if name == "init"]
+    assert len(ids) == 2 and ids[0] == ids[1] and len(ids[0]) == 12
+
+
+def test_a_wandb_that_refuses_to_start_is_bad_input(wandb, tmp_path, monkeypatch):
+    def refuse(**named):
+        raise RuntimeError("api_key not\nconfigured")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError, match="tracking.wandb could not start: api_key not configured; run `wandb login`"):
+        WandbTracker(WandbConfig(), tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("service", "module", "section"),
+    [("tensorboard", "tensorboardX", {"tensorboard": {}}), ("wandb", "wandb", {"wandb": {}})],
+)
+def test_a_missing_package_names_the_extra_to_install(service, module, section, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # import of it fails
+    with pytest.raises(ConfigError, match=rf"tracking\.{service} needs {module}.*pip install 'penstock\[{service}\]'"):
+        make_tracker(TrackingConfig.model_validate(section), tmp_path, {}, lambda name, error: None)
+
+
+def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_path):
+    made = make_tracker(TrackingConfig(samples=False), tmp_path, {}, lambda name, error: None)
+    made.log_samples(0, [SAMPLE])
+    assert list(tmp_path.iterdir()) == []
+    config = TrackingConfig(tensorboard=TensorBoardConfig(), wandb=WandbConfig(mode="offline"))
+    made = make_tracker(config, tmp_path, {}, lambda name, error: None)
+    made.log_samples(3, [SAMPLE])
+    made.close()
+    assert ("open", str(tmp_path / "tensorboard")) in tensorboard
+    assert any(name == "init" and named["mode"] == "offline" for name, _, named in wandb)
+    assert made.failures == {} and (tmp_path / "samples.jsonl").read_text().count("\n") == 1
