@@ -63,9 +63,9 @@ def test_an_empty_batch_is_a_defined_result():
 
 def test_json_has_no_numbers_that_json_lacks():
     one = LessonReport.of("easy", RolloutBatch.of((group("a", 1.0),)), 1.0)
-    report = EvaluationReport("runs/x/checkpoints/step-3", 7, (one,), Path("rollouts"))
+    report = EvaluationReport(Path("runs/x/checkpoints/step-3"), {"easy": one}, 1.5, Path("rollouts"))
     read = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert read["checkpoint"] == "runs/x/checkpoints/step-3" and read["seed"] == 7
+    assert read["checkpoint"] == "runs/x/checkpoints/step-3" and read["seconds"] == 1.5
     assert read["lessons"]["easy"]["reward_mean"] == {"value": 1.0, "low": None, "high": None}
     assert read["lessons"]["easy"]["pass_at"]["1"]["value"] == 1.0
 
@@ -73,8 +73,8 @@ def test_json_has_no_numbers_that_json_lacks():
 def test_the_table_has_one_row_per_lesson_and_pass_at_each_k():
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        reports = (LessonReport.of("easy", BATCH, 1.0), LessonReport.of("hard", BATCH, 2.0))
-        EvaluationReport("here", 0, reports, Path("out")).print(console)
+        reports = {"easy": LessonReport.of("easy", BATCH, 1.0), "hard": LessonReport.of("hard", BATCH, 2.0)}
+        EvaluationReport(Path("here"), reports, 1.0, Path("out")).print(console)
     text = console.export_text()
     assert "pass@3" in text and "0.292 [" in text and "0.500 [" in text
     assert sum(line.startswith("│ ") for line in text.splitlines()) == 2 and "rollouts  out" in text

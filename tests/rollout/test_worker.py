@@ -71,8 +71,8 @@ class FakeManager:
         self.models: list[WeightVersion] = []
         self.seeds: list[int] = []
 
-    def lesson(self, lesson_id: str):
-        return SimpleNamespace(sampling_params=SimpleNamespace(n_generations_per_prompt=1))
+    def group_size(self, lesson_id: str) -> int:
+        return 1
 
     def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context):
         self.seeds.append(seed)

@@ -1,1 +1,49 @@
-"""Penstock curriculum."""
+"""Which lesson next: lessons with dependencies that unlock, graduate and come back, sampled by what they can teach."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.curriculum.config import (
+        CurriculumConfig,
+        EnvironmentConfig,
+        LessonConfig,
+        LessonDependency,
+        SamplingParams,
+    )
+    from penstock.curriculum.curriculum import Curriculum, CurriculumEvent, evaluation_due
+    from penstock.curriculum.progress import LessonProgress
+
+_EXPORTS = {
+    "Curriculum": "curriculum",
+    "CurriculumConfig": "config",
+    "CurriculumEvent": "curriculum",
+    "EnvironmentConfig": "config",
+    "LessonConfig": "config",
+    "LessonDependency": "config",
+    "LessonProgress": "progress",
+    "SamplingParams": "config",
+    "evaluation_due": "curriculum",
+}
+
+__all__ = [
+    "Curriculum",
+    "CurriculumConfig",
+    "CurriculumEvent",
+    "EnvironmentConfig",
+    "LessonConfig",
+    "LessonDependency",
+    "LessonProgress",
+    "SamplingParams",
+    "evaluation_due",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

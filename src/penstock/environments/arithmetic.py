@@ -37,9 +37,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         template: How prompts are put to the policy.
     """
 
-    def __init__(
-        self, difficulty: Difficulty = "easy", name: str | None = None, template: Template = "auto"
-    ) -> None:
+    def __init__(self, difficulty: Difficulty = "easy", name: str | None = None, template: Template = "auto") -> None:
         super().__init__(name or f"arithmetic-{difficulty}", template)
         self._train, self._eval = _POOLS[difficulty]()
 

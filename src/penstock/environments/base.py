@@ -81,7 +81,7 @@ class Environment(ABC):
         """
 
     def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:
-        """n references drawn from the training problems. To be replaced by environments that have solutions.
+        """References drawn from the training problems. To be replaced by environments that have solutions.
 
         Raises:
             ConfigError: the environment has none.

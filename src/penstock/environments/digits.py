@@ -10,7 +10,6 @@ from penstock.types import Completion
 
 EVAL_FRACTION = 0.2
 _SHOWN = 4
-_SEPARATOR = " "
 
 
 class DigitsEnvironment(SingleTurnEnvironment):
@@ -35,9 +34,7 @@ class DigitsEnvironment(SingleTurnEnvironment):
         super().__init__(name, template)
         if terms < 1:
             raise ValueError(f"terms is {terms}: at least one term has to be asked for")
-        self._train, self._eval = split_by_rank(
-            _examples(terms, largest, steps), EVAL_FRACTION, lambda e: e.example_id
-        )
+        self._train, self._eval = split_by_rank(_examples(terms, largest, steps), EVAL_FRACTION, lambda e: e.example_id)
 
     def train_examples(self) -> Sequence[Example]:
         """See `ExampleEnvironment.train_examples`."""
@@ -78,7 +75,9 @@ def _examples(terms: int, largest: int, steps: Sequence[int]) -> list[Example]:
     ]
     if len(sequences) < 5:
         raise ValueError(f"largest is {largest}: too small for sequences of {span} numbers with steps {list(steps)}")
-    return [
-        Example(_SEPARATOR.join(s[:_SHOWN]), _SEPARATOR.join(s[:_SHOWN]) + _SEPARATOR, _SEPARATOR.join(s[_SHOWN:]))
-        for s in sequences
-    ]
+    return [_example(sequence[:_SHOWN], sequence[_SHOWN:]) for sequence in sequences]
+
+
+def _example(shown: list[str], following: list[str]) -> Example:
+    prompt = " ".join(shown)
+    return Example(prompt, prompt, " " + " ".join(following))

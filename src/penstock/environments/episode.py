@@ -42,6 +42,11 @@ class Episode:
         """Tokens since the prompt."""
         return sum(len(tokens) for tokens in self._tokens)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the policy ended its latest turn by itself."""
+        return self._finish_reason == "stop"
+
     def say(self, completion: Completion) -> None:
         """Adds what the policy sampled.
 

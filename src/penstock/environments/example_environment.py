@@ -33,6 +33,8 @@ from penstock.types import (
 logger = logging.getLogger(__name__)
 
 Failure = EnvironmentFailure | InvalidRolloutError
+FAILURES = (EnvironmentFailure, InvalidRolloutError)
+"""The same, for `except`."""
 Outcome = list[Rollout] | Failure
 """What became of one problem: its rollouts, or why there are none."""
 
@@ -88,6 +90,10 @@ class ExampleEnvironment(Environment):
             return []
         return [Reference(self.shaped(example), example.answer)]
 
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Numbers of the environment's own about what was sampled. To be replaced where there are any."""
+        return {}
+
     def shaped(self, example: Example) -> Prompt:
         """The problem's prompt as it is rendered."""
         return shape_prompt(example.prompt, self._template, self._system_prompt)
@@ -116,7 +122,7 @@ class ExampleEnvironment(Environment):
             raise failures[0]
         for failure in failures:
             logger.warning("environment %s: a group failed: %s", self.name, failure)
-        return groups, {"failed_groups": float(len(failures))}
+        return groups, {"failed_groups": float(len(failures)), **self.metrics(groups)}
 
     def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:
         """See `Environment.reference_examples`."""

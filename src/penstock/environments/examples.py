@@ -34,7 +34,7 @@ class Example:
 
 
 def draw(examples: Sequence[T], n: int, rng: np.random.Generator) -> list[T]:
-    """n examples in random order; none comes again before all have come.
+    """Some examples in random order; none comes again before all have come.
 
     Args:
         examples: At least one.
@@ -52,9 +52,7 @@ def stable_unit(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
 
 
-def split_by_rank(
-    examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]
-) -> tuple[list[T], list[T]]:
+def split_by_rank(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
     """Splits a fixed list: the given share (at least one) of smallest hash is held out.
 
     Returns:
@@ -67,9 +65,7 @@ def split_by_rank(
     return train, [example for i, example in enumerate(examples) if i in chosen]
 
 
-def split_by_hash(
-    examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]
-) -> tuple[list[T], list[T]]:
+def split_by_hash(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
     """Splits a list that may grow: held out is what hashes under the fraction.
 
     Equal identities stay together. Where chance left one side empty, the example nearest to the border changes

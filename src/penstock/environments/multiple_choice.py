@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.environments.base import Reference
 from penstock.environments.examples import Example, split_by_rank
 from penstock.environments.prompts import Template
 from penstock.environments.single_turn import SingleTurnEnvironment
@@ -47,6 +48,10 @@ class MultipleChoiceEnvironment(SingleTurnEnvironment):
         """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
+    def references(self, example: Example) -> list[Reference]:
+        """See `ExampleEnvironment.references`."""
+        return [Reference(self.shaped(example), f" {example.answer}")]
+
     def score(self, example: Example, text: str, completion: Completion) -> float:
         """See `score_choice`."""
         return score_choice(text, example.answer, self._letters, completion.finish_reason == "stop")
@@ -80,5 +85,5 @@ def _example(rng: np.random.Generator, options: int) -> Example:
     words = [_KINDS[kind][int(rng.integers(len(_KINDS[kind])))] for kind in kinds]
     right = int(rng.integers(options))
     offered = " ".join(f"{letter}) {word}" for letter, word in zip(LETTERS, words, strict=False))
-    question = f"Which is {kinds[right]}? {offered} Answer: "
+    question = f"Which is {kinds[right]}? {offered} Answer:"
     return Example(f"{kinds[right]}/{','.join(words)}", question, LETTERS[right])

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from penstock.environments.episode import Episode
-from penstock.environments.example_environment import ExampleEnvironment, Failure, Outcome, Task
+from penstock.environments.example_environment import FAILURES, ExampleEnvironment, Failure, Outcome, Task
 from penstock.environments.examples import Example
 from penstock.environments.validation import check_rewards
 from penstock.types import Completion, Decoding, EnvironmentFailure, InferenceContext, PenstockError, Rollout
@@ -42,7 +42,7 @@ class GroupScoredEnvironment(ExampleEnvironment):
                 self._rollout(task, completion, reward, decoding)
                 for completion, reward in zip(completions, rewards, strict=True)
             ]
-        except Failure as failure:
+        except FAILURES as failure:
             return failure
         except PenstockError:
             raise

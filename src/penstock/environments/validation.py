@@ -100,5 +100,7 @@ def validate_metrics(metrics: Any, env_name: str) -> dict[str, float]:
     for name, value in metrics.items():
         number = value.item() if hasattr(value, "item") else value
         if not isinstance(number, int | float) or not math.isfinite(number):
-            raise EnvironmentFailure(f"environment {env_name!r}: metric {name!r} is {_shown(value)}: not a finite number")
+            raise EnvironmentFailure(
+                f"environment {env_name!r}: metric {name!r} is {_shown(value)}: not a finite number"
+            )
     return {str(name): float(value) for name, value in metrics.items()}

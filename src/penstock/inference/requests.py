@@ -10,6 +10,9 @@ import numpy as np
 from penstock.inference.config import EngineConfig
 from penstock.types import ConfigError, Decoding, EnvironmentFailure
 
+LOWEST_TEMPERATURE = 1e-3
+"""Below this, logits / temperature can overflow float32."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
@@ -63,8 +66,10 @@ def _outside(prompt: np.ndarray, vocab_size: int) -> int:
 
 def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
     """Ranges of the sampling parameters, named as in `Decoding`."""
-    if not 0 <= decoding.temperature < float("inf"):
-        raise ConfigError(f"temperature is {decoding.temperature}: it must be 0 (greedy) or a positive number")
+    if decoding.temperature != 0 and not LOWEST_TEMPERATURE <= decoding.temperature < float("inf"):
+        raise ConfigError(
+            f"temperature is {decoding.temperature}: it must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+        )
     if decoding.top_k is not None and decoding.top_k < 1:
         raise ConfigError(f"top_k is {decoding.top_k}: it must be at least 1, or absent to keep all")
     if decoding.top_p is not None and not 0 < decoding.top_p <= 1:

@@ -1,1 +1,57 @@
-"""Penstock learner."""
+"""The learner: losses, the compiled update, the optimiser, and checkpoints."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.learner.aggregation import sequence_weights
+    from penstock.learner.checkpoints import (
+        Checkpoint,
+        latest_checkpoint,
+        load_checkpoint,
+        restore_learner,
+        save_checkpoint,
+    )
+    from penstock.learner.config import (
+        CorrectionConfig,
+        LearnerConfig,
+        LossConfig,
+        OptimizerConfig,
+        WarmStartConfig,
+    )
+    from penstock.learner.learner import Learner
+    from penstock.learner.logprobs import tiled_logprobs
+    from penstock.learner.losses import PolicyLoss
+
+_EXPORTS = {
+    "Checkpoint": "checkpoints",
+    "CorrectionConfig": "config",
+    "Learner": "learner",
+    "LearnerConfig": "config",
+    "LossConfig": "config",
+    "OptimizerConfig": "config",
+    "PolicyLoss": "losses",
+    "WarmStartConfig": "config",
+    "latest_checkpoint": "checkpoints",
+    "load_checkpoint": "checkpoints",
+    "restore_learner": "checkpoints",
+    "save_checkpoint": "checkpoints",
+    "sequence_weights": "aggregation",
+    "tiled_logprobs": "logprobs",
+}
+
+__all__ = [
+    "Checkpoint", "CorrectionConfig", "Learner", "LearnerConfig", "LossConfig", "OptimizerConfig", "PolicyLoss",
+    "WarmStartConfig", "latest_checkpoint", "load_checkpoint", "restore_learner", "save_checkpoint",
+    "sequence_weights", "tiled_logprobs",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,7 +8,6 @@ the other components are stopped, with the tickets that were outstanding then.
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ class Conductor:
         self._checkpoint = checkpoint
         self._stopping = threading.Event()
         self._parts: Components | None = None
+        self._warm_steps = 0
 
     def run(self) -> None:
         """Takes the run through its phases; returns at the last step or after `stop`."""
@@ -109,10 +109,19 @@ class Conductor:
 
     def _load(self) -> Components:
         self._phase("loading the model")
-        self._parts = wire(
-            self._config, self._directory, self._log, self._checkpoint, self.lineage, self._on_step, self._save
+        self._parts = parts = wire(
+            self._config,
+            self._directory,
+            self._log,
+            self._policy,
+            self._environments,
+            self.lineage,
+            self._on_step,
+            self._save,
         )
-        return self._parts
+        if self._checkpoint is not None:
+            self._resume(parts, self._checkpoint)
+        return parts
 
     def _prepare(self, parts: Components) -> None:
         self._phase("compiling the engine")
@@ -122,18 +131,21 @@ class Conductor:
             self._phase("evaluating the untrained policy")
             self.results["untrained"] = self.results["before"] = self._evaluate(parts, "untrained")
             if self._config.learner.warm_start is not None:
-                self._warm_start(parts)
+                self._warm_start(parts, self._config.learner.warm_start)
         self._phase("checking that engine and learner agree")
         self._probe(parts)
 
-    def _warm_start(self, parts: Components) -> None:
+    def _warm_start(self, parts: Components, config: WarmStartConfig) -> None:
         def on_step(done: int, total: int, metrics: Mapping[str, float]) -> None:
-            self._phase_quietly(f"warm start {done}/{total}")
+            if self._stopping.is_set():
+                raise Stopped("warm start")
+            self._warm_steps = done
+            self._log.progress.phase = f"warm start {done}/{total}"
             self._log.metrics(0, {"warm_start/step": float(done), **metrics})
 
         self._phase("warm start")
-        warm_start(parts.learner, parts.manager, self._config, on_step)
-        parts.manager.update_model(parts.loop.version, parts.loop.arrays())
+        warm_start(parts.learner, parts.manager, config, self._config.seed, on_step)
+        parts.manager.update_model(parts.loop.version, named_arrays(parts.learner.decoder))
         self._phase("evaluating the warm start")
         self.results["before"] = self._evaluate(parts, "before")
 
@@ -218,7 +230,7 @@ class Conductor:
             return {}
         return {
             "engine": self._parts.engine.stats().get("inference/tokens_total", 0.0),
-            "learner": float(self._parts.learner.step),
+            "learner": float(self._parts.learner.step + self._warm_steps),
             "worker": float(self._parts.worker.groups_finished),
         }
 

@@ -6,57 +6,16 @@ run's own evaluations. Rollouts go to Parquet where a directory is given.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.curriculum import Curriculum
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
-from penstock.overseer.statistics import Interval, mean_interval, pass_at_k, proportion_interval
+from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
-from penstock.types import ConfigError, RolloutBatch, RolloutBatchStats, RolloutRecord, WeightVersion
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean with its 95% interval."""
-
-    mean: float
-    interval: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class LessonReport:
-    """One lesson's held-out results.
-
-    Attributes:
-        stats: Counts, rewards, lengths.
-        reward: Mean reward; the prompts are the independent draws.
-        pass_at: k → unbiased estimate of pass@k.
-    """
-
-    stats: RolloutBatchStats
-    reward: Estimate
-    pass_at: dict[int, Estimate]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationReport:
-    """What `penstock eval` prints.
-
-    Attributes:
-        checkpoint: The model directory.
-        lessons: Report per lesson.
-        seconds: Wall seconds of generation and scoring.
-        rollouts_path: Parquet of the rollouts; None where none was asked for.
-    """
-
-    checkpoint: Path
-    lessons: dict[str, LessonReport]
-    seconds: float
-    rollouts_path: Path | None
+from penstock.types import ConfigError, RolloutBatch, RolloutRecord, WeightVersion
 
 
 def evaluate(
@@ -100,8 +59,8 @@ def evaluate(
     if rollouts_path is not None:
         _write_rollouts(rollouts_path, [batch for _, batch in results.values()])
     reports = {
-        lesson_id: _report(stats, batch, config.curriculum.lessons[lesson_id].success_threshold)
-        for lesson_id, (stats, batch) in results.items()
+        lesson_id: LessonReport.of(lesson_id, batch, config.curriculum.lessons[lesson_id].success_threshold)
+        for lesson_id, (_, batch) in results.items()
     }
     return EvaluationReport(model_dir, reports, seconds, rollouts_path)
 
@@ -127,21 +86,6 @@ def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[st
     if unknown:
         raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(known)}")
     return list(lessons or known)
-
-
-def _report(stats: RolloutBatchStats, batch: RolloutBatch, threshold: float) -> LessonReport:
-    prompts = [position for position, group in enumerate(batch.groups) for _ in group.rollouts]
-    wins = [sum(reward >= threshold for reward in group.rewards) for group in batch.groups]
-    sizes = [len(group.rollouts) for group in batch.groups]
-    pass_at: dict[int, Estimate] = {}
-    for k in _powers_of_two(min(sizes, default=0)):
-        chances = [pass_at_k(size, won, k) for size, won in zip(sizes, wins, strict=True)]
-        pass_at[k] = Estimate(sum(chances) / len(chances), proportion_interval(chances))
-    return LessonReport(stats, Estimate(stats.reward_mean, mean_interval(stats.rewards, prompts)), pass_at)
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
 
 
 def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:

@@ -88,24 +88,24 @@ class EvaluationReport:
     """The outcome of `penstock.evaluate`.
 
     Attributes:
-        checkpoint: What was evaluated.
-        seed: Selects prompts and sampling noise.
-        lessons: One report each, in the recipe's order.
+        checkpoint: The model directory.
+        lessons: Lesson id → report, in the recipe's order.
+        seconds: Wall seconds of generation and scoring, the engine's compilation included.
         rollouts_path: Where the rollouts were written as Parquet; None: nowhere.
     """
 
-    checkpoint: str
-    seed: int
-    lessons: tuple[LessonReport, ...]
+    checkpoint: Path
+    lessons: dict[str, LessonReport]
+    seconds: float
     rollouts_path: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; an end of an interval that is not finite is None."""
         return {
-            "checkpoint": self.checkpoint,
-            "seed": self.seed,
+            "checkpoint": str(self.checkpoint),
+            "seconds": self.seconds,
             "rollouts_path": None if self.rollouts_path is None else str(self.rollouts_path),
-            "lessons": {lesson.lesson_id: _plain(asdict(lesson)) for lesson in self.lessons},
+            "lessons": {lesson_id: _plain(asdict(lesson)) for lesson_id, lesson in self.lessons.items()},
         }
 
     def print(self, console: Console) -> None:
@@ -116,11 +116,11 @@ class EvaluationReport:
 
     def _table(self) -> Table:
         table = Table(title=f"{self.checkpoint}: estimates with 95% intervals", title_justify="left")
-        ks = sorted({k for lesson in self.lessons for k in lesson.pass_at if k > 1})
+        ks = sorted({k for lesson in self.lessons.values() for k in lesson.pass_at if k > 1})
         columns = ["lesson", "prompts", "rollouts", "mean reward", "pass@1", *(f"pass@{k}" for k in ks), "tokens"]
         for column in columns:
             table.add_column(column)
-        for lesson in self.lessons:
+        for lesson in self.lessons.values():
             higher = (str(lesson.pass_at[k]) if k in lesson.pass_at else "" for k in ks)
             counts = (lesson.lesson_id, str(lesson.prompts), str(lesson.rollouts))
             first = (str(lesson.reward_mean), str(lesson.success_rate))

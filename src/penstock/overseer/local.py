@@ -1,29 +1,32 @@
-"""The local launcher: wires all components of one run in one process, as threads, without Ray.
+"""The local launcher: wires all components of one run in one process, without Ray.
 
 `wire` is the only place that knows every component; none of them knows it. Weights go by reference, rollouts
-through the replay buffer's own lock. What the threads do and how they end is `penstock.overseer.run`.
+through the replay buffer's own lock. Which threads run them, and how they end, is the `Conductor`'s business.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 from penstock.batch import DeadlineBatchMaker
 from penstock.curriculum import Curriculum
+from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
-from penstock.learner import Checkpoint, Learner
+from penstock.learner import Learner, load_checkpoint
 from penstock.model.language import Decoder, with_named_arrays
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import Ledger, ReplayBuffer, RolloutStore, TicketIssuer
+from penstock.replay import Ledger, ReplayBuffer, RolloutStore, TicketIssuer, recover
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Checkpointable, RolloutBatch, WeightVersion, fold
+from penstock.types import Checkpointable, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
-Log = Callable[[int, Mapping[str, float]], None]
+WORKER_ID = "rollout-worker-0"
 
 
 @dataclass(slots=True)
@@ -51,3 +54,67 @@ class Components:
             "issuer": self.issuer,
             "replay": self.buffer,
         }
+
+
+def wire(
+    config: RunConfig,
+    directory: RunDirectory,
+    log: RunLog,
+    policy: tuple[Decoder, Tokenizer],
+    environments: dict[str, Environment],
+    lineage: int,
+    on_step: Callable[[int, Mapping[str, float]], None],
+    save: Callable[[int], None],
+) -> Components:
+    """Makes the components of a new run and connects them; nothing is started."""
+    decoder, tokenizer = policy
+    learner = Learner(decoder, config.learner, config.steps)
+    engine = InferenceEngine(decoder, WeightVersion(lineage, 0), tokenizer, config.inference)
+    curriculum = Curriculum(config.curriculum)
+
+    def set_weights(version: WeightVersion, arrays: Mapping[str, object]) -> None:
+        engine.set_weights(version, with_named_arrays(decoder, arrays))
+
+    manager = RolloutManager(
+        curriculum, EngineContext(engine, tokenizer), config.seed, lineage, environments, set_weights, engine.stop
+    )
+
+    def on_group(group: RolloutGroup) -> None:
+        for event in manager.update_training_stats(group):
+            log.event(event.kind, lesson=event.lesson_id)
+        log.group(group)
+
+    ledger = Ledger()
+    issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, manager.group_size)
+    store = RolloutStore(directory)
+    lockstep = config.replay.staleness_budget == 0
+    maker = DeadlineBatchMaker(max_tokens=config.learner.row_length, ordered=lockstep)
+    buffer = ReplayBuffer(config.replay, store, issuer, ledger, maker, curriculum_hook=on_group)
+    weights = InProcessBroadcaster()
+    evaluator = Evaluator(manager, log.metrics)
+    worker = RolloutWorker(
+        WORKER_ID,
+        manager,
+        issuer,
+        buffer,
+        weights,
+        config.rollout,
+        concurrency=config.concurrency,
+        lockstep=lockstep,
+        evaluate=evaluator,
+        log_samples=log.samples,
+    )
+    loop = TrainingLoop(
+        learner,
+        buffer,
+        weights,
+        lineage=lineage,
+        steps=config.steps,
+        batch_timeout_s=config.overseer.no_progress_s,
+        on_step=on_step,
+        checkpoint=save,
+        checkpoint_every=config.overseer.checkpoint_every,
+    )
+    return Components(
+        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, buffer, worker, loop
+    )

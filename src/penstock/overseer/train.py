@@ -61,7 +61,7 @@ def train(
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:
-    return {name: load_environment(lesson.environment) for name, lesson in config.curriculum.lessons.items()}
+    return {name: load_environment(lesson.environment.spec) for name, lesson in config.curriculum.lessons.items()}
 
 
 def _open_directory(

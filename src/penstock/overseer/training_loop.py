@@ -76,10 +76,14 @@ class TrainingLoop:
         """Asks the loop to end at the next update boundary, with a checkpoint."""
         self._stopping.set()
 
+    @property
+    def version(self) -> WeightVersion:
+        """The version that the learner holds."""
+        return WeightVersion(self._lineage, self._learner.step)
+
     def publish(self) -> None:
         """Publishes the learner's present weights."""
-        version = WeightVersion(self._lineage, self._learner.step)
-        self._sink.publish(version, named_arrays(self._learner.decoder))
+        self._sink.publish(self.version, named_arrays(self._learner.decoder))
 
     def run(self) -> None:
         """Trains; on return the last version is checkpointed."""

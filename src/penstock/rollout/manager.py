@@ -42,6 +42,7 @@ class RolloutManager:
         context: Where responses come from.
         seed: The run's seed; evaluation prompts derive from it, so they are the same at every evaluation.
         lineage: The run's lineage, stamped on rollouts.
+        environments: By lesson, where they are loaded already; the others are at their first use.
         set_weights: Gives the engine new weights; None where the engine's weights are fixed.
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
         clock: Unix seconds.
@@ -53,6 +54,7 @@ class RolloutManager:
         context: InferenceContext,
         seed: int,
         lineage: int = 0,
+        environments: Mapping[str, Environment] | None = None,
         set_weights: WeightsSetter | None = None,
         stop_engine: Callable[[], None] | None = None,
         clock: Clock = time.time,
@@ -64,18 +66,22 @@ class RolloutManager:
         self._set_weights = set_weights
         self._stop_engine = stop_engine
         self._clock = clock
-        self._environments: dict[str, Environment] = {}
+        self._environments = dict(environments or {})
         self._lock = threading.Lock()
 
     def lesson(self, lesson_id: str) -> LessonConfig:
         """The lesson's configuration."""
         return self.curriculum.config.lessons[lesson_id]
 
+    def group_size(self, lesson_id: str) -> int:
+        """Rollouts per training group of a lesson."""
+        return self.lesson(lesson_id).sampling_params.n_generations_per_prompt
+
     def environment(self, lesson_id: str) -> Environment:
         """The lesson's environment, made at its first use and kept."""
         with self._lock:
             if lesson_id not in self._environments:
-                self._environments[lesson_id] = load_environment(self.lesson(lesson_id).environment)
+                self._environments[lesson_id] = load_environment(self.lesson(lesson_id).environment.spec)
             return self._environments[lesson_id]
 
     def sample_batch(

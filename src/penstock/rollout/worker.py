@@ -160,7 +160,7 @@ class RolloutWorker:
             cohort.leave(index)
 
     def _generate(self, ticket: Ticket, context: InferenceContext | None) -> _Outcome:
-        n = self._manager.lesson(ticket.lesson_id).sampling_params.n_generations_per_prompt
+        n = self._manager.group_size(ticket.lesson_id)
         try:
             batch, _ = self._manager.sample_batch(
                 ticket.lesson_id,

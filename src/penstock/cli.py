@@ -1,0 +1,263 @@
+"""The command line.
+
+Exit codes: 0 success; 1 a failed run or check; 2 bad input, with one line on standard error; 130 interrupted.
+``PENSTOCK_TRACEBACK=1`` shows the traceback behind any of them. Whatever a command needs is imported inside it, so
+that ``penstock --help`` takes a fraction of a second. Nothing is computed here: commands read their words, call
+`penstock.overseer` or `penstock.inference`, and print what comes back.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.overseer import RunConfig
+
+_LONGEST_MESSAGE = 600
+
+_app = typer.Typer(
+    name="penstock",
+    help="Asynchronous reinforcement learning for language models.",
+    epilog="Start with: penstock train cats",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Changes to the configuration, as dotted keys.", show_default=False),
+]
+_Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A run's checkpoints/step-<n>, or a Hugging Face directory.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: The words after ``penstock``; None takes the process's.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return int(_app(args=arguments, prog_name="penstock", standalone_mode=False) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            import traceback
+
+            traceback.print_exc()
+        line, code = _explained(error)
+        print(f"penstock: {line}", file=sys.stderr)
+        return code
+
+
+@_app.callback(invoke_without_command=True)
+def _penstock(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> int:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"penstock {installed_version('penstock')}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+    return 0
+
+
+@_app.command(epilog="Example: penstock train cats steps=50 learner.optimizer.learning_rate=1e-3")
+def train(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="A packaged recipe (see penstock recipes) or a YAML file.", show_default=False
+        ),
+    ] = None,
+    overrides: _Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where to write; by default runs/<recipe>-<time>. Never overwritten.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint: penstock train --resume RUN_DIR [KEY=VALUE]... "
+            "The run's own recorded configuration is used.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config, a memory estimate and the components.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view, only the summary.")] = False,
+) -> int:
+    """Train a policy."""
+    from penstock.overseer.config_loading import split_words
+
+    names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
+    if resume:
+        source, directory = _resumed(names, run_dir)
+    else:
+        source, directory = _only(names, "a recipe", "penstock train cats"), run_dir
+    config = _load_config(source, changes)
+    if dry_run:
+        from penstock.overseer.plan import describe_plan
+
+        print(describe_plan(config))
+        return 0
+    from rich.console import Console
+
+    from penstock.overseer import print_summary, train
+
+    summary = train(config, run_dir=directory, resume=resume, recipe=source, quiet=quiet)
+    print_summary(summary, source, Console())
+    return 0 if summary.complete else 130
+
+
+@_app.command(
+    "eval",
+    short_help="Evaluate a checkpoint.",
+    epilog="Example: penstock eval runs/cats-1/checkpoints/step-60 --recipe cats --n 128",
+)
+def evaluate(
+    checkpoint: _Checkpoint,
+    overrides: _Overrides = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Whose lessons; by default those of the checkpoint's own run.")
+    ] = None,
+    lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson; may be repeated.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson.")] = None,
+    generations: Annotated[int, typer.Option(min=1, help="Responses per prompt: the largest k of pass@k.")] = 1,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="Parquet file for the rollouts; by default evaluations/<checkpoint>-<time>.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Evaluate a checkpoint on held-out prompts: mean reward and pass@k, with 95% intervals."""
+    config = _load_config(recipe or _recorded_config(checkpoint), overrides or [])
+    from penstock.overseer import evaluate
+
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
+    report = evaluate(checkpoint, config, lesson, n, generations, path)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(report.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        report.print(Console())
+    return 0
+
+
+@_app.command(epilog="Example: penstock serve runs/cats-1/checkpoints/step-60 --port 8000")
+def serve(
+    checkpoint: _Checkpoint,
+    overrides: _Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that clients must send; or set PENSTOCK_TOKEN.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
+) -> int:
+    """Serve a checkpoint by an OpenAI-compatible API."""
+    from penstock.inference.config import ServeConfig
+    from penstock.overseer.config_loading import apply_overrides, build_config
+    from penstock.overseer.serving import read_token, serve_checkpoint
+
+    settings: dict[str, Any] = {"host": host, "port": port, "token": read_token(token_file), "model_name": name}
+    serve_checkpoint(checkpoint, build_config(ServeConfig, apply_overrides(settings, overrides or [])))
+    return 0
+
+
+@_app.command(epilog="Example: penstock recipes")
+def recipes() -> int:
+    """List the recipes that ship."""
+    from penstock.overseer.config_loading import recipe_summaries
+
+    summaries = recipe_summaries()
+    width = max(map(len, summaries), default=0)
+    for name, summary in summaries.items():
+        print(f"{name:<{width}}  {summary}")
+    return 0
+
+
+@_app.command(short_help="Check this machine.", epilog="Example: penstock doctor")
+def doctor() -> int:
+    """Check this machine: versions, devices, memory, disk, parity of engine and learner, speed."""
+    from rich.console import Console
+
+    from penstock.overseer.doctor import examine, print_checks
+
+    checks = examine()
+    print_checks(checks, Console())
+    return int(any(check.status == "fail" for check in checks))
+
+
+def _load_config(recipe: str, overrides: Sequence[str]) -> "RunConfig":
+    from penstock.overseer.config import RunConfig
+    from penstock.overseer.config_loading import apply_overrides, build_config, load_recipe
+
+    return build_config(RunConfig, apply_overrides(load_recipe(recipe), overrides), source=recipe)
+
+
+def _only(names: Sequence[str], what: str, example: str) -> str:
+    from penstock.types import ConfigError
+
+    if len(names) != 1:
+        given = f"{len(names)} were given: {', '.join(names)}" if names else "none was given"
+        raise ConfigError(f"exactly one word must name {what}, {given}; for example: {example}")
+    return names[0]
+
+
+def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
+    """The recorded config as a recipe, and the run directory; a recipe's name beside it says nothing new."""
+    example = "penstock train --resume runs/cats-1"
+    directory = run_dir if run_dir is not None else Path(_only(names[-1:], "the run directory", example))
+    from penstock.rundir import RunDirectory
+
+    return str(RunDirectory.open_existing(directory).config_path), directory
+
+
+def _recorded_config(checkpoint: Path) -> str:
+    from penstock.types import ConfigError
+
+    for folder in checkpoint.resolve().parents:
+        if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
+            return str(folder.parent / "config.yaml")
+    raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """One line about an error, and the exit code."""
+    if hasattr(error, "format_message"):  # a usage error of the command-line parser
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "penstock"
+        return f"{_one_line(error.format_message())} (see {command} --help)", 2
+    from penstock.types import CheckpointError, ConfigError, PenstockError, SchemaVersionError, Stopped
+
+    message = _one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
+    if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
+        return message, 2
+    if isinstance(error, Stopped):
+        return f"stopped: {message}", 130
+    if isinstance(error, PenstockError):
+        return f"the run failed: {message}", 1
+    return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"

@@ -1,0 +1,209 @@
+"""A user's own problems from JSONL or Parquet files, with a reward function of their own or a built-in grader.
+
+Rows are split into training and held-out problems by a stable hash of the prompt (rows with equal prompts stay
+together), or held-out ones come from a file of their own. User's functions have TRL's signature and run in processes
+(`penstock.environments.reward_process`); the graders of `penstock.environments.rewards` run here.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.environments import rewards as graders
+from penstock.environments.base import Prompt
+from penstock.environments.dataset import Row, column, read_rows
+from penstock.environments.examples import Example, split_by_hash, stable_unit
+from penstock.environments.loading import load_attribute
+from penstock.environments.prompts import Template
+from penstock.environments.reward_process import RewardPool
+from penstock.environments.single_turn import GroupScoredEnvironment
+from penstock.types import Completion, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_RESERVED = ("prompts", "completions", "completion_ids", "finish_reason")
+
+
+class JsonlEnvironment(GroupScoredEnvironment):
+    r"""Problems from files.
+
+    Args:
+        path: One or more JSONL or Parquet files.
+        prompt_column: Holds the prompt: text, or chat messages.
+        answer_column: Holds the reference answer; null where there is none.
+        prompt_format: Makes the prompt from a row's columns instead: ``"Question: {question}\nAnswer:"``.
+        template: How prompts are put to the policy: `auto`, `plain` or `chat`.
+        system_prompt: Put before every prompt.
+        eval_path: Files of held-out problems; null holds out a part of `path`.
+        eval_fraction: How large a part.
+        max_rows: Use no more than so many rows of each file set; null uses all.
+        reward: A reward function: dotted path, or ``path/to/file.py:function``.
+        reward_timeout_s: Longest time for the rewards of one group.
+        reward_start_timeout_s: Longest time for the imports of the reward function's file.
+        reward_processes: How many groups may be scored at once.
+        truncated_reward: The reward of answers that a length limit cut; null leaves it to the reward function.
+        name: Stands on every rollout.
+
+    Raises:
+        ConfigError: a file, column or function is missing or malformed.
+    """
+
+    def __init__(
+        self,
+        path: str | list[str],
+        prompt_column: str = "prompt",
+        answer_column: str | None = "answer",
+        prompt_format: str | None = None,
+        template: Template = "auto",
+        system_prompt: str | None = None,
+        eval_path: str | list[str] | None = None,
+        eval_fraction: float = 0.1,
+        max_rows: int | None = None,
+        reward: str = "penstock.environments.rewards.final_answer",
+        reward_timeout_s: float = 30.0,
+        reward_start_timeout_s: float = 60.0,
+        reward_processes: int = 2,
+        truncated_reward: float | None = None,
+        name: str = "jsonl",
+    ) -> None:
+        super().__init__(name, template, system_prompt)
+        if not 0 < eval_fraction < 1:
+            raise ConfigError(f"env_args.eval_fraction is {eval_fraction}: it takes a number between 0 and 1")
+        if reward_processes < 1 or reward_timeout_s <= 0:
+            raise ConfigError("env_args.reward_processes and env_args.reward_timeout_s must be positive")
+        self._reader = _Reader(prompt_column, answer_column, prompt_format)
+        rows = read_rows(path, "env_args.path")[:max_rows]
+        if eval_path is None:
+            self._train, self._eval = _split(self._reader.examples(rows, str(path)), eval_fraction, str(path))
+        else:
+            held_out = read_rows(eval_path, "env_args.eval_path")[:max_rows]
+            self._eval = self._reader.examples(held_out, str(eval_path))
+            self._train = _without(self._reader.examples(rows, str(path)), self._eval, name)
+        self._truncated_reward = truncated_reward
+        self._pool: RewardPool | None = None
+        self._score = self._scorer(reward, reward_processes, reward_timeout_s, reward_start_timeout_s)
+
+    def train_examples(self) -> Sequence[Example]:
+        """See `ExampleEnvironment.train_examples`."""
+        return self._train
+
+    def eval_examples(self) -> Sequence[Example]:
+        """See `ExampleEnvironment.eval_examples`."""
+        return self._eval
+
+    def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
+        """Calls the reward function once for the group; see `reward_arguments`."""
+        scores = self._score(reward_arguments(example, completions))
+        if self._truncated_reward is None:
+            return scores
+        cut = self._truncated_reward
+        return [cut if c.finish_reason == "length" else s for c, s in zip(completions, scores, strict=True)]
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def _scorer(
+        self, reward: str, processes: int, timeout_s: float, start_timeout_s: float
+    ) -> Callable[[dict[str, Any]], list[float]]:
+        if reward.rpartition(".")[0] == graders.__name__:
+            grader = load_attribute(reward, "env_args.reward")
+            return lambda arguments: grader(**arguments)
+        self._pool = RewardPool(reward, processes, timeout_s, start_timeout_s)
+        return self._pool.score
+
+
+class _Reader:
+    """Makes examples of rows."""
+
+    def __init__(self, prompt_column: str, answer_column: str | None, prompt_format: str | None) -> None:
+        self._prompt_column = prompt_column
+        self._answer_column = answer_column
+        self._prompt_format = prompt_format
+
+    def examples(self, rows: Sequence[Row], path: str) -> list[Example]:
+        """One example per row; equal rows are told apart by their number."""
+        seen: dict[str, int] = {}
+        examples: list[Example] = []
+        for number, row in enumerate(rows, start=1):
+            source = f"row {number} of {path}"
+            prompt = self._prompt(row, source)
+            answer = column(row, self._answer_column, "env_args.answer_column", source) if self._answer_column else ""
+            identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
+            seen[identity] = seen.get(identity, 0) + 1
+            example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"
+            examples.append(Example(example_id, prompt, str(answer), row))
+        return examples
+
+    def _prompt(self, row: Row, source: str) -> Prompt:
+        if self._prompt_format is not None:
+            try:
+                return self._prompt_format.format(**row)
+            except (KeyError, IndexError, ValueError) as error:
+                raise ConfigError(
+                    f"env_args.prompt_format {self._prompt_format!r} does not fit {source}: {error!r}; "
+                    f"its columns are {', '.join(row)}"
+                ) from error
+        prompt = column(row, self._prompt_column, "env_args.prompt_column", source)
+        if isinstance(prompt, str) or _are_messages(prompt):
+            return prompt
+        raise ConfigError(
+            f"env_args.prompt_column {self._prompt_column!r}: {source} holds a {type(prompt).__name__}: expected text, "
+            "or a list of messages with role and content"
+        )
+
+
+def reward_arguments(example: Example, completions: Sequence[Completion]) -> dict[str, Any]:
+    """What a reward function is called with: TRL's arguments, with one entry per completion in every list.
+
+    ``prompts`` and ``completions`` are texts, or lists of messages where the data has messages; every column of the
+    row follows under its own name, ``answer`` under this name too, and ``finish_reason`` (``stop`` or ``length``).
+    """
+    n = len(completions)
+    chat = not isinstance(example.prompt, str)
+    said: list[Any] = [c.text for c in completions]
+    columns = {name: [value] * n for name, value in example.columns.items() if name not in _RESERVED}
+    return {
+        "answer": [example.answer] * n,
+        **columns,
+        "prompts": [example.prompt] * n,
+        "completions": [[{"role": "assistant", "content": text}] for text in said] if chat else said,
+        "completion_ids": [c.response_tokens.tolist() for c in completions],
+        "finish_reason": [c.finish_reason for c in completions],
+    }
+
+
+def _are_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
+    )
+
+
+def _identity(prompt: Prompt, answer: Any) -> str:
+    return json.dumps([prompt, answer], sort_keys=True, default=str)
+
+
+def _prompt_key(example: Example) -> str:
+    return json.dumps(example.prompt, sort_keys=True, default=str)
+
+
+def _split(examples: list[Example], fraction: float, path: str) -> tuple[list[Example], list[Example]]:
+    train, held_out = split_by_hash(examples, fraction, _prompt_key)
+    if not train or not held_out:
+        raise ConfigError(f"env_args.path {path!r} has only one distinct prompt: add rows, or give env_args.eval_path")
+    return train, held_out
+
+
+def _without(train: list[Example], held_out: list[Example], name: str) -> list[Example]:
+    """Training examples whose prompt is not held out, so that both sets stay disjoint."""
+    prompts = {_prompt_key(example) for example in held_out}
+    kept = [example for example in train if _prompt_key(example) not in prompts]
+    if len(kept) < len(train):
+        logger.warning("environment %s: %d training rows have held-out prompts: left out", name, len(train) - len(kept))
+    if not kept:
+        raise ConfigError("env_args.path: every prompt is also in env_args.eval_path: nothing is left to train on")
+    return kept

@@ -1,0 +1,95 @@
+"""What environments see of an engine: blocking calls with prompts in and completions out."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from penstock.inference.engine import InferenceEngine
+from penstock.inference.requests import GenerationRequest
+from penstock.types import (
+    Completion,
+    Decoding,
+    EnvironmentFailure,
+    GenerationCall,
+    NoProgressError,
+    TextCodec,
+)
+
+
+class EngineContext:
+    """An `InferenceContext` over one engine; any number of threads may call it.
+
+    Args:
+        engine: Started.
+        tokenizer: The policy's.
+    """
+
+    def __init__(self, engine: InferenceEngine, tokenizer: TextCodec) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The policy's tokenizer."""
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Samples n responses to each prompt; see `penstock.types.InferenceContext`.
+
+        Raises:
+            EnvironmentFailure: a prompt does not fit the engine's sequence length.
+            NoProgressError: the responses took longer than the engine's ``request_timeout_s``.
+            RunFailed: the engine failed.
+            Stopped: the engine was stopped before the request came in.
+        """
+        (result,) = self.generate_many([GenerationCall(prompts, n, decoding, seeds)])
+        if isinstance(result, EnvironmentFailure):
+            raise result
+        return result
+
+    def generate_many(
+        self, calls: Sequence[GenerationCall]
+    ) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """Like `generate` for each call, in one atomic submission; see `penstock.types.ManyInferenceContext`.
+
+        A call with an unusable prompt has its failure in its place; the others are served.
+        """
+        requests = [self._requests(call) for call in calls]
+        served = [request for answer in requests if isinstance(answer, list) for request in answer]
+        completions = iter(self._wait(self._engine.submit(served)))
+        return [
+            answer if isinstance(answer, EnvironmentFailure) else [next(completions) for _ in answer]
+            for answer in requests
+        ]
+
+    def _requests(self, call: GenerationCall) -> list[GenerationRequest] | EnvironmentFailure:
+        stops = call.decoding.stop_token_ids or self._tokenizer.stop_token_ids
+        decoding = replace(call.decoding, stop_token_ids=stops)
+        requests = [
+            GenerationRequest(prompt, decoding, seed, call.n)
+            for prompt, seed in zip(call.prompts, call.seeds, strict=True)
+        ]
+        try:
+            for request in requests:
+                self._engine.check(request)
+        except EnvironmentFailure as failure:
+            return failure
+        return requests
+
+    def _wait(self, futures: list[Future[list[Completion]]]) -> list[list[Completion]]:
+        timeout_s = self._engine.config.request_timeout_s
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+        except TimeoutError as error:
+            raise NoProgressError(
+                f"the inference engine did not answer within inference.request_timeout_s = {timeout_s}"
+            ) from error
+        finally:
+            for future in futures:
+                future.cancel()  # frees the slots of what is not awaited any more; a no-op once done

@@ -1,0 +1,168 @@
+"""The programs that run on the device: prefill of prompts, and several decode steps in one dispatch.
+
+Both compose `Layer.project` and `Layer.finish` with the cache, so that the equations are the learner's. Layers
+are unrolled over unstacked weights: scanning stacked ones would copy every layer out of the stack at each step.
+
+A prompt's last token is not prefilled but decoded: its step samples the first token of the response. So prefill
+needs no output head, n samples of one prompt differ from their first own step on, and all sampling is in one
+place. A row that stops inside a dispatch emits nothing more; the dispatch ends early when no row is left.
+"""
+
+import functools
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from penstock.inference.cache import KVCache, append
+from penstock.inference.sampling import sample, uniforms
+from penstock.model.language import Decoder, Layer, grouped_attention, rotary_tables
+
+
+class ServedWeights(eqx.Module):
+    """A decoder's parameters as the engine uses them.
+
+    Attributes:
+        ends: A decoder of no layers: embedding, final norm and output matrix, shared with the published decoder.
+        layers: One unstacked layer each.
+    """
+
+    ends: Decoder
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "ServedWeights":
+        """Unstacks the layers, once per weight version."""
+        without_layers = jax.tree.map(lambda array: array[:0], decoder.layers)
+        ends = eqx.tree_at(lambda d: d.layers, decoder, without_layers)
+        return cls(ends, _unstack(decoder.layers, decoder.config.num_hidden_layers))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unstack(layers: Layer, depth: int) -> tuple[Layer, ...]:
+    return tuple(jax.tree.map(lambda array: array[i], layers) for i in range(depth))
+
+
+class Rows(NamedTuple):
+    """State of every slot between two dispatches, and what its request asks for.
+
+    Attributes:
+        tokens: The newest token: sampled or the prompt's last, not yet in the cache.
+        positions: Its position, which is how many tokens the cache holds.
+        budget: How many tokens may still be sampled; 0 for a slot that is not live.
+        seeds: The sample's seed in two words.
+        temperature: See `sampling.sample`.
+        top_k: Likewise.
+        top_p: Likewise.
+        stop_token_ids: Padded with −1.
+    """
+
+    tokens: Int32[Array, " slots"]
+    positions: Int32[Array, " slots"]
+    budget: Int32[Array, " slots"]
+    seeds: UInt32[Array, "slots 2"]
+    temperature: Float32[Array, " slots"]
+    top_k: Int32[Array, " slots"]
+    top_p: Float32[Array, " slots"]
+    stop_token_ids: Int32[Array, "slots stops"]
+
+
+class Emitted(NamedTuple):
+    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
+
+    Attributes:
+        tokens: By step, then slot.
+        logprobs: Of those tokens, before truncation.
+        count: How many tokens the slot sampled before it stopped or the dispatch ended.
+    """
+
+    tokens: Int32[Array, "steps slots"]
+    logprobs: Float32[Array, "steps slots"]
+    count: Int32[Array, " slots"]
+
+
+class _Progress(NamedTuple):
+    step: Int32[Array, ""]
+    cache: KVCache
+    tokens: Int32[Array, " slots"]
+    emitted: Emitted
+    live: Bool[Array, " slots"]
+
+
+def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tuple[KVCache, Emitted]:
+    """Runs up to `steps` decode steps for every live slot."""
+    slots = rows.tokens.shape[0]
+
+    def unfinished(progress: _Progress) -> Bool[Array, ""]:
+        return (progress.step < steps) & jnp.any(progress.live)
+
+    def advance(progress: _Progress) -> _Progress:
+        positions = rows.positions + progress.emitted.count
+        cache, logits = decode_step(weights, progress.cache, progress.tokens, positions, progress.live)
+        noise = uniforms(rows.seeds, positions)
+        tokens, logprobs = sample(logits, noise, rows.temperature, rows.top_k, rows.top_p)
+        return _record(progress, cache, rows, tokens, logprobs)
+
+    nothing = Emitted(
+        jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32)
+    )
+    start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
+    end = lax.while_loop(unfinished, advance, start)
+    return end.cache, end.emitted
+
+
+def _record(
+    progress: _Progress,
+    cache: KVCache,
+    rows: Rows,
+    tokens: Int32[Array, " slots"],
+    logprobs: Float32[Array, " slots"],
+) -> _Progress:
+    """Adds one step's tokens, and ends the rows that stop with them."""
+    step, emitted = progress.step, progress.emitted
+    count = emitted.count + progress.live
+    stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
+    written = Emitted(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
+    return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
+
+
+def decode_step(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " slots"],
+    positions: Int32[Array, " slots"],
+    live: Bool[Array, " slots"],
+) -> tuple[KVCache, Float32[Array, "slots vocab"]]:
+    """Adds one token per live slot to the cache and scores the next one."""
+    ends = weights.ends
+    cos, sin = rotary_tables(ends.config, positions)
+    seen = (jnp.arange(cache.window) <= positions[:, None])[:, None, :]
+    targets = jnp.where(live, positions, cache.window)  # beyond the window: a slot without a row writes nothing
+    x = ends.embed(tokens)
+    keys, values = [], []
+    for layer, cached_keys, cached_values in zip(weights.layers, cache.keys, cache.values, strict=True):
+        query, key, value = layer.project(x, cos, sin)
+        keys.append(append(cached_keys, key, targets))
+        values.append(append(cached_values, value, targets))
+        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen)
+        x = layer.finish(x, attended[:, 0])
+    return KVCache(tuple(keys), tuple(values)), ends.logits(ends.normalise(x))
+
+
+def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCache:
+    """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    cos, sin = rotary_tables(weights.ends.config, positions)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
+    keys, values = [], []
+    for layer in weights.layers:
+        query, key, value = layer.project(x, cos, sin)
+        keys.append(key.transpose(0, 2, 1, 3))
+        values.append(value.transpose(0, 2, 1, 3))
+        x = layer.finish(x, grouped_attention(query, keys[-1], values[-1], causal))
+    return KVCache(tuple(keys), tuple(values))

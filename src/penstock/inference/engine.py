@@ -1,0 +1,323 @@
+"""Continuous batching: one thread that keeps the slots full and decodes all of them together.
+
+Each turn of the loop takes new weights, admits waiting requests into free slots, runs one dispatch of several
+decode steps, and completes what ended. Requests join and leave only between dispatches, and weights change only
+there, so every token has exactly one version. Given one `submit` into an idle engine, everything that follows is a
+function of that submission and the weights.
+
+An exception in the thread fails every pending future and is raised again by the next call. Not covered: paging,
+chunked prefill, fewer rows than slots in one dispatch.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import jax
+
+from penstock.inference.admission import Admission, PrefixIndex, plan_admission
+from penstock.inference.config import EngineConfig
+from penstock.inference.meter import Meter
+from penstock.inference.requests import GenerationRequest, check_request
+from penstock.inference.responses import PendingRequest, Response
+from penstock.inference.runner import ModelRunner
+from penstock.inference.slots import SlotTable
+from penstock.model.language import Decoder
+from penstock.types import (
+    Completion,
+    ConfigError,
+    NoProgressError,
+    RunFailed,
+    Stopped,
+    TextCodec,
+    WeightsError,
+    WeightVersion,
+)
+
+IDLE_WAKE_S = 60.0
+"""An idle engine waits to be notified; it looks up this often so that no wait is unbounded."""
+
+
+class InferenceEngine:
+    """Generates responses to many requests at once.
+
+    Args:
+        decoder: The first weights.
+        version: Their version.
+        tokenizer: Stop tokens, and the text of responses.
+        config: Shapes and limits.
+
+    Raises:
+        ConfigError: the sequence length exceeds what the model is meant for.
+    """
+
+    def __init__(
+        self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig
+    ) -> None:
+        _check_length(decoder, config)
+        self._tokenizer, self._config = tokenizer, config
+        self._vocab_size = decoder.config.vocab_size
+        self._signature = _signature(decoder)
+        self._runner = ModelRunner(decoder, config)
+        self._slots = SlotTable(config.max_slots, self._vocab_size, config.max_stop_token_ids)
+        self._prefixes = PrefixIndex()
+        self._meter = Meter()
+        self._changed = threading.Condition()  # guards everything below
+        self._waiting: deque[Response] = deque()
+        self._served = version
+        self._next_weights: tuple[WeightVersion, Decoder] | None = None
+        self._ready, self._stopping = False, False
+        self._failure: BaseException | None = None
+        self._running_rows, self._cached_tokens = 0, 0
+        self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
+
+    @property
+    def config(self) -> EngineConfig:
+        """Shapes and limits."""
+        return self._config
+
+    @property
+    def version(self) -> WeightVersion:
+        """The version that a request submitted now is sampled with (or a newer one)."""
+        with self._changed:
+            return self._served if self._next_weights is None else self._next_weights[0]
+
+    def start(self) -> None:
+        """Starts the thread, which first compiles every program."""
+        self._thread.start()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns when every program is compiled.
+
+        Raises:
+            NoProgressError: that took longer.
+            RunFailed: the engine failed meanwhile.
+            Stopped: it was stopped meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._stopping or self._failure, timeout_s)
+            self._refuse_if_ended()
+            ready = self._ready
+        if not ready:
+            raise NoProgressError(f"the inference engine was not ready after {timeout_s} s of compilation")
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+        """Enqueues requests, all at once and in this order; none of them if one is invalid.
+
+        Returns:
+            For each request a future of its n completions in order. A cancelled future frees its slots.
+
+        Raises:
+            EnvironmentFailure: a prompt does not fit.
+            ConfigError: decoding parameters are out of range.
+            Stopped: the engine was stopped.
+            RunFailed: the engine failed.
+        """
+        for request in requests:
+            self.check(request)
+        pending = [self._pend(request) for request in requests]
+        responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
+        with self._changed:
+            self._refuse_if_ended()
+            self._waiting.extend(responses)
+            self._changed.notify_all()
+        self._meter.add(prompts=len(requests))
+        return [p.future for p in pending]
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises what `submit` would raise about this request alone."""
+        check_request(request, self._config, self._vocab_size)
+
+    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
+        """Serves these weights from the next dispatch on; responses that run go on with them.
+
+        Args:
+            version: Recorded for every token that they sample.
+            decoder: Of the same shape as the first. Kept by reference: its arrays must not be donated.
+
+        Raises:
+            WeightsError: the shape differs.
+        """
+        if _signature(decoder) != self._signature:
+            raise WeightsError("the new decoder's arrays differ in name, shape or dtype from the engine's")
+        with self._changed:
+            self._refuse_if_ended()
+            self._next_weights = (version, decoder)
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for the metrics log, named ``inference/…``."""
+        capacity = self._config.max_slots * self._config.max_seq_len
+        with self._changed:
+            gauges = {
+                "running": float(self._running_rows),
+                "waiting": float(len(self._waiting)),
+                "kv_used": self._cached_tokens / capacity,
+            }
+        return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
+
+    def raise_if_failed(self) -> None:
+        """Raises RunFailed, caused by the original error, if the engine's thread died."""
+        with self._changed:
+            self._refuse_if_failed()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread; pending requests complete as "aborted" with what they have.
+
+        Raises:
+            NoProgressError: the thread did not end in time (a dispatch hangs); its futures then stay pending.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is None:
+            self._abort()
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise NoProgressError(f"the inference engine did not stop within {timeout_s} s")
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            self._runner.warm_up(self._slots.rows)
+            with self._changed:
+                self._ready = True
+                self._changed.notify_all()
+            while self._wait_for_work():
+                self._turn()
+            self._abort()
+        except BaseException as error:  # whatever it was, those who wait must learn of it
+            self._fail(error)
+
+    def _wait_for_work(self) -> bool:
+        """Blocks while there is nothing to do; False when the engine is to stop."""
+        with self._changed:
+            while not (self._stopping or self._waiting or self._next_weights or self._slots.running):
+                self._changed.wait(IDLE_WAKE_S)
+            return not self._stopping
+
+    def _turn(self) -> None:
+        self._take_weights()
+        self._drop_cancelled()
+        self._admit()
+        if self._slots.running:
+            self._decode()
+        self._gauge()
+
+    def _take_weights(self) -> None:
+        with self._changed:
+            if self._next_weights is None:
+                return
+            (self._served, decoder), self._next_weights = self._next_weights, None
+        self._runner.load(decoder)
+        self._prefixes.clear()
+        self._meter.add(weight_swaps=1)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            self._waiting = deque(r for r in self._waiting if not r.pending.future.cancelled())
+        for slot, response in self._slots.occupied():
+            if response.pending.future.cancelled():
+                self._slots.release(slot)
+
+    def _admit(self) -> None:
+        was_idle = self._slots.running == 0
+        if was_idle:
+            self._prefixes.clear()
+        with self._changed:
+            count = min(self._slots.free, len(self._waiting))
+            arrivals = [self._waiting.popleft() for _ in range(count)]
+        assigned = [(self._slots.assign(response), response) for response in arrivals]
+        admission = plan_admission(assigned, self._prefixes, self._config)
+        self._fit_window(admission, was_idle)
+        self._fill(admission)
+        for _, response in assigned:
+            response.prefilled_by = self._served if len(response.prompt) > 1 else None
+
+    def _fit_window(self, admission: Admission, was_idle: bool) -> None:
+        """Grows the cache when needed; shrinks it when idle, or when half of it would do."""
+        lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
+        needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
+        if needed > self._runner.window or was_idle:
+            self._runner.resize(self._bucket(needed))
+        elif self._bucket(2 * needed) < self._runner.window:
+            self._runner.resize(self._bucket(2 * needed))
+            self._prefixes.clear()
+
+    def _bucket(self, needed: int) -> int:
+        windows = self._config.window_buckets
+        return next((window for window in windows if window >= needed), windows[-1])
+
+    def _fill(self, admission: Admission) -> None:
+        if admission.fork is not None:
+            self._runner.fork(admission.fork)
+        for prefill in admission.prefills:
+            self._runner.prefill(prefill.tokens, prefill.source)
+            self._meter.add(prefill_tokens=prefill.tokens.size)
+
+    def _decode(self) -> None:
+        started = time.monotonic()
+        emitted = self._runner.decode(self._slots.rows)
+        ended = self._slots.advance(emitted, self._served)
+        for slot, response in ended:
+            self._slots.release(slot)
+            response.finish(self._tokenizer, self._served)
+        self._meter.add(responses=len(ended))
+        self._meter.add_dispatch(started, int(emitted.count.sum()))
+
+    def _gauge(self) -> None:
+        with self._changed:
+            self._running_rows, self._cached_tokens = self._slots.running, self._slots.cached_tokens
+
+    def _unfinished(self) -> Iterable[Response]:
+        with self._changed:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+        return [*(response for _, response in self._slots.occupied()), *waiting]
+
+    def _abort(self) -> None:
+        self._end(lambda response: response.finish(self._tokenizer, self._served))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        self._end(lambda response: response.pending.fail(error))
+
+    def _end(self, settle: Callable[[Response], None]) -> None:
+        for response in self._unfinished():
+            if not response.pending.future.done():
+                settle(response)
+
+    def _pend(self, request: GenerationRequest) -> PendingRequest:
+        stops = request.decoding.stop_token_ids or self._tokenizer.stop_token_ids
+        room = min(request.decoding.max_output_tokens, self._config.max_seq_len - len(request.prompt))
+        return PendingRequest(request, stops, room)
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure is not None:
+            raise RunFailed(f"the inference engine failed: {self._failure!r}") from self._failure
+
+    def _refuse_if_ended(self) -> None:
+        self._refuse_if_failed()
+        if self._stopping:
+            raise Stopped("the inference engine was stopped")
+
+
+def _check_length(decoder: Decoder, config: EngineConfig) -> None:
+    longest = decoder.config.max_position_embeddings
+    if config.max_seq_len > longest:
+        raise ConfigError(
+            f"inference.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
+            "(max_position_embeddings): lower the one or change the model"
+        )
+
+
+def _signature(decoder: Decoder) -> tuple[object, ...]:
+    """Structure, shapes and dtypes: what the compiled programs depend on."""
+    leaves, structure = jax.tree.flatten(decoder)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

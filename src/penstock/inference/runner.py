@@ -1,0 +1,87 @@
+"""Owns what is on the device: the served weights and the cache; runs the compiled programs on them.
+
+`warm_up` compiles every shape that can occur, so that serving never compiles again. Used by one thread only.
+What runs when is decided elsewhere (`penstock.inference.engine`).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from penstock.inference import cache as kv
+from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import Emitted, Rows, ServedWeights, decode, prefill
+from penstock.model.language import Decoder
+
+# Compiled once per shape and shared by every engine of the process. Only the cache is donated, never weights.
+_decode = jax.jit(decode, static_argnames="steps", donate_argnames="cache")
+_prefill = jax.jit(prefill)
+_insert = jax.jit(kv.insert, donate_argnames="cache")
+_fork = jax.jit(kv.fork, donate_argnames="cache")
+_resize = jax.jit(kv.resize, static_argnames="window")
+
+
+class ModelRunner:
+    """Runs prefill and decode for a fixed number of slots.
+
+    Args:
+        decoder: The first weights.
+        config: Shapes.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+        self._config = config
+        self._windows = config.window_buckets
+        self._weights = ServedWeights.of(decoder)
+        self._cache = kv.create_cache(decoder.config, config.max_slots, self._windows[0])
+
+    @property
+    def window(self) -> int:
+        """Positions that fit into the cache at present."""
+        return self._cache.window
+
+    def load(self, decoder: Decoder) -> None:
+        """Serves these weights from the next program on. Cached keys and values stay as they are."""
+        self._weights = ServedWeights.of(decoder)
+
+    def resize(self, window: int) -> None:
+        """Takes the cache to another of the configured windows, through those between (each a compiled step)."""
+        current, target = self._windows.index(self.window), self._windows.index(window)
+        direction = 1 if target > current else -1
+        for index in range(current + direction, target + direction, direction) if target != current else ():
+            self._cache = _resize(self._cache, window=self._windows[index])
+
+    def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
+        """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
+        self._cache = _insert(self._cache, _prefill(self._weights, jnp.asarray(tokens)), jnp.asarray(source))
+
+    def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
+        """Copies the cache of slot ``source[s]`` into slot s."""
+        self._cache = _fork(self._cache, jnp.asarray(source))
+
+    def decode(self, rows: Rows) -> Emitted:
+        """Runs one dispatch and waits for it; the result is in host memory."""
+        device_rows = Rows(*(jnp.asarray(array) for array in rows))
+        self._cache, emitted = _decode(
+            self._weights, self._cache, device_rows, steps=self._config.steps_per_dispatch
+        )
+        return Emitted(*(np.asarray(array) for array in emitted))
+
+    def warm_up(self, idle_rows: Rows) -> None:
+        """Compiles and runs every program in every shape, with slots that are not live.
+
+        Args:
+            idle_rows: Rows with no budget.
+        """
+        config, slots = self._config, self._config.max_slots
+        nowhere = np.full(slots, -1, np.int32)
+        for window in self._windows:
+            self.resize(window)
+            self.decode(idle_rows)
+            self.fork(np.arange(slots, dtype=np.int32))
+            for length in config.prefill_buckets:
+                if length <= window:
+                    self.prefill(np.zeros((config.rows_of(length), length), np.int32), nowhere)
+        self.resize(self._windows[0])
+        jax.block_until_ready(self._cache)

@@ -1,0 +1,166 @@
+"""Configuration of the learner. Loads neither JAX nor optax.
+
+A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
+config loads as itself. What is not implemented has no field: KL to a reference, entropy bonus, value heads and
+sequence-level ratios are refused as unknown keys.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.batch.advantages import AdvantageName
+
+Preset = Literal["rloo", "grpo", "dr_grpo", "dapo"]
+Surrogate = Literal["ppo", "reinforce", "cispo"]
+Aggregation = Literal["token", "sequence", "constant"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "rloo": {"advantage": "rloo", "aggregation": "token"},
+    "grpo": {"advantage": "grpo", "aggregation": "sequence"},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant"},
+    "dapo": {"advantage": "grpo", "aggregation": "token", "clip_epsilon_high": 0.28},
+}
+"""What each preset changes of the defaults below; docs/learner.md has the table with sources."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CorrectionConfig(_Frozen):
+    """Off-policy correction: what multiplies a token's loss, from w = exp(ℓ_p − ℓ_b).
+
+    Attributes:
+        kind: ``truncate`` min(w, cap); ``mask`` w where low ≤ w ≤ high, else 0; ``none`` 1, which gives up the
+            guard against stale rollouts and therefore has to be written out.
+        scope: Over what w is formed; per token.
+        cap: Of ``truncate``.
+        low: Of ``mask``.
+        high: Of ``mask``.
+    """
+
+    kind: Literal["none", "truncate", "mask"] = "truncate"
+    scope: Literal["token"] = "token"
+    cap: float = Field(default=2.0, gt=0)
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=5.0, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low}) must be less than high ({self.high})")
+        return self
+
+
+class LossConfig(_Frozen):
+    """The policy loss; see `penstock.learner.losses` for the equations.
+
+    Attributes:
+        preset: Fills in what is not given.
+        advantage: From rewards; the batch maker computes it.
+        surrogate: Of the policy gradient.
+        aggregation: From tokens to the loss of one optimiser step.
+        clip_epsilon_low: The ratio is clipped at 1 − this (ppo).
+        clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo).
+        max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: the row length.
+        correction: For rollouts older than the learner.
+    """
+
+    preset: Preset = "rloo"
+    advantage: AdvantageName = "rloo"
+    surrogate: Surrogate = "ppo"
+    aggregation: Aggregation = "token"
+    clip_epsilon_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_epsilon_high: float = Field(default=0.2, ge=0)
+    max_tokens: int | None = Field(default=None, gt=0)
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return PRESETS.get(str(given.get("preset", "rloo")), {}) | given
+
+
+class OptimizerConfig(_Frozen):
+    """AdamW with warm-up and clipping.
+
+    Attributes:
+        learning_rate: Peak; 0 trains nothing (a control).
+        warmup_steps: Updates over which it rises linearly; the first one already has 1 / warmup_steps of it.
+        schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update.
+        final_fraction: Share of the peak that is left at the end (cosine, linear).
+        weight_decay: Decoupled; norms and biases are spared.
+        beta1: Decay of the gradient's mean.
+        beta2: Decay of its square's mean.
+        epsilon: Added to the root of the latter.
+        max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
+    """
+
+    learning_rate: float = Field(default=1e-5, ge=0)
+    warmup_steps: int = Field(default=5, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+
+
+class WarmStartConfig(_Frozen):
+    """Supervised steps on reference solutions before the reinforcement learning begins.
+
+    Attributes:
+        steps: Number of optimiser steps.
+        batch_size: Reference solutions per step.
+        learning_rate: Peak; rises over the first twentieth of the steps, then falls along a cosine.
+        lessons: Whose environments give the solutions; none named: the lessons without dependencies.
+    """
+
+    steps: int = Field(gt=0)
+    batch_size: int = Field(default=64, gt=0)
+    learning_rate: float = Field(default=1e-3, ge=0)
+    lessons: tuple[str, ...] = ()
+
+    def optimizer(self, config: OptimizerConfig) -> OptimizerConfig:
+        """The run's optimiser settings with this warm start's learning rate."""
+        own = {
+            "learning_rate": self.learning_rate,
+            "warmup_steps": max(self.steps // 20, 1),
+            "schedule": "cosine",
+        }
+        return config.model_copy(update=own)
+
+
+class LearnerConfig(_Frozen):
+    """The learner.
+
+    Attributes:
+        loss: What is minimised.
+        optimizer: How.
+        row_length: Tokens of a packed row; the longest sequence that can be trained.
+        micro_batch_rows: Rows that go through the model at once; memory is in proportion to it.
+        remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
+            it costs a CPU next to nothing, because memory that is not touched is not paged in either.
+        head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time.
+        mismatch_limit: Largest difference between the learner's and the engine's log-probabilities of a token
+            sampled under the learner's own version. The default is for float32; bfloat16 needs about 0.1.
+        max_non_finite_updates: So many skipped updates in a row end the run.
+        allow_truncated_sampling: Train on top-k or top-p samples, whose distribution is not the one that is
+            differentiated.
+        warm_start: Supervised steps first; None: no warm start.
+    """
+
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    row_length: int = Field(default=512, ge=2)
+    micro_batch_rows: int = Field(default=8, ge=1)
+    remat: bool = True
+    head_tile_tokens: int = Field(default=512, ge=1)
+    mismatch_limit: float = Field(default=1e-4, gt=0)
+    max_non_finite_updates: int = Field(default=5, ge=1)
+    allow_truncated_sampling: bool = False
+    warm_start: WarmStartConfig | None = None

@@ -1,0 +1,151 @@
+"""A batch of examples as micro-batches of one fixed shape, ready for the compiled functions.
+
+Rows keep the packed layout for the model's body; what the head and the loss need is gathered to the front, so that
+positions without a loss cost no head: entry k of the per-token arrays belongs to the token at `positions[k]`.
+All sizes are fixed by the configuration; only `count` varies, and it is data. Host side, NumPy only.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
+from penstock.learner.aggregation import sequence_weights
+from penstock.learner.config import LossConfig
+from penstock.types import RLExample
+
+
+class MicroBatch(NamedTuple):
+    """R rows of S positions, and their K = R·S per-token entries, of which the first `count` are real.
+
+    Attributes:
+        tokens: Packed rows.
+        position_ids: Position within each sequence.
+        segment_ids: 1, 2, …, 0 for padding.
+        positions: Flat index (row · S + position) of the entry's token; never a sequence's first.
+        labels: The token there.
+        temperature: The rollout's.
+        advantage: The rollout's.
+        behaviour_logprobs: As the engine recorded them.
+        loss_weight: The sequence's weight in the optimiser step; 0 where not real.
+        same_version: Whether the whole sequence was sampled under the learner's present version.
+        count: Number of real entries.
+    """
+
+    tokens: Int32[np.ndarray, "rows pos"]
+    position_ids: Int32[np.ndarray, "rows pos"]
+    segment_ids: Int32[np.ndarray, "rows pos"]
+    positions: Int32[np.ndarray, " k"]
+    labels: Int32[np.ndarray, " k"]
+    temperature: Float32[np.ndarray, " k"]
+    advantage: Float32[np.ndarray, " k"]
+    behaviour_logprobs: Float32[np.ndarray, " k"]
+    loss_weight: Float32[np.ndarray, " k"]
+    same_version: Bool[np.ndarray, " k"]
+    count: Int32[np.ndarray, ""]
+
+
+class Plan(NamedTuple):
+    """All micro-batches of one step, and where each example lies in their rows, end to end."""
+
+    micro_batches: list[MicroBatch]
+    placements: list[Placement]
+
+
+def plan_update(
+    examples: Sequence[RLExample], loss: LossConfig, row_length: int, micro_rows: int, version_step: int
+) -> Plan:
+    """Micro-batches of a training step: the entries are the tokens under the loss mask.
+
+    Args:
+        examples: Unpacked.
+        loss: Decides the aggregation.
+        row_length: S.
+        micro_rows: R.
+        version_step: The learner's version.
+    """
+    sampled = [trainable_tokens(example) for example in examples]
+    weights = sequence_weights(sampled, loss.aggregation, loss.max_tokens or row_length)
+    same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
+    return _plan(examples, weights, same, row_length, micro_rows, every_token=False)
+
+
+def plan_scoring(examples: Sequence[RLExample], row_length: int, micro_rows: int) -> Plan:
+    """Micro-batches for log-probabilities alone: the entries are all tokens but each sequence's first."""
+    nothing = np.zeros(len(examples), np.float32)
+    return _plan(examples, nothing, [False] * len(examples), row_length, micro_rows, every_token=True)
+
+
+def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
+    """All padding: the shapes that every micro-batch has."""
+    rows = np.zeros((micro_rows, row_length), np.int32)
+    entries = np.zeros(rows.size, np.float32)
+    return MicroBatch(
+        tokens=rows,
+        position_ids=rows,
+        segment_ids=rows,
+        positions=np.zeros(rows.size, np.int32),
+        labels=np.zeros(rows.size, np.int32),
+        temperature=np.ones(rows.size, np.float32),
+        advantage=entries,
+        behaviour_logprobs=entries,
+        loss_weight=entries,
+        same_version=np.zeros(rows.size, np.bool_),
+        count=np.array(0, np.int32),
+    )
+
+
+def _plan(
+    examples: Sequence[RLExample],
+    weights: Float32[np.ndarray, " examples"],
+    same_version: Sequence[bool],
+    row_length: int,
+    micro_rows: int,
+    every_token: bool,
+) -> Plan:
+    placements = place([len(example.tokens) for example in examples], row_length)
+    rows = pack(examples, row_length)
+    weight_rows = np.zeros((len(rows), row_length), np.float32)
+    same_rows = np.zeros((len(rows), row_length), np.bool_)
+    for placement, weight, same in zip(placements, weights, same_version, strict=True):
+        weight_rows[placement.row, placement.start : placement.stop] = weight
+        same_rows[placement.row, placement.start : placement.stop] = same
+    micro_batches = []
+    for first in range(0, len(rows), micro_rows):
+        chosen = slice(first, first + micro_rows)
+        packed = stack(rows[chosen], micro_rows)
+        wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
+        micro_batches.append(_gather(packed, wanted, weight_rows[chosen], same_rows[chosen]))
+    return Plan(micro_batches, placements)
+
+
+def _gather(
+    packed: PackedBatch,
+    wanted: Bool[np.ndarray, "rows pos"],
+    weights: Float32[np.ndarray, "real_rows pos"],
+    same_version: Bool[np.ndarray, "real_rows pos"],
+) -> MicroBatch:
+    positions = np.flatnonzero(wanted).astype(np.int32)
+
+    def front(values: np.ndarray, padding: float = 0) -> np.ndarray:
+        entries = np.full(wanted.size, padding, values.dtype)
+        entries[: len(positions)] = values.ravel()[positions]
+        return entries
+
+    padded_positions = np.zeros(wanted.size, np.int32)
+    padded_positions[: len(positions)] = positions
+    return MicroBatch(
+        tokens=packed.tokens,
+        position_ids=packed.position_ids,
+        segment_ids=packed.segment_ids,
+        positions=padded_positions,
+        labels=front(packed.tokens),
+        temperature=front(packed.temperature, 1),
+        advantage=front(packed.advantage),
+        behaviour_logprobs=front(packed.generator_log_probs),
+        loss_weight=front(weights),
+        same_version=front(same_version),
+        count=np.array(len(positions), np.int32),
+    )

@@ -1,0 +1,116 @@
+"""AdamW on float32 master weights: the learning rate's course, the transformation, and the state.
+
+The learning rate is computed on the host from the learner's step and passed in, so that a resumed or extended run
+needs no state for it. A model in float32 is its own master; one in bfloat16 would lose updates smaller than its
+last bit, so the state then holds a float32 copy.
+"""
+
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float32, PyTree
+
+from penstock.learner.config import OptimizerConfig
+
+
+class OptimizerState(NamedTuple):
+    """What an optimiser step reads and replaces; donated at every step.
+
+    Attributes:
+        adam: optax state; moments are float32.
+        master: float32 parameters, or None where the model itself is float32.
+    """
+
+    adam: PyTree
+    master: PyTree | None
+
+
+class Applied(NamedTuple):
+    """What one optimiser step came to."""
+
+    grad_norm: Float32[Array, ""]
+    finite: Bool[Array, ""]
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate of update `step` (from 0) of `total_steps`.
+
+    Linear warm-up, (step + 1) / warmup_steps of the peak; then constant, or from the peak down to
+    `final_fraction` of it at the last update, along a line or half a cosine; that floor beyond.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    remaining = max(total_steps - 1 - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / remaining, 1.0)
+    left = 1.0 - progress if config.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * left)
+
+
+def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping, Adam's scaling and decoupled weight decay; the caller multiplies by −learning rate.
+
+    Kingma and Ba 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter 2019,
+    https://arxiv.org/abs/1711.05101.
+    """
+    limit = config.max_grad_norm
+    return optax.chain(
+        optax.identity() if limit is None else optax.clip_by_global_norm(limit),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32),
+        optax.add_decayed_weights(config.weight_decay, mask=_decayed),
+    )
+
+
+def initial_state(config: OptimizerConfig, parameters: eqx.Module) -> OptimizerState:
+    """The state before the first step."""
+    as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
+    own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(parameters))
+    return OptimizerState(transformation(config).init(as_float32), None if own else as_float32)
+
+
+def apply_gradients(
+    config: OptimizerConfig,
+    parameters: PyTree,
+    state: OptimizerState,
+    gradients: PyTree,
+    rate: Float32[Array, ""],
+    loss: Float32[Array, ""],
+) -> tuple[PyTree, OptimizerState, Applied]:
+    """One optimiser step, or none where the loss or the gradient's norm is not finite.
+
+    Args:
+        config: The optimiser's.
+        parameters: Never donated: an engine may be reading them.
+        state: Replaced.
+        gradients: float32, of the whole step.
+        rate: Learning rate.
+        loss: Of the whole step.
+    """
+    grad_norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    master = parameters if state.master is None else state.master
+    direction, adam = transformation(config).update(gradients, state.adam, master)
+    moved = jax.tree.map(lambda leaf, by: leaf - rate * by, master, direction)
+
+    def chosen(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    moved, adam = chosen(moved, master), chosen(adam, state.adam)
+    updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, parameters)
+    kept = OptimizerState(adam, None if state.master is None else moved)
+    return updated, kept, Applied(grad_norm, finite)
+
+
+def _decayed(parameters: PyTree) -> PyTree:
+    """True for matrices, false for norms and biases (told by name: stacked leaves hide their rank)."""
+
+    def decays(path: tuple, leaf: Array) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return not name.endswith(("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(decays, parameters)

@@ -1,0 +1,52 @@
+import threading
+
+import pytest
+
+from penstock.overseer.supervision import Crew, Watchdog
+from penstock.types import NoProgressError
+
+
+def test_the_first_failure_of_any_thread_is_raised_unchanged():
+    crew, release = Crew(), threading.Event()
+
+    def fails() -> None:
+        raise OSError("disk full")
+
+    def fails_later() -> None:
+        assert release.wait(30)
+        raise ValueError("a consequence")
+
+    crew.start("second", fails_later)
+    crew.start("first", fails)
+    assert crew.wake.wait(30)
+    release.set()
+    assert crew.join(30) == []
+    with pytest.raises(OSError, match="disk full"):
+        crew.raise_if_failed()
+
+
+def test_joining_names_the_threads_that_still_run_and_is_bounded():
+    crew, release = Crew(), threading.Event()
+    crew.start("hanging", lambda: release.wait(30))
+    crew.start("done", lambda: None)
+    assert crew.join(0.05) == ["hanging"]
+    assert crew.alive("hanging")
+    release.set()
+    assert crew.join(30) == []
+
+
+def test_silence_past_the_limit_names_who_owes_progress_and_dumps_every_stack(tmp_path):
+    now, counters = [0.0], {"learner": 0.0}
+    stacks = tmp_path / "stacks.txt"
+    watchdog = Watchdog(10.0, lambda: dict(counters), lambda: "rollout-worker-0 owes a batch", stacks, lambda: now[0])
+    watchdog.check()
+    now[0] = 9.0
+    watchdog.check()
+    counters["learner"] = 1.0
+    watchdog.check()
+    now[0] = 19.0
+    watchdog.check()
+    now[0] = 19.1
+    with pytest.raises(NoProgressError, match=r"10 s \(overseer.no_progress_s\): rollout-worker-0 owes a batch"):
+        watchdog.check()
+    assert "test_silence_past_the_limit" in stacks.read_text()

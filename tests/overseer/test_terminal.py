@@ -1,0 +1,59 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from penstock.overseer.terminal import Progress, Sample, TerminalView, sparkline
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [([], ""), ([1.0], "▁"), ([0.0, 0.5, 1.0], "▁▅█"), ([2.0, 2.0], "▁▁"), ([0.0, 1.0, 0.25], "▁█▃")],
+)
+def test_sparklines_span_their_own_range(values: list[float], line: str):
+    assert sparkline(values) == line
+
+
+def test_sparklines_clip_to_a_given_range():
+    assert sparkline([-1.0, 0.5, 2.0], low=0.0, high=1.0) == "▁▅█"
+
+
+def progress() -> Progress:
+    made = Progress("penstock · cats", steps=40, staleness_budget=1, phase="training", step=12)
+    made.rewards.extend([0.1, 0.4, 0.8])
+    made.samples.append(Sample("Say something", "the cat\nsat", 0.9, "cats"))
+    made.tokens_per_s, made.staleness = 4321.0, 0.75
+    made.ledger = {"in_flight": 8, "waiting": 0, "trained": 96}
+    return made
+
+
+def test_the_view_shows_step_reward_pace_staleness_ledger_and_text():
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(TerminalView(progress(), console).render())
+    text = console.file.getvalue()
+    for expected in (
+        "penstock · cats", "step 12/40", "0.800", "▁▄█", "4,321 tok/s", "0.75 of at most 1 updates",
+        "in_flight 8  trained 96", "Say something → the cat sat",
+    ):  # fmt: skip
+        assert expected in text
+    assert "waiting" not in text
+
+
+def test_without_a_terminal_one_plain_line_per_step_is_printed():
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    shown = progress()
+    with TerminalView(shown, console) as view:
+        view.tick()
+        view.tick()
+        shown.step = 13
+        view.tick()
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("]")[1].split()[:2] for line in lines] == [["step", "12/40"], ["step", "13/40"]]
+    assert "reward 0.800" in lines[0]
+
+
+def test_quiet_prints_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with TerminalView(progress(), console, quiet=True) as view:
+        view.tick()
+    assert console.file.getvalue() == ""
