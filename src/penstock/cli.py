@@ -108,7 +108,7 @@ def train(
     if resume:
         source, directory = _resumed(names, run_dir)
     else:
-        source, directory = _only(names, "a recipe", "penstock train cats"), run_dir
+        source, directory = _only(names, "the recipe", "penstock train cats steps=50"), run_dir
     config = _load_config(source, changes)
     if dry_run:
         from penstock.overseer.plan import describe_plan
@@ -216,9 +216,11 @@ def _load_config(recipe: str, overrides: Sequence[str]) -> "RunConfig":
 def _only(names: Sequence[str], what: str, example: str) -> str:
     from penstock.types import ConfigError
 
-    if len(names) != 1:
-        given = f"{len(names)} were given: {', '.join(names)}" if names else "none was given"
-        raise ConfigError(f"exactly one word must name {what}, {given}; for example: {example}")
+    if not names:
+        raise ConfigError(f"{what} is missing; for example: {example}")
+    if len(names) > 1:
+        extra = ", ".join(repr(name) for name in names[1:])
+        raise ConfigError(f"{extra} beside {names[0]!r} is not of the form key=value; for example: {example}")
     return names[0]
 
 
@@ -242,10 +244,11 @@ def _recorded_config(checkpoint: Path) -> str:
 
 def _explained(error: Exception) -> tuple[str, int]:
     """One line about an error, and the exit code."""
-    if hasattr(error, "format_message"):  # a usage error of the command-line parser
+    usage = getattr(error, "format_message", None)  # of the command-line parser's own errors
+    if usage is not None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "penstock"
-        return f"{_one_line(error.format_message())} (see {command} --help)", 2
+        return f"{_one_line(usage())} (see {command} --help)", 2
     from penstock.types import CheckpointError, ConfigError, PenstockError, SchemaVersionError, Stopped
 
     message = _one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))

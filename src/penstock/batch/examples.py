@@ -7,7 +7,7 @@ whole or refused; nothing is ever cut, because a cut answer would be trained wit
 
 import numpy as np
 
-from penstock.types import InvalidRolloutError, Rollout, RLExample
+from penstock.types import InvalidRolloutError, RLExample, Rollout
 
 
 def check_trainable(rollout: Rollout, max_tokens: int, allow_truncated_sampling: bool = False) -> None:

@@ -132,6 +132,8 @@ def _check_packable(examples: Sequence[RLExample]) -> None:
     for example in examples:
         if len(example.rollout_ids) != 1 or not (example.segment_ids == 1).all():
             raise ValueError(f"example of rollouts {example.rollout_ids} is packed already")
+        if example.loss_mask[:1].any():
+            raise ValueError(f"example of {example.rollout_ids} has a loss on its first token, which nothing predicts")
 
 
 def _fill(members: Sequence[tuple[Placement, RLExample]], row_length: int) -> RLExample:

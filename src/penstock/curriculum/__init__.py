@@ -11,19 +11,20 @@ if TYPE_CHECKING:
         LessonDependency,
         SamplingParams,
     )
-    from penstock.curriculum.curriculum import Curriculum, CurriculumEvent, evaluation_due
+    from penstock.curriculum.curriculum import Curriculum
+    from penstock.curriculum.events import CurriculumEvent, evaluation_due
     from penstock.curriculum.progress import LessonProgress
 
 _EXPORTS = {
     "Curriculum": "curriculum",
     "CurriculumConfig": "config",
-    "CurriculumEvent": "curriculum",
+    "CurriculumEvent": "events",
     "EnvironmentConfig": "config",
     "LessonConfig": "config",
     "LessonDependency": "config",
     "LessonProgress": "progress",
     "SamplingParams": "config",
-    "evaluation_due": "curriculum",
+    "evaluation_due": "events",
 }
 
 __all__ = [

@@ -5,7 +5,7 @@ exist, dependencies in a circle, sampling floors that cannot all be met.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -140,13 +140,13 @@ class CurriculumConfig(_Frozen):
     @classmethod
     def _keys_are_ids(cls, values: Any) -> Any:
         """Fills in ids that were left out."""
-        if not isinstance(values, Mapping) or not isinstance(values.get("lessons"), Mapping):
+        if not isinstance(values, Mapping):
             return values
-        lessons = {
-            key: {**lesson, "lesson_id": lesson.get("lesson_id") or key} if isinstance(lesson, Mapping) else lesson
-            for key, lesson in values["lessons"].items()
-        }
-        return {**values, "lessons": lessons}
+        given = cast(Mapping[str, Any], values)
+        if not isinstance(given.get("lessons"), Mapping):
+            return given
+        lessons = cast(Mapping[str, Any], given["lessons"])
+        return {**given, "lessons": {key: _with_id(key, lesson) for key, lesson in lessons.items()}}
 
     @model_validator(mode="after")
     def _lessons_fit(self) -> Self:
@@ -159,6 +159,13 @@ class CurriculumConfig(_Frozen):
         _check_startable(self.lessons)
         _check_floors(self)
         return self
+
+
+def _with_id(key: str, lesson: Any) -> Any:
+    if not isinstance(lesson, Mapping):
+        return lesson
+    fields = cast(Mapping[str, Any], lesson)
+    return {**fields, "lesson_id": fields.get("lesson_id") or key}
 
 
 def _check_id(key: str, lesson: LessonConfig) -> None:

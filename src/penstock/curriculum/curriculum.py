@@ -8,45 +8,17 @@ of updates alone, never on time. Not covered: when to evaluate (`evaluation_due`
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, cast
 
 from penstock.curriculum.config import CurriculumConfig, LessonConfig
+from penstock.curriculum.events import CurriculumEvent
 from penstock.curriculum.plateau import is_plateaued
 from penstock.curriculum.progress import LessonProgress, LessonStatus
+from penstock.curriculum.results import group_results, success_rate
 from penstock.curriculum.sampling import choose, lesson_probabilities, lesson_weight
 from penstock.types import CheckpointError, PenstockError, RolloutBatchStats, fold, generator
 
 logger = logging.getLogger(__name__)
-
-EventKind = Literal["unlocked", "graduated", "regressed", "completed", "added", "removed"]
-
-
-@dataclass(frozen=True, slots=True)
-class CurriculumEvent:
-    """Something that happened to a lesson, for the event log.
-
-    Attributes:
-        kind: `completed` is the curriculum's own, named by the lesson that graduated last; `added` and `removed` are
-            differences between a restored state and the configuration.
-        lesson_id: The lesson.
-        reason: One clause with the numbers behind it.
-    """
-
-    kind: EventKind
-    lesson_id: str
-    reason: str
-
-
-def evaluation_due(frequency: int, last_step: int, step: int) -> bool:
-    """Whether a multiple of the frequency was passed, hit or not, since the last evaluation.
-
-    Args:
-        frequency: In steps; 0 never.
-        last_step: Step of the last evaluation, 0 before the first.
-        step: The step now.
-    """
-    return frequency > 0 and step // frequency > last_step // frequency
 
 
 class Curriculum:
@@ -97,8 +69,8 @@ class Curriculum:
             lesson, progress = self._of(stats.lesson_id)
             if stats.rollouts == 0:
                 return ()
-            for success_rate, reward_mean, rollouts in _by_group(stats, lesson.success_threshold):
-                progress.add_group(success_rate, reward_mean, rollouts, lesson.plateau_window)
+            for result in group_results(stats, lesson.success_threshold):
+                progress.add_group(result, lesson.plateau_window)
             return (*self._graduate(stats.lesson_id), *self._unlock())
 
     def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
@@ -114,7 +86,7 @@ class Curriculum:
             lesson, progress = self._of(stats.lesson_id)
             if stats.rollouts == 0:
                 return ()
-            success = _success_rate(stats, lesson.success_threshold)
+            success = success_rate(stats, lesson.success_threshold)
             progress.evaluation, progress.evaluation_step = success, step
             level = progress.graduation_level
             if level is not None and success < lesson.regression_ratio * level:
@@ -183,8 +155,9 @@ class Curriculum:
             return {"lessons": {lesson_id: progress.state() for lesson_id, progress in self._progress.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a state back; lessons added to or removed from the configuration since are merged, logged, and listed
-        in `restored_events`.
+        """Takes a state back.
+
+        Lessons added to or removed from the configuration since are merged, logged, and listed in `restored_events`.
 
         Raises:
             CheckpointError: the state is not one of a curriculum.
@@ -192,7 +165,7 @@ class Curriculum:
         saved = state.get("lessons")
         if not isinstance(saved, Mapping):
             raise CheckpointError("curriculum state has no 'lessons': the checkpoint is damaged")
-        lessons: Mapping[str, Mapping[str, Any]] = saved
+        lessons = cast(Mapping[str, Mapping[str, Any]], saved)
         with self._lock:
             self._progress = {
                 lesson_id: LessonProgress.from_state(lessons[lesson_id], lesson_id)
@@ -263,19 +236,3 @@ class Curriculum:
 
 
 _STATUSES: tuple[LessonStatus, ...] = ("active", "graduated", "locked")
-
-
-def _success_rate(stats: RolloutBatchStats, threshold: float) -> float:
-    if not stats.rewards:
-        return stats.success_rate
-    return sum(reward >= threshold for reward in stats.rewards) / len(stats.rewards)
-
-
-def _by_group(stats: RolloutBatchStats, threshold: float) -> list[tuple[float, float, int]]:
-    """Success rate, mean reward and size of each group; where sizes are not known, all groups alike."""
-    n = max(1, stats.groups)
-    if not stats.rewards or len(stats.rewards) % n:
-        return [(_success_rate(stats, threshold), stats.reward_mean, stats.rollouts // n)] * n
-    size = len(stats.rewards) // n
-    groups = [stats.rewards[start : start + size] for start in range(0, len(stats.rewards), size)]
-    return [(sum(r >= threshold for r in group) / size, sum(group) / size, size) for group in groups]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from penstock.curriculum.results import GroupResult
 from penstock.types import CheckpointError
 
 LessonStatus = Literal["locked", "active", "graduated"]
@@ -40,21 +41,14 @@ class LessonProgress:
     qualification: float | None = None
     graduation_level: float | None = None
 
-    def add_group(self, success_rate: float, reward_mean: float, rollouts: int, window: int) -> None:
-        """Takes one training group in.
-
-        Args:
-            success_rate: Share of its rollouts that succeeded.
-            reward_mean: Their mean reward.
-            rollouts: How many.
-            window: How many results to keep.
-        """
+    def add_group(self, result: GroupResult, window: int) -> None:
+        """Takes one training group in; keeps the last `window` results."""
         before = self.success
-        self.success = success_rate if before is None else before + SMOOTHING * (success_rate - before)
-        self.rollouts += rollouts
+        self.success = result.success_rate if before is None else before + SMOOTHING * (result.success_rate - before)
+        self.rollouts += result.rollouts
         self.groups += 1
-        self.succeeded = self.succeeded or success_rate > 0
-        self.results = [*self.results, reward_mean][-window:]
+        self.succeeded = self.succeeded or result.success_rate > 0
+        self.results = [*self.results, result.reward_mean][-window:]
 
     def graduate(self, level: float) -> None:
         """Leaves the lesson to rehearsal."""
@@ -80,7 +74,7 @@ class LessonProgress:
             CheckpointError: it has other fields.
         """
         names = {f.name for f in fields(cls)}
-        if state.keys() != names:
-            odd = ", ".join(sorted(state.keys() ^ names))
+        if odd := ", ".join(sorted(state.keys() ^ names)):
             raise CheckpointError(f"curriculum state of lesson {lesson_id!r}: unexpected or missing fields: {odd}")
-        return cls(**{**state, "results": list(state["results"])})
+        values: dict[str, Any] = {**state, "results": list(state["results"])}
+        return cls(**values)

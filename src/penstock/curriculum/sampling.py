@@ -7,7 +7,7 @@ import numpy as np
 
 
 def lesson_weight(success: float | None, rollouts: int) -> float:
-    """w = 4 s (1 − s) · (1 + exp(−0.01 · N)): largest at s = ½, and larger while a lesson is young.
+    """The weight w = 4 s (1 − s) · (1 + exp(−0.01 · N)): largest at s = ½, and larger while a lesson is young.
 
     Args:
         success: s, the smoothed success rate; ½ while None.
@@ -22,8 +22,9 @@ def lesson_probabilities(
 ) -> dict[str, float]:
     """Sampling probabilities; they sum to 1.
 
-    Each graduated lesson has `rehearsal`; each of the K active ones p = minimum + (1 − K · minimum − reserved) · w / Σw,
-    by equal shares where all weights are 0. Without active lessons the graduated ones share evenly.
+    Each graduated lesson has `rehearsal`, and each of the K active ones
+    p = minimum + (1 − K · minimum − reserved) · w / Σw, by equal shares where all weights are 0. Without active
+    lessons the graduated ones share evenly.
 
     Args:
         active: Weights w of the active lessons.

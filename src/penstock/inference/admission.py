@@ -63,9 +63,7 @@ class PrefixIndex:
         self._prompt_in.clear()
 
 
-def plan_admission(
-    assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig
-) -> Admission:
+def plan_admission(assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig) -> Admission:
     """Decides how each assigned slot gets its prompt's cache, and records it in the index.
 
     A prompt of one token needs no cache: its only token is decoded.

@@ -113,9 +113,7 @@ class ServeConfig(BaseModel):
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if self.token is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} can be reached from other machines: set token, or use host 127.0.0.1"
-            )
+            raise ValueError(f"host {self.host!r} can be reached from other machines: set token, or use host 127.0.0.1")
         return self
 
 

@@ -52,9 +52,7 @@ class EngineContext:
             raise result
         return result
 
-    def generate_many(
-        self, calls: Sequence[GenerationCall]
-    ) -> list[list[list[Completion]] | EnvironmentFailure]:
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
         """Like `generate` for each call, in one atomic submission; see `penstock.types.ManyInferenceContext`.
 
         A call with an unusable prompt has its failure in its place; the others are served.

@@ -9,6 +9,7 @@ place. A row that stops inside a dispatch emits nothing more; the dispatch ends 
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import equinox as eqx
@@ -43,7 +44,7 @@ class ServedWeights(eqx.Module):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _unstack(layers: Layer, depth: int) -> tuple[Layer, ...]:
-    return tuple(jax.tree.map(lambda array: array[i], layers) for i in range(depth))
+    return tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(depth))
 
 
 class Rows(NamedTuple):
@@ -106,9 +107,7 @@ def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tu
         tokens, logprobs = sample(logits, noise, rows.temperature, rows.top_k, rows.top_p)
         return _record(progress, cache, rows, tokens, logprobs)
 
-    nothing = Emitted(
-        jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32)
-    )
+    nothing = Emitted(jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32))
     start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
     end = lax.while_loop(unfinished, advance, start)
     return end.cache, end.emitted

@@ -53,9 +53,7 @@ class InferenceEngine:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
 
-    def __init__(
-        self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig
-    ) -> None:
+    def __init__(self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig) -> None:
         _check_length(decoder, config)
         self._tokenizer, self._config = tokenizer, config
         self._vocab_size = decoder.config.vocab_size

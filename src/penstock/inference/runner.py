@@ -63,9 +63,7 @@ class ModelRunner:
     def decode(self, rows: Rows) -> Emitted:
         """Runs one dispatch and waits for it; the result is in host memory."""
         device_rows = Rows(*(jnp.asarray(array) for array in rows))
-        self._cache, emitted = _decode(
-            self._weights, self._cache, device_rows, steps=self._config.steps_per_dispatch
-        )
+        self._cache, emitted = _decode(self._weights, self._cache, device_rows, steps=self._config.steps_per_dispatch)
         return Emitted(*(np.asarray(array) for array in emitted))
 
     def warm_up(self, idle_rows: Rows) -> None:

@@ -57,9 +57,7 @@ def sample(
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
     weights = jnp.exp(shifted)
     log_total = jnp.log(jnp.sum(_blocks(weights), axis=(1, 2)))
-    kept = lax.cond(
-        jnp.any((top_k < vocab) | (top_p < 1.0)), lambda w: truncate(w, top_k, top_p), lambda w: w, weights
-    )
+    kept = lax.cond(jnp.any((top_k < vocab) | (top_p < 1.0)), lambda w: truncate(w, top_k, top_p), lambda w: w, weights)
     drawn = draw(kept, uniform)
     tokens = lax.cond(
         jnp.any(temperature == 0),
@@ -69,9 +67,7 @@ def sample(
     return tokens, jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - log_total
 
 
-def draw(
-    weights: Float32[Array, "rows vocab"], uniform: Float32[Array, " rows"]
-) -> Int32[Array, " rows"]:
+def draw(weights: Float32[Array, "rows vocab"], uniform: Float32[Array, " rows"]) -> Int32[Array, " rows"]:
     """The token at which the cumulative sum of a row's weights passes uniform · total; never one of weight 0."""
     blocks = _blocks(weights)
     sums = jnp.sum(blocks, axis=2)

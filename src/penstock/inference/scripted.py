@@ -63,9 +63,7 @@ class ScriptedContext:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-    def generate_many(
-        self, calls: Sequence[GenerationCall]
-    ) -> list[list[list[Completion]] | EnvironmentFailure]:
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
         """`generate` for each call; see `penstock.types.ManyInferenceContext`."""
         return [self._generate_or_fail(call) for call in calls]
 

@@ -7,7 +7,7 @@ of them needs no new compilation.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def tiled_logprobs(
         jnp.pad(inputs.temperature, (0, padding), constant_values=1),
         inputs.count,
     )
-    outputs = _tiled(min(tile, k), jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded)
+    outputs = cast(HeadOutputs, _tiled(min(tile, k), jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded))
     return HeadOutputs(outputs.logprobs[:k], outputs.entropy[:k])
 
 
@@ -90,13 +90,15 @@ def _forward(
         log_total = highest + jnp.log(total)
         label_score = jnp.take_along_axis(scores, part(inputs.labels)[:, None], axis=-1)[:, 0]
         entropy = log_total - (exponentials * scores).sum(axis=-1) / total
-        values = (label_score - log_total, entropy, log_total)
-        return tuple(_place(whole, value, index * tile) for whole, value in zip(carry, values, strict=True))
+        start = index * tile
+        return (
+            _place(carry[0], label_score - log_total, start),
+            _place(carry[1], entropy, start),
+            _place(carry[2], log_total, start),
+        )
 
     zeros = jnp.zeros(hidden.shape[0], jnp.float32)
-    logprobs, entropy, log_totals = jax.lax.fori_loop(
-        0, _tile_count(inputs.count, tile), run, (zeros, zeros, zeros)
-    )
+    logprobs, entropy, log_totals = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, (zeros, zeros, zeros))
     return HeadOutputs(logprobs, entropy), (hidden, matrix, inputs, log_totals)
 
 

@@ -82,9 +82,7 @@ def cispo_surrogate(
     return bounded * advantage * logprobs
 
 
-def reinforce_surrogate(
-    advantage: Float32[Array, " n"], logprobs: Float32[Array, " n"]
-) -> Float32[Array, " n"]:
+def reinforce_surrogate(advantage: Float32[Array, " n"], logprobs: Float32[Array, " n"]) -> Float32[Array, " n"]:
     """A · ℓ_θ. Williams 1992, https://doi.org/10.1007/BF00992696."""
     return advantage * logprobs
 
@@ -99,7 +97,7 @@ def truncated_weight(ratio: Float32[Array, " n"], cap: float) -> Float32[Array, 
 
 
 def masked_weight(ratio: Float32[Array, " n"], low: float, high: float) -> Float32[Array, " n"]:
-    """w where low ≤ w ≤ high, else 0 (IcePop): [.4, .5, 1, 5, 6] with .5 and 5 -> [0, .5, 1, 5, 0].
+    """W where low ≤ w ≤ high, else 0 (IcePop): [.4, .5, 1, 5, 6] with .5 and 5 -> [0, .5, 1, 5, 0].
 
     Ling Team 2025, https://arxiv.org/abs/2510.18855. A masked token stays in the denominators.
     """

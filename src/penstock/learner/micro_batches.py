@@ -6,10 +6,10 @@ All sizes are fixed by the configuration; only `count` varies, and it is data. H
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
 from penstock.learner.aggregation import sequence_weights
@@ -19,6 +19,8 @@ from penstock.types import RLExample
 
 class MicroBatch(NamedTuple):
     """R rows of S positions, and their K = R·S per-token entries, of which the first `count` are real.
+
+    NumPy arrays as they are made here, device arrays inside the compiled functions that take them.
 
     Attributes:
         tokens: Packed rows.
@@ -34,17 +36,17 @@ class MicroBatch(NamedTuple):
         count: Number of real entries.
     """
 
-    tokens: Int32[np.ndarray, "rows pos"]
-    position_ids: Int32[np.ndarray, "rows pos"]
-    segment_ids: Int32[np.ndarray, "rows pos"]
-    positions: Int32[np.ndarray, " k"]
-    labels: Int32[np.ndarray, " k"]
-    temperature: Float32[np.ndarray, " k"]
-    advantage: Float32[np.ndarray, " k"]
-    behaviour_logprobs: Float32[np.ndarray, " k"]
-    loss_weight: Float32[np.ndarray, " k"]
-    same_version: Bool[np.ndarray, " k"]
-    count: Int32[np.ndarray, ""]
+    tokens: Int32[Array, "rows pos"]
+    position_ids: Int32[Array, "rows pos"]
+    segment_ids: Int32[Array, "rows pos"]
+    positions: Int32[Array, " k"]
+    labels: Int32[Array, " k"]
+    temperature: Float32[Array, " k"]
+    advantage: Float32[Array, " k"]
+    behaviour_logprobs: Float32[Array, " k"]
+    loss_weight: Float32[Array, " k"]
+    same_version: Bool[Array, " k"]
+    count: Int32[Array, ""]
 
 
 class Plan(NamedTuple):
@@ -80,21 +82,12 @@ def plan_scoring(examples: Sequence[RLExample], row_length: int, micro_rows: int
 
 def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
     """All padding: the shapes that every micro-batch has."""
-    rows = np.zeros((micro_rows, row_length), np.int32)
-    entries = np.zeros(rows.size, np.float32)
-    return MicroBatch(
-        tokens=rows,
-        position_ids=rows,
-        segment_ids=rows,
-        positions=np.zeros(rows.size, np.int32),
-        labels=np.zeros(rows.size, np.int32),
-        temperature=np.ones(rows.size, np.float32),
-        advantage=entries,
-        behaviour_logprobs=entries,
-        loss_weight=entries,
-        same_version=np.zeros(rows.size, np.bool_),
-        count=np.array(0, np.int32),
-    )
+    rows: Any = np.zeros((micro_rows, row_length), np.int32)
+    whole: Any = np.zeros(rows.size, np.int32)
+    real: Any = np.zeros(rows.size, np.float32)
+    nowhere: Any = np.zeros(rows.size, np.bool_)
+    none: Any = np.array(0, np.int32)
+    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, nowhere, none)
 
 
 def _plan(
@@ -129,23 +122,21 @@ def _gather(
 ) -> MicroBatch:
     positions = np.flatnonzero(wanted).astype(np.int32)
 
-    def front(values: np.ndarray, padding: float = 0) -> np.ndarray:
+    def front(values: np.ndarray, padding: float = 0) -> Any:
         entries = np.full(wanted.size, padding, values.dtype)
         entries[: len(positions)] = values.ravel()[positions]
         return entries
 
-    padded_positions = np.zeros(wanted.size, np.int32)
-    padded_positions[: len(positions)] = positions
+    rows: dict[str, Any] = {name: getattr(packed, name) for name in ("tokens", "position_ids", "segment_ids")}
+    count: Any = np.array(len(positions), np.int32)
     return MicroBatch(
-        tokens=packed.tokens,
-        position_ids=packed.position_ids,
-        segment_ids=packed.segment_ids,
-        positions=padded_positions,
+        **rows,
+        positions=front(np.arange(wanted.size, dtype=np.int32)),
         labels=front(packed.tokens),
         temperature=front(packed.temperature, 1),
         advantage=front(packed.advantage),
         behaviour_logprobs=front(packed.generator_log_probs),
         loss_weight=front(weights),
         same_version=front(same_version),
-        count=np.array(len(positions), np.int32),
+        count=count,
     )

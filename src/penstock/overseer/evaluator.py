@@ -7,6 +7,7 @@ It runs between two weight swaps, so all its rollouts come from one version.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.curriculum import evaluation_due
 from penstock.rollout import RolloutManager
 from penstock.types import RolloutBatchStats, WeightVersion
 
@@ -30,10 +31,10 @@ class Evaluator:
     def __call__(self, version: WeightVersion) -> None:
         """Runs the evaluation that is due at this version, if any."""
         config = self._manager.curriculum.config
-        if _passed(config.eval_frequency, self._evaluated_step, version.step):
+        if evaluation_due(config.eval_frequency, self._evaluated_step, version.step):
             self._evaluated_step = self._glanced_step = version.step
             self._log(version.step, metrics_of(self.evaluate(version.step), "eval"))
-        elif _passed(config.micro_eval_frequency, self._glanced_step, version.step):
+        elif evaluation_due(config.micro_eval_frequency, self._glanced_step, version.step):
             self._glanced_step = version.step
             results = self._manager.evaluate_curriculum("micro_eval", version.step)
             self._log(version.step, metrics_of({k: stats for k, (stats, _) in results.items()}, "micro_eval"))
@@ -69,6 +70,3 @@ def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str
         }.items()
     }
 
-
-def _passed(frequency: int, last: int, step: int) -> bool:
-    return frequency > 0 and step // frequency > last // frequency

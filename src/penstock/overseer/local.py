@@ -76,12 +76,18 @@ def wire(
         engine.set_weights(version, with_named_arrays(decoder, arrays))
 
     manager = RolloutManager(
-        curriculum, EngineContext(engine, tokenizer), config.seed, lineage, environments, set_weights, engine.stop
+        curriculum,
+        EngineContext(engine, tokenizer),
+        config.seed,
+        lineage,
+        environments,
+        set_weights,
+        partial(engine.stop, config.overseer.stop_timeout_s),
+        lambda event: log.event(event.kind, lesson=event.lesson_id, reason=event.reason),
     )
 
     def on_group(group: RolloutGroup) -> None:
-        for event in manager.update_training_stats(group):
-            log.event(event.kind, lesson=event.lesson_id)
+        manager.update_training_stats(group)
         log.group(group)
 
     ledger = Ledger()

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.replay.config import ReplayConfig
 from penstock.replay.draws import TicketDraws
 from penstock.replay.ledger import Ledger, rollout_ids
-from penstock.replay.outstanding import Outstanding, OutstandingTickets
+from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
 from penstock.types import CheckpointError, Clock, LessonChooser, PenstockError, RunFailed, Stopped, Ticket
 
 
@@ -80,6 +81,7 @@ class TicketIssuer:
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._turns: deque[str] = deque()
+        self._restored: list[tuple[str, int, int, int]] = []
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
         self._closed = False
@@ -93,8 +95,8 @@ class TicketIssuer:
         with self.changed:
             while True:
                 self.raise_if_over()
-                while not self._pending and self._admit(most):
-                    pass  # claimed groups take places too, and may free them at once
+                while self._admit(most):
+                    pass  # a claimed group may have freed its place at once
                 if self._pending:
                     return self._hand_out(most)
                 remaining = limit - time.monotonic()
@@ -177,15 +179,21 @@ class TicketIssuer:
 
     def abort_stragglers(self, waited_since: float) -> None:
         """Aborts running groups that the next update has waited for too long; no more than it needs gone."""
-        now = self._clock()
         for deadline, _ in self.outstanding.missing(self.update):
-            for entry in [e for e in self.outstanding if e.ticket.deadline_step <= deadline]:
-                still = dict(self.outstanding.missing(self.update)).get(deadline, 0)
-                if still and entry.phase == "running" and entry.since is not None:
-                    waited = now - max(waited_since, entry.since)
-                    if waited >= self._config.straggler_timeout_s:
-                        reason = f"update {self.update} waited {waited:.1f} s for it"
-                        self.fail(entry.ticket, "aborted", reason)
+            for entry, waited in self._stragglers(deadline, waited_since):
+                if all(due != deadline for due, _ in self.outstanding.missing(self.update)):
+                    break
+                self.fail(entry.ticket, "aborted", f"update {self.update} waited {waited:.1f} s for it")
+
+    def _stragglers(self, deadline: int, waited_since: float) -> list[tuple[Outstanding, float]]:
+        """Groups due by `deadline` that were waited for too long, oldest first, and for how long."""
+        now = self._clock()
+        waits = [
+            (entry, now - max(waited_since, entry.since))
+            for entry in self.outstanding
+            if entry.phase == "running" and entry.since is not None and entry.ticket.deadline_step <= deadline
+        ]
+        return [(entry, waited) for entry, waited in waits if waited >= self._config.straggler_timeout_s]
 
     def take(self, group_ids: Collection[str]) -> int:
         """The next update has its batch; returns how many of its groups overtook one that is still outstanding."""
@@ -201,20 +209,11 @@ class TicketIssuer:
         """Update `step` was applied: its tickets are done."""
         del self._in_training[step]
 
-    def adopt(self, ticket: Ticket, claim: Claim) -> None:
-        """A restored ticket needs no new group: a sealed one of an earlier life stands for it."""
-        entry = self.outstanding.get(ticket.ticket_id)
-        assert entry is not None and entry.phase == "pending"
-        entries = list(self.outstanding)
-        for each in entries:  # rebuilt, because a group keeps its id and the issue order must not change
-            self.outstanding.remove(each.ticket.ticket_id)
-        self._pending.clear()
-        self._turns.clear()
-        for each in entries:
-            if each is entry:
-                self._register(_renamed(ticket, claim), claim.size, "delivered")
-            else:
-                self._register(each.ticket, each.size, each.phase)
+    def readmit(self) -> None:
+        """Admits the tickets of the checkpoint again, claiming what an earlier life finished of them."""
+        restored, self._restored = self._restored, []
+        if sum(self._admit_one(*ticket) for ticket in restored):
+            self._advance()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -224,6 +223,7 @@ class TicketIssuer:
         Groups of a batch whose update is not finished count as outstanding.
         """
         with self.changed:
+            self.readmit()
             unfinished = [ticket for step in sorted(self._in_training) for ticket in self._in_training[step]]
             tickets = unfinished + [entry.ticket for entry in self.outstanding]
             return {
@@ -241,10 +241,10 @@ class TicketIssuer:
             with self.changed:
                 self.update = int(state["update"])
                 self._draws.restore(state)
-                for _, lesson_id, index, admitted_step, deadline_step in state["outstanding"]:
-                    ticket = self._draws.ticket(lesson_id, index, admitted_step, deadline_step)
-                    self._register(ticket, self._group_size_of(lesson_id))
-                self.changed.notify_all()
+                self._restored = [
+                    (str(lesson_id), int(index), int(admitted_step), int(deadline_step))
+                    for _, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
+                ]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the ticket issuer's state does not fit: {error!r}") from error
 
@@ -276,27 +276,33 @@ class TicketIssuer:
 
     def _admit(self, most: int) -> int:
         """Draws tickets into `pending`; returns how many were admitted, claimed ones included."""
+        self.readmit()
+        serving = self._serving
+        if self._pending or serving is None:
+            return 0
         drawn = [self._draws.draw() for _ in range(self._room(most))]
-        claims = 0
-        for lesson_id, index in drawn:  # all lessons are drawn before any claimed group may change them
-            assert self._serving is not None
-            deadline = self._serving + self._config.staleness_budget
-            ticket = self._draws.ticket(lesson_id, index, self._serving, deadline)
-            claim = self._listener.claim(lesson_id, index, deadline) if self._listener else None
-            if claim is None:
-                self._register(ticket, self._group_size_of(lesson_id))
-            else:
-                claims += 1
-                self._register(_renamed(ticket, claim), claim.size, "delivered")
-        if claims:
+        deadline = serving + self._config.staleness_budget
+        # All lessons are drawn before a claimed group may change their probabilities.
+        if sum(self._admit_one(lesson_id, index, serving, deadline) for lesson_id, index in drawn):
             self._advance()
         return len(drawn)
 
-    def _register(self, ticket: Ticket, size: int, phase: Literal["pending", "delivered"] = "pending") -> None:
+    def _admit_one(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> bool:
+        """Returns whether a group of an earlier life was claimed for it."""
+        ticket = self._draws.ticket(lesson_id, index, admitted_step, deadline_step)
+        claim = self._listener.claim(lesson_id, index, deadline_step) if self._listener else None
+        if claim is None:
+            self._register(ticket, self._group_size_of(lesson_id), "pending")
+            self._pending.append(ticket.ticket_id)
+            return False
+        self._register(
+            replace(ticket, ticket_id=claim.group_id, deadline_step=claim.deadline_step), claim.size, "delivered"
+        )
+        return True
+
+    def _register(self, ticket: Ticket, size: int, phase: Phase) -> None:
         self._admissions += 1
         self.outstanding.add(Outstanding(ticket, size, self._admissions, phase))
-        if phase == "pending":
-            self._pending.append(ticket.ticket_id)
         if self._config.synchronous:
             self._turns.append(ticket.ticket_id)
 
@@ -304,8 +310,7 @@ class TicketIssuer:
         tickets: list[Ticket] = []
         while self._pending and len(tickets) < most:
             entry = self.outstanding.get(self._pending.popleft())
-            if entry is None:
-                continue
+            assert entry is not None  # only a running group can fail
             entry.phase, entry.since = "running", self._clock()
             self._ledger.count_started(entry.ticket, entry.size)
             self._ledger.open(rollout_ids(entry.ticket.ticket_id, entry.size))
@@ -316,9 +321,3 @@ class TicketIssuer:
         if self._listener is not None:
             self._listener.advance()
         self.changed.notify_all()
-
-
-def _renamed(ticket: Ticket, claim: Claim) -> Ticket:
-    return Ticket(
-        claim.group_id, ticket.lesson_id, ticket.index, ticket.seed, claim.deadline_step, ticket.admitted_step
-    )

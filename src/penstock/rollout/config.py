@@ -8,7 +8,6 @@ class RolloutConfig(BaseModel):
 
     Attributes:
         max_concurrent_groups: Groups one worker generates at once; None: as many as may be outstanding.
-        max_rollouts: Stop generating after this many rollouts; None: no limit.
         max_consecutive_failures: So many failed groups in a row end the run with the last failure's message.
         log_freq: Sample conversations go to the tracker every so many groups.
     """
@@ -16,6 +15,5 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_concurrent_groups: int | None = Field(default=None, ge=1)
-    max_rollouts: int | None = Field(default=None, ge=1)
     max_consecutive_failures: int = Field(default=32, ge=1)
     log_freq: int = Field(default=10, ge=1)

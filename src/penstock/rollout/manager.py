@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from penstock.curriculum import Curriculum, LessonConfig
+from penstock.curriculum import Curriculum, CurriculumEvent, LessonConfig
 from penstock.environments import Environment, load_environment
 from penstock.types import (
     Clock,
@@ -45,6 +45,7 @@ class RolloutManager:
         environments: By lesson, where they are loaded already; the others are at their first use.
         set_weights: Gives the engine new weights; None where the engine's weights are fixed.
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
+        on_curriculum_event: Told of lessons that unlock, graduate or come back.
         clock: Unix seconds.
     """
 
@@ -57,6 +58,7 @@ class RolloutManager:
         environments: Mapping[str, Environment] | None = None,
         set_weights: WeightsSetter | None = None,
         stop_engine: Callable[[], None] | None = None,
+        on_curriculum_event: Callable[[CurriculumEvent], None] = lambda event: None,
         clock: Clock = time.time,
     ) -> None:
         self.curriculum = curriculum
@@ -65,6 +67,7 @@ class RolloutManager:
         self._lineage = lineage
         self._set_weights = set_weights
         self._stop_engine = stop_engine
+        self._on_curriculum_event = on_curriculum_event
         self._clock = clock
         self._environments = dict(environments or {})
         self._lock = threading.Lock()
@@ -190,7 +193,8 @@ class RolloutManager:
         )
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
         if eval_type == "eval":
-            self.curriculum.update_evaluation(stats, step)
+            for event in self.curriculum.update_evaluation(stats, step):
+                self._on_curriculum_event(event)
         return stats, batch
 
     def evaluate_curriculum(
@@ -204,7 +208,9 @@ class RolloutManager:
         """Feeds one training group, filtered or not, to the curriculum."""
         lesson_id = group.rollouts[0].lesson_id
         threshold = self.lesson(lesson_id).success_threshold
-        self.curriculum.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold))
+        stats = RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold)
+        for event in self.curriculum.update_training(stats):
+            self._on_curriculum_event(event)
 
     def update_model(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Gives the engine new weights; when it returns, every later dispatch uses them."""

@@ -94,10 +94,10 @@ class RolloutWorker:
         self._lockstep_timeout_s = lockstep_timeout_s
         self._stopping = threading.Event()
         self._version: WeightVersion | None = None
+        self._counting = threading.Lock()
         self._failures_in_a_row = 0
         self.groups_finished = 0
         self.groups_failed = 0
-        self.rollouts_finished = 0
         self.last_failure = ""
 
     def stop(self) -> None:
@@ -121,21 +121,22 @@ class RolloutWorker:
 
     def run_tickets(self) -> None:
         """The tickets loop; returns after `stop`, when no group runs any more."""
-        running: dict[Future[_Outcome], Ticket] = {}
+        running: set[Future[None]] = set()
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.worker_id) as pool:
             try:
-                while not self._stopping.is_set() and not self._exhausted():
+                while not self._stopping.is_set():
                     room = self._concurrency - len(running)
-                    for future, ticket in self._start(pool, self._acquire(room) if room else []):
-                        running[future] = ticket
-                    self._deliver_finished(running, block=not room)
-                self._deliver_all(running)
+                    if room == 0:
+                        wait(running, POLL_S, FIRST_COMPLETED)
+                    elif self._lockstep:
+                        self._run_cohort(pool, self._acquire(room))
+                    else:
+                        running |= {pool.submit(self._run_group, ticket) for ticket in self._acquire(room)}
+                    running = _still_running(running)
+                for future in running:
+                    future.result(self._lockstep_timeout_s)
             finally:
                 self._stopping.set()
-
-    def _exhausted(self) -> bool:
-        limit = self._config.max_rollouts
-        return limit is not None and self.rollouts_finished >= limit
 
     def _acquire(self, room: int) -> list[Ticket]:
         try:
@@ -144,14 +145,17 @@ class RolloutWorker:
             self._stopping.set()
             return []
 
-    def _start(self, pool: ThreadPoolExecutor, tickets: list[Ticket]) -> list[tuple[Future[_Outcome], Ticket]]:
-        if not self._lockstep:
-            return [(pool.submit(self._generate, ticket, None), ticket) for ticket in tickets]
-        cohort = Lockstep(cast(ManyInferenceContext, self._manager.context), len(tickets), self._lockstep_timeout_s)
+    def _run_group(self, ticket: Ticket) -> None:
+        self._deliver(ticket, self._generate(ticket, None))
+
+    def _run_cohort(self, pool: ThreadPoolExecutor, tickets: list[Ticket]) -> None:
+        if not tickets:
+            return
+        context = cast(ManyInferenceContext, self._manager.context)
+        cohort = Lockstep(context, len(tickets), self._lockstep_timeout_s)
         futures = [pool.submit(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
         for ticket, future in zip(tickets, futures, strict=True):  # in ticket order, not as they finish
             self._deliver(ticket, future.result(self._lockstep_timeout_s))
-        return []
 
     def _in_step(self, cohort: Lockstep, index: int, ticket: Ticket) -> _Outcome:
         try:
@@ -177,17 +181,6 @@ class RolloutWorker:
             return ending
         return batch
 
-    def _deliver_finished(self, running: dict[Future[_Outcome], Ticket], block: bool) -> None:
-        if block:
-            wait(running, POLL_S, FIRST_COMPLETED)
-        for future in [future for future in running if future.done()]:
-            self._deliver(running.pop(future), future.result())
-
-    def _deliver_all(self, running: dict[Future[_Outcome], Ticket]) -> None:
-        """Lets the groups that still run end; the stopping engine cuts their requests short."""
-        for future, ticket in running.items():
-            self._deliver(ticket, future.result(self._lockstep_timeout_s))
-
     def _deliver(self, ticket: Ticket, outcome: _Outcome) -> None:
         if self._stopping.is_set() or isinstance(outcome, Stopped):
             return  # its ticket stays outstanding, so that a resumed run generates it again
@@ -198,21 +191,35 @@ class RolloutWorker:
         else:
             self._hand_over(outcome)
 
-    def _hand_over(self, outcome: RolloutBatch) -> None:
-        self._failures_in_a_row = 0
-        self.groups_finished += 1
-        self.rollouts_finished += len(outcome.groups[0].rollouts)
-        if self.groups_finished % self._config.log_freq == 1 % self._config.log_freq:
-            self._log_samples(outcome)
-        self._sink.add_batches([outcome])
+    def _hand_over(self, batch: RolloutBatch) -> None:
+        with self._counting:
+            self._failures_in_a_row = 0
+            self.groups_finished += 1
+            log_due = self.groups_finished % self._config.log_freq == 1 % self._config.log_freq
+        if log_due:
+            self._log_samples(batch)
+        try:
+            self._sink.add_batches([batch])
+        except Stopped:
+            self._stopping.set()  # as for a group that was cut short
 
     def _count_failure(self, ticket: Ticket, failure: Exception) -> None:
-        self._failures_in_a_row += 1
-        self.groups_failed += 1
-        self.last_failure = str(failure)
+        with self._counting:
+            self._failures_in_a_row += 1
+            self.groups_failed += 1
+            self.last_failure = str(failure)
+            in_a_row = self._failures_in_a_row
         self._tickets.fail(ticket, "invalid", str(failure))
-        if self._failures_in_a_row >= self._config.max_consecutive_failures:
+        if in_a_row >= self._config.max_consecutive_failures:
             raise RunFailed(
-                f"{self._failures_in_a_row} groups in a row failed (rollout.max_consecutive_failures); "
+                f"{in_a_row} groups in a row failed (rollout.max_consecutive_failures); "
                 f"the last, of lesson {ticket.lesson_id!r}: {failure}"
             ) from failure
+
+
+def _still_running(futures: set[Future[None]]) -> set[Future[None]]:
+    """Those not done; an exception of one that is done is raised here."""
+    done = {future for future in futures if future.done()}
+    for future in done:
+        future.result()
+    return futures - done

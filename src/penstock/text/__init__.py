@@ -1,1 +1,21 @@
-"""Penstock text."""
+"""Text to tokens and back. No JAX here; transformers is imported only when a tokenizer is loaded."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
+
+_EXPORTS = {"Tokenizer": "tokenizer"}
+
+__all__ = ["Tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,7 @@ Every blocking call takes ``timeout_s`` and either returns in time or raises `No
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ Message = Mapping[str, Any]
 """A chat message: ``{"role": …, "content": …}``."""
 
 
+@runtime_checkable
 class TextCodec(Protocol):
     """Text to tokens and back; implemented by `penstock.text.Tokenizer`."""
 
@@ -45,6 +46,7 @@ class TextCodec(Protocol):
         ...
 
 
+@runtime_checkable
 class InferenceContext(Protocol):
     """What an environment sees of a policy: tokens in, sampled tokens out."""
 
@@ -73,6 +75,7 @@ class InferenceContext(Protocol):
         ...
 
 
+@runtime_checkable
 class ManyInferenceContext(InferenceContext, Protocol):
     """An inference context that takes several callers' requests in one atomic submission."""
 
@@ -86,6 +89,7 @@ class ManyInferenceContext(InferenceContext, Protocol):
         ...
 
 
+@runtime_checkable
 class WeightSink(Protocol):
     """Where the learner puts new weights."""
 
@@ -94,6 +98,7 @@ class WeightSink(Protocol):
         ...
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Where an engine gets them."""
 
@@ -114,6 +119,7 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
 class TicketSource(Protocol):
     """Admission of groups; see DESIGN section 5 and docs/replay.md."""
 
@@ -130,6 +136,7 @@ class TicketSource(Protocol):
         ...
 
 
+@runtime_checkable
 class RolloutSink(Protocol):
     """Where a rollout worker puts finished groups."""
 
@@ -138,6 +145,7 @@ class RolloutSink(Protocol):
         ...
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """Where the learner gets its batches."""
 
@@ -151,6 +159,7 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
 class Checkpointable(Protocol):
     """A component whose state travels inside the run's checkpoint."""
 
@@ -163,6 +172,7 @@ class Checkpointable(Protocol):
         ...
 
 
+@runtime_checkable
 class LessonChooser(Protocol):
     """Which lesson the next ticket is for; implemented by `penstock.curriculum.Curriculum`."""
 
@@ -171,6 +181,7 @@ class LessonChooser(Protocol):
         ...
 
 
+@runtime_checkable
 class RLLossModule(Protocol):
     """How rollouts become advantages and advantages a loss."""
 

@@ -1,0 +1,237 @@
+"""The learner: batches in, optimiser steps out.
+
+It holds the parameters, the optimiser's state and the step, and nothing random. Each update adds the gradients of
+micro-batches of one fixed shape (waiting for each, so that an engine on the same device gets its turns), compares
+log-probabilities with the engine's, and only then takes one optimiser step. Parameters that were handed out are never
+donated: `decoder` stays valid for whoever holds it. One thread at a time.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float32
+
+from penstock.batch import unpack
+from penstock.learner import step as compiled
+from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner.losses import policy_token_loss, supervised_token_loss
+from penstock.learner.micro_batches import MicroBatch, Plan, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.optimizer import Applied, OptimizerState, apply_gradients, initial_state, learning_rate
+from penstock.learner.reporting import (
+    batch_metrics,
+    check_mismatch,
+    loss_metrics,
+    step_metrics,
+    throughput_metrics,
+)
+from penstock.learner.state_names import from_named, to_named
+from penstock.model.language import Decoder
+from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError
+
+_SUPERVISED = LossConfig()
+"""Only its aggregation matters: the mean over all response tokens."""
+
+
+class Learner:
+    """Trains one language policy.
+
+    Args:
+        decoder: Initial parameters; never donated, never changed.
+        config: The learner's.
+        total_steps: Of the run, for the learning rate's course.
+    """
+
+    def __init__(self, decoder: Decoder, config: LearnerConfig, total_steps: int) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._total_steps = total_steps
+        self._step = 0
+        self._skipped_in_a_row = 0
+        self._state = initial_state(config.optimizer, decoder)
+        self._warm_start = _WarmStart(config)
+        self._zeros = jax.jit(compiled.zeros)
+        self._accumulate = _accumulator(partial(policy_token_loss, config.loss), config)
+        self._apply = _applier(config.optimizer)
+        self._score = jax.jit(partial(_logprobs, config))
+
+    @property
+    def decoder(self) -> Decoder:
+        """The current parameters; they stay valid after later updates."""
+        return self._decoder
+
+    @property
+    def step(self) -> int:
+        """The version of the current parameters: how many updates are behind them."""
+        return self._step
+
+    def compile(self) -> None:
+        """Compiles the update ahead of the first batch; optional, and safe while an engine is running."""
+        batch = empty_micro_batch(self._config.row_length, self._config.micro_batch_rows)
+        so_far = jax.eval_shape(self._zeros, self._decoder)
+        scalar = np.float32(0)
+        self._zeros.lower(self._decoder).compile()
+        self._accumulate.lower(self._decoder, so_far, batch).compile()
+        self._apply.lower(self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss).compile()
+
+    def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
+        """One optimiser step on one batch.
+
+        Args:
+            batch: At least one example.
+            version_step: The version that the caller believes the parameters to have.
+
+        Returns:
+            ``train/…``, ``time/…`` and ``throughput/…`` numbers; see docs/learner.md.
+
+        Raises:
+            WeightsError: the parameters have another version.
+            ConfigError: an example is longer than a row.
+            MismatchError: the engine's log-probabilities under these very weights differ; nothing was applied.
+            NonFiniteError: too many updates in a row had a loss or gradient that was not finite.
+        """
+        self._check_batch(batch, version_step)
+        self._warm_start.discard()
+        started = time.perf_counter()
+        plan = self._plan(batch.examples, self._config.loss)
+        gradients, sums = self._gradients(self._accumulate, plan)
+        check_mismatch(sums, self._config.mismatch_limit, self._step)
+        differentiated = time.perf_counter()
+        rate = learning_rate(self._config.optimizer, self._step, self._total_steps)
+        self._decoder, self._state, applied = self._apply(
+            self._decoder, self._state, gradients, np.float32(rate), sums.loss
+        )
+        applied = jax.device_get(applied)
+        ended = time.perf_counter()
+        self._step += 1
+        self._count_skipped(applied)
+        row_tokens = sum(micro_batch.tokens.size for micro_batch in plan.micro_batches)
+        times = (differentiated - started, ended - differentiated)
+        return {
+            **batch_metrics(batch),
+            **loss_metrics(sums),
+            **step_metrics(applied, rate),
+            **throughput_metrics(batch.examples, row_tokens, *times),
+        }
+
+    def score(self, examples: Sequence[RLExample]) -> list[Float32[np.ndarray, " pos"]]:
+        """Log-probabilities of every token under the current parameters, by the loss's own forward pass.
+
+        Returns:
+            float32 [pos] for each example, aligned with its tokens; 0 at the first, which nothing predicts.
+        """
+        if not examples:
+            return []
+        rows, length = self._config.micro_batch_rows, self._config.row_length
+        plan = plan_scoring(examples, length, rows)
+        scores = np.zeros((len(plan.micro_batches), rows * length), np.float32)
+        for row, micro_batch in zip(scores, plan.micro_batches, strict=True):
+            logprobs = np.asarray(self._score(self._decoder, micro_batch))
+            count = int(micro_batch.count)
+            row[micro_batch.positions[:count]] = logprobs[:count]
+        return unpack(scores.reshape(-1, length), plan.placements)
+
+    def supervised_update(self, examples: Sequence[RLExample]) -> dict[str, float]:
+        """One step of cross-entropy on response tokens (warm start); does not count as an update.
+
+        Its optimiser state is apart from the run's, and discarded at the first `update`.
+
+        Args:
+            examples: From `penstock.batch.example_from_pair`.
+
+        Raises:
+            ConfigError: no warm start is configured.
+        """
+        warm_start = self._warm_start
+        state = warm_start.begin(self._decoder)
+        gradients, sums = self._gradients(warm_start.accumulate, self._plan(examples, _SUPERVISED))
+        rate = warm_start.learning_rate()
+        self._decoder, warm_start.state, applied = warm_start.apply(
+            self._decoder, state, gradients, np.float32(rate), sums.loss
+        )
+        applied = jax.device_get(applied)
+        self._count_skipped(applied)
+        return {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss), **step_metrics(applied, rate)}
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Everything but the parameters, by name, as a checkpoint keeps it."""
+        counters = {"step": self._step, "skipped_in_a_row": self._skipped_in_a_row}
+        return to_named(self._state) | {name: np.array(value, np.int64) for name, value in counters.items()}
+
+    def restore_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+        """Takes `state_arrays` back; the parameters are those the learner was made with.
+
+        Raises:
+            CheckpointError: names or shapes do not fit this model and optimiser.
+        """
+        rest = dict(arrays)
+        counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
+        self._state = from_named(self._state, rest)
+        self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
+
+    def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
+        if version_step != self._step:
+            raise WeightsError(f"batch {batch.batch_id} is for version {version_step}, the learner holds {self._step}")
+        if not batch.examples:
+            raise ConfigError(f"batch {batch.batch_id} holds no examples: replay must never hand out such a one")
+
+    def _plan(self, examples: Sequence[RLExample], loss: LossConfig) -> Plan:
+        return plan_update(examples, loss, self._config.row_length, self._config.micro_batch_rows, self._step)
+
+    def _gradients(self, accumulate: Any, plan: Plan) -> tuple[Any, compiled.Sums]:
+        """Gradient (on the device) and sums (on the host) of all micro-batches."""
+        so_far = self._zeros(self._decoder)
+        for micro_batch in plan.micro_batches:
+            so_far = accumulate(self._decoder, so_far, micro_batch)
+            so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
+        return so_far.gradients, jax.device_get(so_far.sums)
+
+    def _count_skipped(self, applied: Applied) -> None:
+        self._skipped_in_a_row = 0 if applied.finite else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self._config.max_non_finite_updates:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} updates in a row had a loss or gradient that was not finite "
+                "(learner.max_non_finite_updates): lower the learning rate, or look at the last batch's rewards"
+            )
+
+
+class _WarmStart:
+    """The supervised phase's own optimiser; empty before and after."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self._config = config
+        self.state: OptimizerState | None = None
+        self._steps_done = 0
+        if config.warm_start is not None:
+            self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
+            self.accumulate = _accumulator(supervised_token_loss, config)
+            self.apply = _applier(self._optimizer)
+
+    def begin(self, decoder: Decoder) -> OptimizerState:
+        if self._config.warm_start is None:
+            raise ConfigError("supervised_update needs learner.warm_start: steps, batch_size, learning_rate")
+        return initial_state(self._optimizer, decoder) if self.state is None else self.state
+
+    def learning_rate(self) -> float:
+        assert self._config.warm_start is not None
+        self._steps_done += 1
+        return learning_rate(self._optimizer, self._steps_done - 1, self._config.warm_start.steps)
+
+    def discard(self) -> None:
+        self.state = None
+
+
+def _accumulator(token_loss: compiled.TokenLossFunction, config: LearnerConfig) -> Any:
+    return jax.jit(partial(compiled.accumulate, token_loss, config), donate_argnums=1)
+
+
+def _applier(config: OptimizerConfig) -> Any:
+    """Optimiser state and gradients are donated, the parameters are not: an engine may be reading them."""
+    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2))
+
+
+def _logprobs(config: LearnerConfig, decoder: Decoder, batch: MicroBatch) -> jax.Array:
+    return compiled.head_outputs(decoder, batch, config).logprobs

@@ -1,0 +1,89 @@
+"""What a run would consist of, without running it: the resolved config, its memory, its components.
+
+The text is itself a recipe: everything but the config is a comment.
+"""
+
+import json
+from pathlib import Path
+
+from penstock.model.language.config import ModelConfig, PolicyConfig
+from penstock.overseer.config import RunConfig
+from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
+from penstock.overseer.yaml_documents import dump_yaml
+from penstock.types import ConfigError
+
+
+def describe_plan(config: RunConfig) -> str:
+    """The config as YAML, followed by the memory estimate and the components as comments.
+
+    Raises:
+        ConfigError: the model or tokenizer that the config names is not there.
+    """
+    model = model_shape(config.model)
+    memory = estimate_memory(model, config.inference, config.learner)
+    comments = [
+        f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
+        f"vocabulary {model.vocab_size:,}",
+        "",
+        "Memory, estimated:",
+        *_memory_lines(memory),
+        "",
+        "Components, threads of one process:",
+        *_component_lines(config),
+    ]
+    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def model_shape(policy: PolicyConfig) -> ModelConfig:
+    """The shape of the policy, from its config.json or its `init` section; no weights are read.
+
+    Raises:
+        ConfigError: the model or tokenizer directory is not there, or cannot be read.
+    """
+    if policy.init is not None:
+        from penstock.text import Tokenizer
+
+        return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
+    path = Path(str(policy.path)) / "config.json"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path is {policy.path}: {path} cannot be read ({error}): give a Hugging Face model directory"
+        ) from error
+    return ModelConfig.from_hugging_face(content, policy.dtype)
+
+
+def _memory_lines(memory: MemoryEstimate) -> list[str]:
+    parts = {
+        "parameters of learner and engine": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimiser state": memory.optimizer_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        "activations": memory.activations_bytes,
+        "scores over the vocabulary": memory.vocabulary_bytes,
+        "the process itself": memory.process_bytes,
+        "total": memory.total_bytes,
+    }
+    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
+
+
+def _component_lines(config: RunConfig) -> list[str]:
+    replay, engine, learner = config.replay, config.inference, config.learner
+    lessons = ", ".join(config.curriculum.lessons)
+    warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
+    tracking = {"samples.jsonl": config.tracking.samples, "TensorBoard": config.tracking.tensorboard}
+    trackers = [name for name, used in {**tracking, "W&B": config.tracking.wandb}.items() if used]
+    parts = {
+        "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
+        "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
+        "inference engine": f"{engine.max_slots} slots of {engine.max_seq_len} tokens",
+        "rollout worker": f"up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
+        "replay buffer": f"{replay.groups_per_batch} groups per update, staleness budget {replay.staleness_budget}",
+        "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
+        f"loss {learner.loss.preset}",
+        "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
+        f"{config.overseer.keep_checkpoints} kept",
+        "trackers": ", ".join(["metrics.jsonl", *trackers]),
+    }
+    return [f"  {name:<18}{what}" for name, what in parts.items()]

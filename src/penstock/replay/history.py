@@ -1,0 +1,76 @@
+"""What a run's files say about its rollouts: started, sealed, trained in which batches, ended how."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class SealedRollout:
+    """One row of a rollout file.
+
+    Attributes:
+        rollout_id: The rollout.
+        group_id: Its ticket.
+        newest_version: The newest weights behind any of its tokens.
+    """
+
+    rollout_id: str
+    group_id: str
+    newest_version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """One batch file: the intent of an update, which only a later checkpoint makes a fact.
+
+    Attributes:
+        batch_id: File name without its suffix.
+        version: The lineage, and the update; it starts from these weights.
+        rollout_ids: What it trains on.
+    """
+
+    batch_id: str
+    version: WeightVersion
+    rollout_ids: tuple[str, ...]
+
+    @property
+    def outcome(self) -> WeightVersion:
+        """The version that the update makes."""
+        return WeightVersion(self.version.lineage, self.version.step + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Everything the ledger is rebuilt from.
+
+    Attributes:
+        started: Rollouts per ticket that was handed out.
+        sealed: Sealed rollouts by id.
+        fates: The last line of the fate log by rollout id: a fate, or `waiting` where a recovery took one back.
+        batches: Every batch file.
+    """
+
+    started: dict[str, int]
+    sealed: dict[str, SealedRollout]
+    fates: dict[str, str]
+    batches: list[StoredBatch]
+
+    def uses(self, survives: Callable[[WeightVersion], bool], step: int) -> Counter[str]:
+        """How often each rollout was used by updates that a life at version `step` has behind it."""
+        return Counter(
+            rollout_id
+            for batch in self.batches
+            if batch.outcome.step <= step and survives(batch.outcome)
+            for rollout_id in batch.rollout_ids
+        )
+
+    def tickets(self) -> dict[str, list[str]]:
+        """The rollout ids of every group that was started, or sealed where its start was lost with the machine."""
+        groups = {ticket: [f"{ticket}/{i}" for i in range(size)] for ticket, size in self.started.items()}
+        for sealed in self.sealed.values():
+            if sealed.group_id not in self.started:
+                groups.setdefault(sealed.group_id, []).append(sealed.rollout_id)
+        return groups

@@ -1,0 +1,91 @@
+"""What of a delivered group may be trained, and what becomes of the rest. Pure; nothing here raises.
+
+Rollouts are judged one by one: a group keeps its remaining members when some are malformed, stale or from weights
+that the run has left behind.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.replay.freshness import FreshnessWindow, Verdict
+from penstock.rundir.rollout_rows import newest_weight_step
+from penstock.types import Rollout, RolloutGroup, Ticket, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The outcome for one group.
+
+    Attributes:
+        trainable: Members that may be trained.
+        storable: Members with an identity and metadata, trainable or not.
+        rejected: What became of the other rollouts that were started for the ticket, by id.
+    """
+
+    trainable: tuple[Rollout, ...]
+    storable: tuple[Rollout, ...]
+    rejected: dict[str, Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspector:
+    """Judges groups as they arrive.
+
+    Attributes:
+        window: What is fresh.
+        survives: Whether a version's weights are those that the present lineage had at that step.
+    """
+
+    window: FreshnessWindow
+    survives: Callable[[WeightVersion], bool]
+
+    def inspect(
+        self, group: RolloutGroup, ticket: Ticket, expected: Sequence[str], current: int, now: float
+    ) -> Inspection:
+        """Judges a group.
+
+        Args:
+            group: As delivered.
+            ticket: What it was generated for.
+            expected: Ids of the rollouts that were started for the ticket.
+            current: The learner's version.
+            now: Unix seconds.
+        """
+        rejected = dict.fromkeys(expected, Verdict("invalid", "not among the rollouts that were delivered"))
+        storable: dict[str, Rollout] = {}
+        trainable: list[Rollout] = []
+        for rollout in group.rollouts:
+            rollout_id = rollout.rollout_id
+            if rollout_id not in rejected or rollout_id in storable:
+                continue  # no rollout of this ticket, or a second one under the same id
+            if rollout.metadata is None:
+                rejected[rollout_id] = Verdict("invalid", "it has no metadata")
+                continue
+            storable[rollout_id] = rollout
+            verdict = self._judge(rollout, ticket, current, now)
+            if verdict is None:
+                trainable.append(rollout)
+            else:
+                rejected[rollout_id] = verdict
+        for rollout in trainable:
+            del rejected[rollout.rollout_id]
+        return Inspection(tuple(trainable), tuple(storable.values()), rejected)
+
+    def _judge(self, rollout: Rollout, ticket: Ticket, current: int, now: float) -> Verdict | None:
+        metadata = rollout.metadata
+        assert metadata is not None
+        if rollout.lesson_id != ticket.lesson_id:
+            return Verdict("invalid", f"it is of lesson {rollout.lesson_id!r}, not {ticket.lesson_id!r}")
+        if rollout.sampled_tokens == 0:
+            return Verdict("invalid", "the policy sampled none of its tokens")
+        if rollout.finish_reason == "aborted":
+            return Verdict("invalid", "its generation was aborted")
+        verdict = self.window.judge(metadata, current, now)
+        if verdict is not None:
+            return verdict
+        newest = WeightVersion(metadata.lineage, newest_weight_step(rollout))
+        if not self.survives(newest):
+            return Verdict(
+                "rolled_back", f"its weights (lineage {newest.lineage}, step {newest.step}) are of a dead lineage"
+            )
+        return None

@@ -1,0 +1,153 @@
+"""The durable side of replay: sealed groups, training batches, starts and fates, as files of the run directory.
+
+A group is durable once the file that holds it has been renamed into place; files are never changed afterwards.
+One process writes; any other may read at any time. docs/formats.md describes the files.
+"""
+
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.replay.history import History, SealedRollout, StoredBatch
+from penstock.replay.ledger import Ledger
+from penstock.replay.lineages import Lineages
+from penstock.rundir import (
+    JsonLinesLog,
+    RunDirectory,
+    examples_from_table,
+    read_json_lines,
+    read_parquet,
+    records_from_table,
+    table_from_examples,
+    table_from_records,
+    write_parquet,
+)
+from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError, WeightVersion
+
+
+class ExperienceStore(Protocol):
+    """What the replay buffer needs of a store; implemented by `RolloutStore`."""
+
+    @property
+    def lineages(self) -> Lineages:
+        """The run's lives."""
+        ...
+
+    def seal(self, records: Sequence[RolloutRecord]) -> None:
+        """Makes whole groups durable."""
+        ...
+
+    def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
+        """Makes the batch of update `step` durable."""
+        ...
+
+    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
+        """Sealed rollouts: of some groups, or all."""
+        ...
+
+    def history(self) -> History:
+        """What the files say about every rollout."""
+        ...
+
+
+class RolloutStore:
+    """Files of one run.
+
+    Args:
+        directory: Of the run.
+        compression: Of the Parquet files.
+        clock: Stamps names and lines.
+    """
+
+    def __init__(self, directory: RunDirectory, compression: str = "zstd", clock: Clock = time.time) -> None:
+        self._directory = directory
+        self._compression = compression
+        self._clock = clock
+        self._logs: list[JsonLinesLog] = []
+        self.lineages = Lineages(directory.lineages_path)
+
+    def open_ledger(self, lineage: int = 0) -> Ledger:
+        """A ledger that writes ``tickets.jsonl`` and ``fates.jsonl``; close it with `close`."""
+        tickets = JsonLinesLog(self._directory.tickets_path)
+        fates = JsonLinesLog(self._directory.fates_path)
+        self._logs += [tickets, fates]
+        return Ledger(lineage, tickets, fates, self._clock)
+
+    def close(self) -> None:
+        """Flushes and closes the logs."""
+        while self._logs:
+            self._logs.pop().close()
+
+    def seal(self, records: Sequence[RolloutRecord]) -> None:
+        """Writes ``rollouts/part-<uuid>.parquet``; when this returns the rollouts are durable."""
+        path = self._directory.rollouts / f"part-{uuid.uuid4().hex}.parquet"
+        write_parquet(path, table_from_records(records), self._compression)
+
+    def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
+        """Writes ``batches/<batch_id>.parquet``."""
+        path = self._directory.batches / f"{batch_id}.parquet"
+        write_parquet(path, table_from_examples(examples, batch_id, step, lineage), self._compression)
+
+    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
+        """Sealed rollouts, file by file; of some groups, or all.
+
+        Raises:
+            SchemaVersionError: a newer Penstock wrote a file.
+        """
+        wanted = None if group_ids is None else set(group_ids)
+        records: list[RolloutRecord] = []
+        for path in self._parts():
+            if wanted is not None and wanted.isdisjoint(_strings(path, "group_id")):
+                continue
+            for record in records_from_table(read_parquet(path), path.stem):
+                if wanted is None or record.group_id in wanted:
+                    records.append(record)
+        return records
+
+    def read_batch(self, batch_id: str) -> list[RLExample]:
+        """The examples of one update."""
+        return examples_from_table(read_parquet(self._directory.batches / f"{batch_id}.parquet"))
+
+    def history(self) -> History:
+        """What the files say about every rollout; safe while the run goes on."""
+        return History(
+            started={
+                str(row["ticket_id"]): int(row["rollouts"])
+                for row in read_json_lines(self._directory.tickets_path)
+            },
+            sealed={sealed.rollout_id: sealed for path in self._parts() for sealed in _sealed(path)},
+            fates={
+                str(row["rollout_id"]): str(row["fate"])
+                for row in read_json_lines(self._directory.fates_path)
+            },
+            batches=[_stored_batch(path) for path in sorted(self._directory.batches.glob("*.parquet"))],
+        )
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._directory.rollouts.glob("*.parquet"))
+
+
+def _sealed(path: Path) -> list[SealedRollout]:
+    columns = ["rollout_id", "group_id", "lineage", "newest_weight_step"]
+    table = read_parquet(path, columns)
+    if table.column_names != columns:
+        return []  # the original form: no ids, so no ledger to rebuild from it
+    return [
+        SealedRollout(row["rollout_id"], row["group_id"], WeightVersion(row["lineage"], row["newest_weight_step"]))
+        for row in table.to_pylist()
+    ]
+
+
+def _stored_batch(path: Path) -> StoredBatch:
+    rows = read_parquet(path, ["lineage", "step", "rollout_ids"]).to_pylist()
+    if not rows:
+        raise RunDirectoryError(f"{path} holds no examples: it is not a batch of this run")
+    ids = tuple(rollout_id for row in rows for rollout_id in row["rollout_ids"])
+    return StoredBatch(path.stem, WeightVersion(rows[0]["lineage"], rows[0]["step"]), ids)
+
+
+def _strings(path: Path, column: str) -> list[str]:
+    table = read_parquet(path, [column])
+    return table.column(column).to_pylist() if column in table.column_names else []

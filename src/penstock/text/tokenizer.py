@@ -1,0 +1,149 @@
+"""The policy's tokenizer: a Hugging Face fast tokenizer with its chat template, read from a directory.
+
+Nothing is added behind the caller's back: `encode` adds no special tokens, `decode` does not tidy spaces, and a chat
+template that fails is an error, never a reason to fall back to another format. Encoding and decoding are safe from
+several threads (they go to the Rust tokenizer directly; transformers' own methods set its truncation at every call,
+which fails when two threads meet). Not covered: slow (pure Python) tokenizers, and downloads.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.types import ConfigError, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PACKAGED = "penstock"
+"""The name of the small tokenizer that ships with the recipes."""
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+
+
+class Tokenizer:
+    """Implements `penstock.types.TextCodec`. Made by `load`."""
+
+    def __init__(self, fast: "PreTrainedTokenizerFast", source: str, extra_stop_ids: Sequence[int] = ()) -> None:
+        if fast.eos_token_id is None:
+            raise ConfigError(f"tokenizer {source}: it has no eos_token, so no answer could end: add one to its config")
+        self._fast = fast
+        self._backend = fast.backend_tokenizer
+        self._source = source
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self._vocab_size = max(vocabulary.values()) + 1
+        turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
+        self._stop_token_ids = tuple(dict.fromkeys([fast.eos_token_id, *turn_ends, *extra_stop_ids]))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Reads a tokenizer directory (``tokenizer.json`` and its config).
+
+        Args:
+            path: The directory; "penstock" means the one that ships with the recipes.
+
+        Raises:
+            ConfigError: the directory is missing, has no ``tokenizer.json``, or cannot be read as a tokenizer.
+        """
+        packaged = str(path) == PACKAGED
+        directory = Path(str(files("penstock") / "recipes" / "tokenizer")) if packaged else Path(path)
+        if not (directory / "tokenizer.json").is_file():
+            reason = "it has no tokenizer.json" if directory.is_dir() else "there is no such directory"
+            raise ConfigError(
+                f"tokenizer {str(path)!r}: {reason}: give a directory with a fast tokenizer, or {PACKAGED!r}"
+            )
+        return cls(_load_fast(directory), str(path), _generation_stop_ids(directory))
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the tokenizer in the form that `load` and transformers read."""
+        self._fast.save_pretrained(str(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """One past the largest token id, special ones included."""
+        return self._vocab_size
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._stop_token_ids[0]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills rows; the end of text where the tokenizer names none."""
+        pad = self._fast.pad_token_id
+        return self.eos_token_id if pad is None else int(pad)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: end of text first, then known ends of a turn and the checkpoint's own."""
+        return self._stop_token_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render` takes messages."""
+        return self._fast.chat_template is not None
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n], without special tokens added; special tokens written in the text are recognised."""
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of tokens; ids that the tokenizer does not have are silent, broken UTF-8 becomes U+FFFD."""
+        return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
+
+    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer.
+
+        Raises:
+            ConfigError: there is no chat template, or it refuses these messages.
+        """
+        return self.encode(prompt if isinstance(prompt, str) else self._render_messages(prompt))
+
+    def _render_messages(self, messages: Sequence[Message]) -> str:
+        if not self.has_chat_template:
+            raise ConfigError(
+                f"tokenizer {self._source!r} has no chat template but the prompt is a list of messages: "
+                "set the environment's `template: plain`, or use a tokenizer with a chat template"
+            )
+        # A template is a program of the checkpoint's author: whatever it raises means that it refuses the messages.
+        try:
+            text = self._fast.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"tokenizer {self._source!r}: the chat template refused the messages ({error}): "
+                "give it messages it knows, or set the environment's `template: plain`"
+            ) from error
+        return str(text)
+
+
+def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":
+    # Torch is no dependency, so transformers' advice at import that it is missing is no news to anybody.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    # The Rust tokenizer reports a broken file as a bare Exception; there is nothing narrower to catch.
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:
+        raise ConfigError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
+
+
+def _generation_stop_ids(directory: Path) -> list[int]:
+    """The end-of-text ids of the checkpoint's ``generation_config.json``, where there is one."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    ids = config.get("eos_token_id") if isinstance(config, dict) else None
+    return [int(token) for token in (ids if isinstance(ids, list) else [ids] if ids is not None else [])]

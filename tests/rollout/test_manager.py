@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from penstock.environments import Environment
+from penstock.rollout import RolloutManager
+from penstock.types import EnvironmentFailure, PenstockError, RolloutMetadata, WeightVersion
+
+
+class OneMethodEnvironment(Environment):
+    """An environment that does what its test says."""
+
+    def __init__(self, behave) -> None:
+        super().__init__("custom")
+        self.behave = behave
+        self.closed = False
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        return self.behave()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def managing(manager: RolloutManager, environment: Environment, **changes) -> RolloutManager:
+    return RolloutManager(manager.curriculum, manager.context, seed=1, environments={"cats": environment}, **changes)
+
+
+def test_rollouts_are_stamped_with_what_environments_must_not_know(manager: RolloutManager):
+    batch, _ = manager.sample_batch("cats", 2, 3, "train", rng=5, weight_step=9, worker_id="w0")
+    assert [group.group_id for group in batch.groups] == ["train-cats-5-0", "train-cats-5-1"]
+    stamped = batch.groups[1].rollouts[2]
+    assert stamped.rollout_id == "train-cats-5-1/2"
+    assert stamped.lesson_id == "cats"
+    # the engine's version, 4, wins over the 9 that the caller passed
+    assert stamped.metadata == RolloutMetadata("w0", 99.0, weight_step=4, lineage=2)
+    assert batch.metadata.weight_step == 4
+
+
+def test_the_callers_group_ids_are_used_and_seeds_select_examples(manager: RolloutManager):
+    first, _ = manager.sample_batch("cats", 1, 2, rng=5, group_ids=["cats-0-17"])
+    again, _ = manager.sample_batch("cats", 1, 2, rng=5, group_ids=["cats-0-17"])
+    assert first.groups[0].rollouts[1].rollout_id == "cats-0-17/1"
+    assert first.groups[0].key == again.groups[0].key
+    keys = {manager.sample_batch("cats", 1, 1, rng=seed)[0].groups[0].key for seed in range(12)}
+    assert len(keys) > 3
+
+
+def test_an_empty_batch_is_a_defined_result(manager: RolloutManager):
+    empty = managing(manager, OneMethodEnvironment(lambda: ([], {"problems_left": 0.0})))
+    batch, metrics = empty.sample_batch("cats", 1, 3)
+    assert (batch.groups, batch.metadata, metrics) == ((), None, {"problems_left": 0.0})
+    stats, _ = empty.evaluate_lesson("cats")
+    assert (stats.rollouts, stats.reward_mean) == (0, 0.0)
+
+
+def test_an_environment_that_raises_is_a_failed_group_with_its_name(manager: RolloutManager):
+    def behave():
+        raise KeyError("answer")
+
+    failing = managing(manager, OneMethodEnvironment(behave))
+    with pytest.raises(EnvironmentFailure, match=r"CatsEnvironment of lesson 'cats' raised KeyError: 'answer'"):
+        failing.sample_batch("cats", 1, 3)
+
+
+def test_the_wrong_number_of_groups_is_refused(manager: RolloutManager):
+    group = manager.sample_batch("cats", 1, 2)[0].groups[0]
+    doubling = managing(manager, OneMethodEnvironment(lambda: ([group, group], {})))
+    with pytest.raises(EnvironmentFailure, match="returned 2 groups where 1 were asked for"):
+        doubling.sample_batch("cats", 1, 2, group_ids=["cats-0-0"])
+
+
+def test_only_a_full_evaluation_updates_the_curriculum(manager: RolloutManager):
+    stats, batch = manager.evaluate_lesson("cats", eval_type="micro_eval", step=3)
+    assert len(batch.groups) == manager.curriculum.config.micro_eval_n_examples
+    assert manager.curriculum.progress("cats").evaluation is None
+    stats, batch = manager.evaluate_lesson("cats", eval_type="eval", step=3)
+    assert len(batch.groups) == 5
+    assert manager.curriculum.progress("cats").evaluation == pytest.approx(stats.success_rate)
+
+
+def test_every_evaluation_asks_the_same_held_out_prompts(manager: RolloutManager):
+    keys = [[group.key for group in manager.evaluate_lesson("cats")[1].groups] for _ in range(2)]
+    trained = {manager.sample_batch("cats", 1, 1, rng=seed)[0].groups[0].key for seed in range(200)}
+    assert keys[0] == keys[1]
+    assert not trained & set(keys[0])
+
+
+def test_evaluate_curriculum_has_every_lesson(manager: RolloutManager):
+    results = manager.evaluate_curriculum("micro_eval")
+    assert list(results) == ["cats"]
+    stats, batch = results["cats"]
+    assert stats.groups == len(batch.groups) == 4
+
+
+def test_training_groups_move_the_smoothed_success(manager: RolloutManager):
+    group = manager.sample_batch("cats", 1, 3)[0].groups[0]
+    manager.update_training_stats(group)
+    expected = np.mean([reward >= 0.5 for reward in group.rewards])
+    assert manager.curriculum.progress("cats").success == pytest.approx(expected)
+
+
+def test_weights_reach_the_engine_or_are_refused(manager: RolloutManager):
+    seen = []
+    served = managing(manager, OneMethodEnvironment(lambda: ([], {})), set_weights=lambda v, a: seen.append((v, a)))
+    served.update_model(WeightVersion(0, 1), {"a": 1})
+    assert seen == [(WeightVersion(0, 1), {"a": 1})]
+    with pytest.raises(PenstockError, match="fixed weights"):
+        manager.update_model(WeightVersion(0, 1), {})
+
+
+def test_shutdown_closes_environments_and_its_own_engine(manager: RolloutManager):
+    environment, stopped = OneMethodEnvironment(lambda: ([], {})), []
+    owning = managing(manager, environment, stop_engine=lambda: stopped.append(True))
+    owning.shutdown()
+    assert environment.closed
+    assert stopped == [True]
