@@ -20,9 +20,7 @@ PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<calc>", "</calc>", "<result>", "</result>")
 ANIMALS = "cat dog cow pig fox owl"
 ROLES = "system user assistant tool"
-SENTENCE_STARTS = (
-    "Who What Which Name Say The My Here Look We Tell Call Draw Quick Please Now Well So Compute Add"
-)
+SENTENCE_STARTS = "Who What Which Name Say The My Here Look We Tell Call Draw Quick Please Now Well So Compute Add"
 AFTER_A_SPACE = (
     "hen ant bee bat "
     "a an the is it of on in and me my see say says pet has here all day please name "

@@ -1,1 +1,63 @@
-"""Penstock."""
+"""Penstock: asynchronous reinforcement learning for language models and simulator agents.
+
+``import penstock`` is cheap: everything is loaded at its first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.batch import BatchMaker, DeadlineBatchMaker
+    from penstock.curriculum import Curriculum
+    from penstock.environments import Environment, JsonlEnvironment, SingleTurnEnvironment
+    from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
+    from penstock.learner import Learner
+    from penstock.model.language import Decoder
+    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, load_config, train
+    from penstock.replay import ReplayBuffer, TicketIssuer
+    from penstock.rollout import RolloutManager, RolloutWorker
+    from penstock.text import Tokenizer
+    from penstock.weights import InProcessBroadcaster
+
+_EXPORTS = {
+    "BatchMaker": "batch",
+    "Curriculum": "curriculum",
+    "DeadlineBatchMaker": "batch",
+    "Decoder": "model.language",
+    "EngineContext": "inference",
+    "Environment": "environments",
+    "EvaluationReport": "overseer",
+    "InProcessBroadcaster": "weights",
+    "InferenceEngine": "inference",
+    "JsonlEnvironment": "environments",
+    "Learner": "learner",
+    "ReplayBuffer": "replay",
+    "RolloutManager": "rollout",
+    "RolloutWorker": "rollout",
+    "RunConfig": "overseer",
+    "RunSummary": "overseer",
+    "ScriptedContext": "inference",
+    "SingleTurnEnvironment": "environments",
+    "TicketIssuer": "replay",
+    "Tokenizer": "text",
+    "evaluate": "overseer",
+    "load_config": "overseer",
+    "train": "overseer",
+}
+
+__all__ = [
+    "BatchMaker", "Curriculum", "DeadlineBatchMaker", "Decoder", "EngineContext", "Environment",
+    "EvaluationReport", "InProcessBroadcaster", "InferenceEngine", "JsonlEnvironment", "Learner",
+    "ReplayBuffer", "RolloutManager", "RolloutWorker", "RunConfig", "RunSummary", "ScriptedContext",
+    "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "load_config", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,12 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from penstock.overseer import RunConfig
 
 _LONGEST_MESSAGE = 600
 
@@ -102,14 +99,14 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view, only the summary.")] = False,
 ) -> int:
     """Train a policy."""
-    from penstock.overseer.config_loading import split_words
+    from penstock.overseer.config_loading import load_config, split_words
 
     names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
     if resume:
         source, directory = _resumed(names, run_dir)
     else:
         source, directory = _only(names, "the recipe", "penstock train cats steps=50"), run_dir
-    config = _load_config(source, changes)
+    config = load_config(source, changes)
     if dry_run:
         from penstock.overseer.plan import describe_plan
 
@@ -144,9 +141,9 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Evaluate a checkpoint on held-out prompts: mean reward and pass@k, with 95% intervals."""
-    config = _load_config(recipe or _recorded_config(checkpoint), overrides or [])
-    from penstock.overseer import evaluate
+    from penstock.overseer import evaluate, load_config
 
+    config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
     report = evaluate(checkpoint, config, lesson, n, generations, path)
@@ -175,10 +172,12 @@ def serve(
     """Serve a checkpoint by an OpenAI-compatible API."""
     from penstock.inference.config import ServeConfig
     from penstock.overseer.config_loading import apply_overrides, build_config
-    from penstock.overseer.serving import read_token, serve_checkpoint
 
-    settings: dict[str, Any] = {"host": host, "port": port, "token": read_token(token_file), "model_name": name}
-    serve_checkpoint(checkpoint, build_config(ServeConfig, apply_overrides(settings, overrides or [])))
+    settings: dict[str, Any] = {"host": host, "port": port, "token": _token(token_file), "model_name": name}
+    config = build_config(ServeConfig, apply_overrides(settings, overrides or []))
+    from penstock.inference import serve
+
+    serve(str(checkpoint), config)
     return 0
 
 
@@ -204,13 +203,6 @@ def doctor() -> int:
     checks = examine()
     print_checks(checks, Console())
     return int(any(check.status == "fail" for check in checks))
-
-
-def _load_config(recipe: str, overrides: Sequence[str]) -> "RunConfig":
-    from penstock.overseer.config import RunConfig
-    from penstock.overseer.config_loading import apply_overrides, build_config, load_recipe
-
-    return build_config(RunConfig, apply_overrides(load_recipe(recipe), overrides), source=recipe)
 
 
 def _only(names: Sequence[str], what: str, example: str) -> str:
@@ -240,6 +232,18 @@ def _recorded_config(checkpoint: Path) -> str:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return str(folder.parent / "config.yaml")
     raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
+
+
+def _token(path: Path | None) -> str | None:
+    """The server's token; never taken from the command line, which every user of the machine can read."""
+    if path is None:
+        return os.environ.get("PENSTOCK_TOKEN")
+    try:
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        from penstock.types import ConfigError
+
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
 
 
 def _explained(error: Exception) -> tuple[str, int]:

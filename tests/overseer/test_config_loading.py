@@ -34,6 +34,7 @@ class Lesson(Section):
 
 class Run(Section):
     total_steps: int = 10
+    password: str | None = Field(default=None, min_length=8, repr=False)
     asynchronous: bool = Field(default=True, alias="async")
     learner: Learner = Learner()
     lessons: dict[str, Lesson] = {}
@@ -97,7 +98,7 @@ def refused(values: dict[str, object]) -> str:
             {"lessons": {"easy": {"lesson_id": "easy", "weight": [1]}}},
             "lessons.easy.weight is [1]: it must be a whole number or text",
         ),
-        ({"total_steps": 13}, "the config: total_steps is 13: choose another number"),
+        ({"total_steps": 13}, "total_steps is 13: choose another number"),
         (
             {"total_steps": "x", "learner": {"row_length": "y"}},
             "total_steps is 'x': it must be a whole number (and 1 more: learner.row_length)",
@@ -125,6 +126,10 @@ def test_the_source_stands_before_the_message():
 
 def test_a_long_value_is_cut():
     assert len(refused({"total_steps": "x" * 5000})) < 200
+
+
+def test_a_secret_is_not_printed():
+    assert refused({"password": "abc"}) == "password is (hidden): it must be text of at least 8 characters"
 
 
 def test_a_valid_config_is_built():

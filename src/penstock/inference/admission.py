@@ -71,11 +71,12 @@ def plan_admission(assigned: Sequence[tuple[int, Response]], prefixes: PrefixInd
     fork = np.arange(config.max_slots, dtype=np.int32)
     fresh: dict[bytes, list[int]] = defaultdict(list)
     prompts: dict[bytes, np.ndarray] = {}
-    for slot, response in assigned:
+    cached = [(slot, response) for slot, response in assigned if len(response.prompt) > 1]
+    for slot, response in cached:
         donor = prefixes.find(response.prompt)
         if donor is not None:
             fork[slot] = donor
-        elif len(response.prompt) > 1:
+        else:
             fresh[response.prompt.tobytes()].append(slot)
             prompts[response.prompt.tobytes()] = response.prompt
     for slot, response in assigned:

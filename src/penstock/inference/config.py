@@ -5,7 +5,6 @@ its programs once. Not covered: what to sample, which each request says for itse
 """
 
 import ipaddress
-from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,7 +45,7 @@ class EngineConfig(BaseModel):
     request_timeout_s: float = Field(default=600.0, gt=0)
 
     @model_validator(mode="after")
-    def _ascending(self) -> Self:
+    def _ascending(self) -> "EngineConfig":
         for name, lengths in (("prefill_lengths", self.prefill_lengths), ("windows", self.windows)):
             if lengths is None:
                 continue
@@ -111,7 +110,7 @@ class ServeConfig(BaseModel):
     engine: EngineConfig = EngineConfig(max_slots=16, max_seq_len=1024)
 
     @model_validator(mode="after")
-    def _guarded(self) -> Self:
+    def _guarded(self) -> "ServeConfig":
         if self.token is None and not is_loopback(self.host):
             raise ValueError(f"host {self.host!r} can be reached from other machines: set token, or use host 127.0.0.1")
         return self

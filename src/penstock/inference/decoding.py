@@ -16,9 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.inference.cache import KVCache, append
+from penstock.inference.rows import Emitted, Rows
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.language import Decoder, Layer, grouped_attention, rotary_tables
 
@@ -37,52 +38,15 @@ class ServedWeights(eqx.Module):
     @classmethod
     def of(cls, decoder: Decoder) -> "ServedWeights":
         """Unstacks the layers, once per weight version."""
-        without_layers = jax.tree.map(lambda array: array[:0], decoder.layers)
-        ends = eqx.tree_at(lambda d: d.layers, decoder, without_layers)
-        return cls(ends, _unstack(decoder.layers, decoder.config.num_hidden_layers))
+        layers, none = _unstack(decoder.layers, decoder.config.num_hidden_layers)
+        return cls(eqx.tree_at(lambda d: d.layers, decoder, none), layers)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _unstack(layers: Layer, depth: int) -> tuple[Layer, ...]:
-    return tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(depth))
-
-
-class Rows(NamedTuple):
-    """State of every slot between two dispatches, and what its request asks for.
-
-    Attributes:
-        tokens: The newest token: sampled or the prompt's last, not yet in the cache.
-        positions: Its position, which is how many tokens the cache holds.
-        budget: How many tokens may still be sampled; 0 for a slot that is not live.
-        seeds: The sample's seed in two words.
-        temperature: See `sampling.sample`.
-        top_k: Likewise.
-        top_p: Likewise.
-        stop_token_ids: Padded with −1.
-    """
-
-    tokens: Int32[Array, " slots"]
-    positions: Int32[Array, " slots"]
-    budget: Int32[Array, " slots"]
-    seeds: UInt32[Array, "slots 2"]
-    temperature: Float32[Array, " slots"]
-    top_k: Int32[Array, " slots"]
-    top_p: Float32[Array, " slots"]
-    stop_token_ids: Int32[Array, "slots stops"]
-
-
-class Emitted(NamedTuple):
-    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
-
-    Attributes:
-        tokens: By step, then slot.
-        logprobs: Of those tokens, before truncation.
-        count: How many tokens the slot sampled before it stopped or the dispatch ended.
-    """
-
-    tokens: Int32[Array, "steps slots"]
-    logprobs: Float32[Array, "steps slots"]
-    count: Int32[Array, " slots"]
+def _unstack(stacked: Layer, depth: int) -> tuple[tuple[Layer, ...], Layer]:
+    """The layers one by one, and a stack of none."""
+    layers = tuple(jax.tree.map(operator.itemgetter(i), stacked) for i in range(depth))
+    return layers, jax.tree.map(lambda array: array[:0], stacked)
 
 
 class _Progress(NamedTuple):

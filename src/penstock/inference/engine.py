@@ -181,15 +181,20 @@ class InferenceEngine:
 
     def _run(self) -> None:
         try:
-            self._runner.warm_up(self._slots.rows)
-            with self._changed:
-                self._ready = True
-                self._changed.notify_all()
+            self._warm_up()
             while self._wait_for_work():
                 self._turn()
             self._abort()
         except BaseException as error:  # whatever it was, those who wait must learn of it
             self._fail(error)
+
+    def _warm_up(self) -> None:
+        for _ in self._runner.warm_up(self._slots.rows):
+            if self._stopping:
+                return
+        with self._changed:
+            self._ready = True
+            self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; False when the engine is to stop."""
@@ -259,13 +264,13 @@ class InferenceEngine:
 
     def _decode(self) -> None:
         started = time.monotonic()
-        emitted = self._runner.decode(self._slots.rows)
-        ended = self._slots.advance(emitted, self._served)
+        sampled = self._runner.decode(self._slots.rows)
+        ended = self._slots.advance(sampled, self._served)
         for slot, response in ended:
             self._slots.release(slot)
             response.finish(self._tokenizer, self._served)
         self._meter.add(responses=len(ended))
-        self._meter.add_dispatch(started, int(emitted.count.sum()))
+        self._meter.add_dispatch(started, int(sampled.count.sum()))
 
     def _gauge(self) -> None:
         with self._changed:

@@ -4,6 +4,8 @@
 What runs when is decided elsewhere (`penstock.inference.engine`).
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from jaxtyping import Int32
 
 from penstock.inference import cache as kv
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import Emitted, Rows, ServedWeights, decode, prefill
+from penstock.inference.decoding import ServedWeights, decode, prefill
+from penstock.inference.rows import HostRows, Sampled, to_device, to_host
 from penstock.model.language import Decoder
 
 # Compiled once per shape and shared by every engine of the process. Only the cache is donated, never weights.
@@ -60,26 +63,30 @@ class ModelRunner:
         """Copies the cache of slot ``source[s]`` into slot s."""
         self._cache = _fork(self._cache, jnp.asarray(source))
 
-    def decode(self, rows: Rows) -> Emitted:
-        """Runs one dispatch and waits for it; the result is in host memory."""
-        device_rows = Rows(*(jnp.asarray(array) for array in rows))
-        self._cache, emitted = _decode(self._weights, self._cache, device_rows, steps=self._config.steps_per_dispatch)
-        return Emitted(*(np.asarray(array) for array in emitted))
+    def decode(self, rows: HostRows) -> Sampled:
+        """Runs one dispatch and waits for it."""
+        steps = self._config.steps_per_dispatch
+        self._cache, emitted = _decode(self._weights, self._cache, to_device(rows), steps=steps)
+        return to_host(emitted)
 
-    def warm_up(self, idle_rows: Rows) -> None:
+    def warm_up(self, idle_rows: HostRows) -> Iterator[None]:
         """Compiles and runs every program in every shape, with slots that are not live.
 
         Args:
             idle_rows: Rows with no budget.
+
+        Yields:
+            After each program, so that whoever waits for an end need not wait for all of them.
         """
         config, slots = self._config, self._config.max_slots
         nowhere = np.full(slots, -1, np.int32)
         for window in self._windows:
             self.resize(window)
             self.decode(idle_rows)
+            yield
             self.fork(np.arange(slots, dtype=np.int32))
-            for length in config.prefill_buckets:
-                if length <= window:
-                    self.prefill(np.zeros((config.rows_of(length), length), np.int32), nowhere)
+            for length in (length for length in config.prefill_buckets if length <= window):
+                self.prefill(np.zeros((config.rows_of(length), length), np.int32), nowhere)
+                yield
         self.resize(self._windows[0])
         jax.block_until_ready(self._cache)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.inference.decoding import Emitted, Rows
 from penstock.inference.responses import Response
+from penstock.inference.rows import HostRows, Sampled
 from penstock.types import WeightVersion
 
 WORD_BITS = 32
@@ -28,19 +28,19 @@ class SlotTable:
         self._vocab_size = vocab_size
         self._responses: list[Response | None] = [None] * slots
         self._free = list(range(slots))
-        self._rows = Rows(
-            tokens=np.zeros(slots, np.int32),
-            positions=np.zeros(slots, np.int32),
-            budget=np.zeros(slots, np.int32),
-            seeds=np.zeros((slots, 2), np.uint32),
-            temperature=np.ones(slots, np.float32),
-            top_k=np.full(slots, vocab_size, np.int32),
-            top_p=np.ones(slots, np.float32),
-            stop_token_ids=np.full((slots, max_stop_token_ids), -1, np.int32),
-        )
+        self._rows = {
+            "tokens": np.zeros(slots, np.int32),
+            "positions": np.zeros(slots, np.int32),
+            "budget": np.zeros(slots, np.int32),
+            "seeds": np.zeros((slots, 2), np.uint32),
+            "temperature": np.ones(slots, np.float32),
+            "top_k": np.full(slots, vocab_size, np.int32),
+            "top_p": np.ones(slots, np.float32),
+            "stop_token_ids": np.full((slots, max_stop_token_ids), -1, np.int32),
+        }
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> HostRows:
         """What the device reads. The arrays are reused: a dispatch must have ended before they change."""
         return self._rows
 
@@ -57,12 +57,12 @@ class SlotTable:
     @property
     def cached_tokens(self) -> int:
         """Positions of the cache that running responses use."""
-        return int(self._rows.positions[self._rows.budget > 0].sum())
+        return int(self._rows["positions"][self._rows["budget"] > 0].sum())
 
     def reach(self, steps: int) -> int:
         """Positions that the cache must have so that every running response can take so many steps."""
         rows = self._rows
-        return int(np.max((rows.positions + np.minimum(rows.budget, steps))[rows.budget > 0], initial=0))
+        return int(np.max((rows["positions"] + np.minimum(rows["budget"], steps))[rows["budget"] > 0], initial=0))
 
     def occupied(self) -> Iterator[tuple[int, Response]]:
         """Running responses by ascending slot; the table may be changed meanwhile."""
@@ -75,37 +75,37 @@ class SlotTable:
         slot = heapq.heappop(self._free)
         self._responses[slot] = response
         rows, decoding = self._rows, response.pending.request.decoding
-        rows.tokens[slot] = response.prompt[-1]
-        rows.positions[slot] = len(response.prompt) - 1
-        rows.budget[slot] = response.room
-        rows.seeds[slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
-        rows.temperature[slot] = decoding.temperature
-        rows.top_k[slot] = self._vocab_size if decoding.top_k is None else min(decoding.top_k, self._vocab_size)
-        rows.top_p[slot] = 1.0 if decoding.top_p is None else decoding.top_p
+        rows["tokens"][slot] = response.prompt[-1]
+        rows["positions"][slot] = len(response.prompt) - 1
+        rows["budget"][slot] = response.room
+        rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
+        rows["temperature"][slot] = decoding.temperature
+        rows["top_k"][slot] = self._vocab_size if decoding.top_k is None else min(decoding.top_k, self._vocab_size)
+        rows["top_p"][slot] = 1.0 if decoding.top_p is None else decoding.top_p
         stops = response.pending.stop_token_ids
-        rows.stop_token_ids[slot] = -1
-        rows.stop_token_ids[slot, : len(stops)] = stops
+        rows["stop_token_ids"][slot] = -1
+        rows["stop_token_ids"][slot, : len(stops)] = stops
         return slot
 
     def release(self, slot: int) -> None:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
-        self._rows.budget[slot] = 0
-        self._rows.temperature[slot] = 1.0
-        self._rows.top_k[slot] = self._vocab_size
-        self._rows.top_p[slot] = 1.0
+        self._rows["budget"][slot] = 0
+        self._rows["temperature"][slot] = 1.0
+        self._rows["top_k"][slot] = self._vocab_size
+        self._rows["top_p"][slot] = 1.0
         heapq.heappush(self._free, slot)
 
-    def advance(self, emitted: Emitted, version: WeightVersion) -> list[tuple[int, Response]]:
+    def advance(self, sampled: Sampled, version: WeightVersion) -> list[tuple[int, Response]]:
         """Gives each response its new tokens; returns those that ended, still in their slots."""
         ended: list[tuple[int, Response]] = []
         for slot, response in self.occupied():
-            count = int(emitted.count[slot])
-            tokens = np.asarray(emitted.tokens)[:count, slot].tolist()
-            response.extend(tokens, np.asarray(emitted.logprobs)[:count, slot].tolist(), version)
-            self._rows.tokens[slot] = tokens[-1]
-            self._rows.positions[slot] += count
-            self._rows.budget[slot] = response.room
+            count = int(sampled.count[slot])
+            tokens = sampled.tokens[:count, slot].tolist()
+            response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
+            self._rows["tokens"][slot] = tokens[-1]
+            self._rows["positions"][slot] += count
+            self._rows["budget"][slot] = response.room
             if response.finish_reason is not None:
                 ended.append((slot, response))
         return ended

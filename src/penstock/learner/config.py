@@ -5,7 +5,7 @@ config loads as itself. What is not implemented has no field: KL to a reference,
 sequence-level ratios are refused as unknown keys.
 """
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -47,7 +47,7 @@ class CorrectionConfig(_Frozen):
     high: float = Field(default=5.0, gt=0)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _ordered(self) -> "CorrectionConfig":
         if self.low >= self.high:
             raise ValueError(f"low ({self.low}) must be less than high ({self.high})")
         return self

@@ -8,12 +8,16 @@ the other components are stopped, with the tickets that were outstanding then.
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from penstock.environments import Environment
+from penstock.learner import save_checkpoint
+from penstock.learner.config import WarmStartConfig
+from penstock.model.language import named_arrays
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
-from penstock.overseer.local import Components, wire
+from penstock.overseer.local import Components, Start, wire
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
@@ -32,10 +36,8 @@ class Conductor:
         directory: Where it is written.
         crew: Starts the components' threads.
         log: The run's single writer.
-        policy: The model as initialised or loaded, and its tokenizer.
+        start: The policy, or the checkpoint to resume from.
         environments: By lesson.
-        checkpoint: Directory of the checkpoint to resume from; None starts anew.
-        lineage: Number of this life of the run.
     """
 
     def __init__(
@@ -44,21 +46,17 @@ class Conductor:
         directory: RunDirectory,
         crew: Crew,
         log: RunLog,
-        policy: tuple[Decoder, Tokenizer],
+        start: Start,
         environments: dict[str, Environment],
-        checkpoint: Path | None = None,
-        lineage: int = 0,
     ) -> None:
-        self.lineage = lineage
         self.results: dict[str, Results] = {}
         self.training_s = 0.0
+        self.start = start
         self._config = config
         self._directory = directory
         self._crew = crew
         self._log = log
-        self._policy = policy
         self._environments = environments
-        self._checkpoint = checkpoint
         self._stopping = threading.Event()
         self._parts: Components | None = None
         self._warm_steps = 0
@@ -95,6 +93,11 @@ class Conductor:
         return self._parts.learner.step if self._parts is not None else 0
 
     @property
+    def lessons(self) -> dict[str, str]:
+        """Each lesson's status in words."""
+        return self._parts.curriculum.describe() if self._parts is not None else {}
+
+    @property
     def complete(self) -> bool:
         """Whether the last step was reached."""
         return self._parts is not None and self.step >= self._config.steps
@@ -108,26 +111,19 @@ class Conductor:
         self._log.event("phase", phase=words)
 
     def _load(self) -> Components:
-        self._phase("loading the model")
-        self._parts = parts = wire(
-            self._config,
-            self._directory,
-            self._log,
-            self._policy,
-            self._environments,
-            self.lineage,
-            self._on_step,
-            self._save,
+        self._phase("loading")
+        self._parts = wire(
+            self._config, self._directory, self._log, self.start, self._environments, self._on_step, self._save
         )
-        if self._checkpoint is not None:
-            self._resume(parts, self._checkpoint)
-        return parts
+        if self.start.checkpoint is not None:
+            self.results = _read_results(self.start.checkpoint.states["run"]["results"])
+        return self._parts
 
     def _prepare(self, parts: Components) -> None:
         self._phase("compiling the engine")
         parts.engine.start()
         parts.engine.wait_until_ready(self._config.overseer.no_progress_s)
-        if self._checkpoint is None:
+        if self.start.checkpoint is None:
             self._phase("evaluating the untrained policy")
             self.results["untrained"] = self.results["before"] = self._evaluate(parts, "untrained")
             if self._config.learner.warm_start is not None:
@@ -156,7 +152,7 @@ class Conductor:
         self._log.event("parity", largest_difference=worst, limit=limit)
 
     def _train(self, parts: Components) -> None:
-        if self._checkpoint is None:
+        if self.start.checkpoint is None:
             self._save(parts.learner.step)
         self._phase("training")
         started = time.monotonic()
@@ -185,7 +181,8 @@ class Conductor:
     # --- what others are told ------------------------------------------------------------------------------------
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        parts, progress = self._require_parts(), self._log.progress
+        parts, progress = self._parts, self._log.progress
+        assert parts is not None  # the loop that calls this is one of them
         self._log.step = step
         rollout_metrics = self._log.take_rollout_metrics()
         values = {
@@ -193,7 +190,6 @@ class Conductor:
             **rollout_metrics,
             **parts.engine.stats(),
             **parts.curriculum.metrics(),
-            **{f"replay/ledger/{state}": float(count) for state, count in parts.ledger.snapshot().items()},
         }
         self._log.metrics(step, values)
         progress.step = step
@@ -202,9 +198,11 @@ class Conductor:
         progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
 
     def _save(self, step: int) -> None:
-        parts = self._require_parts()
-        states = {name: part.state() for name, part in parts.checkpointables.items()}
-        states["run"] = {"lineage": self.lineage, "results": _plain(self.results)}
+        parts = self._parts
+        assert parts is not None
+        with parts.buffer.boundary():
+            states = {name: part.state() for name, part in parts.checkpointables.items()}
+        states["run"] = {"lineage": self.start.lineage, "results": _write_results(self.results)}
         path = save_checkpoint(
             self._directory.checkpoints,
             step,
@@ -246,7 +244,7 @@ class Conductor:
             "phase": self._log.progress.phase,
             "step": self.step,
             "steps": self._config.steps,
-            "lineage": self.lineage,
+            "lineage": self.start.lineage,
         }
         if self._parts is not None:
             status |= {
@@ -261,3 +259,14 @@ class Conductor:
                 },
             }
         return status
+
+
+def _write_results(results: Mapping[str, Results]) -> dict[str, dict[str, Any]]:
+    return {when: {k: asdict(stats) for k, stats in by_lesson.items()} for when, by_lesson in results.items()}
+
+
+def _read_results(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Results]:
+    return {
+        when: {k: RolloutBatchStats(**{**v, "rewards": tuple(v["rewards"])}) for k, v in by_lesson.items()}
+        for when, by_lesson in state.items()
+    }

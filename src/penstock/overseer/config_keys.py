@@ -9,16 +9,22 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 _MOST_DEPTH = 8
 
 
 def keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """The keys that are valid in the section at `path`; empty where any key is, or none."""
-    candidates = [model]
-    for key in path:
-        candidates = [below for section in candidates for below in _below(section, key)]
-    return sorted({name for section in candidates for name in _fields(section)})
+    return sorted({name for section in _at(model, path) for name in _fields(section)})
+
+
+def is_secret(model: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Whether the model keeps the value at `path` out of its own printed form (``repr=False``)."""
+    if not path:
+        return False
+    fields = [field for section in _at(model, path[:-1]) for field in _fields(section).items()]
+    return any(not field.repr for name, field in fields if name == path[-1])
 
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
@@ -34,16 +40,24 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
     return elsewhere[0] if len(elsewhere) == 1 else None
 
 
-def _fields(section: Any) -> dict[str, Any]:
+def _at(model: type[BaseModel], path: Sequence[str | int]) -> list[Any]:
+    """The models and containers that the section at `path` may be."""
+    candidates: list[Any] = [model]
+    for key in path:
+        candidates = [below for section in candidates for below in _below(section, key)]
+    return candidates
+
+
+def _fields(section: Any) -> dict[str, FieldInfo]:
     if isinstance(section, type) and issubclass(section, BaseModel):
-        return {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+        return {field.alias or name: field for name, field in section.model_fields.items()}
     return {}
 
 
 def _below(section: Any, key: str | int) -> list[Any]:
     fields = _fields(section)
     if fields:
-        return _sections(fields[str(key)]) if str(key) in fields else []
+        return _sections(fields[str(key)].annotation) if str(key) in fields else []
     return [below for argument in get_args(section)[-1:] for below in _sections(argument)]
 
 
@@ -59,8 +73,8 @@ def _sections(annotation: Any) -> list[Any]:
 
 
 def _all_keys(section: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
-    for name, annotation in _fields(section).items():
+    for name, field in _fields(section).items():
         yield prefix + name
         if depth < _MOST_DEPTH:
-            for below in _sections(annotation):
+            for below in _sections(field.annotation):
                 yield from _all_keys(below, f"{prefix}{name}.", depth + 1)

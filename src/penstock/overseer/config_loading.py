@@ -1,7 +1,8 @@
 """From a recipe's name and ``key=value`` words to a validated config, with errors a person can act on.
 
-The way of a config: `load_recipe` (a packaged name or a YAML path) → `apply_overrides` → `build_config`. Recipes do
-not inherit from each other: what a file says is what runs. Every failure is a `ConfigError` of one line.
+`load_config` is the way of a run's config: `load_recipe` (a packaged name or a YAML path) → `apply_overrides` →
+`build_config`. Recipes do not inherit from each other: what a file says is what runs. Every failure is a
+`ConfigError` of one line.
 """
 
 import copy
@@ -10,7 +11,7 @@ import importlib.resources
 from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,7 +19,25 @@ from penstock.overseer.validation_messages import describe_validation_error
 from penstock.overseer.yaml_documents import parse_yaml
 from penstock.types import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.overseer.config import RunConfig
+
 Config = TypeVar("Config", bound=BaseModel)
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
+    """A run's configuration from a recipe.
+
+    Args:
+        recipe: A packaged name or a YAML path; see `load_recipe`.
+        overrides: ``key=value`` words; see `apply_overrides`.
+
+    Raises:
+        ConfigError: one line that names the key, its value and the remedy.
+    """
+    from penstock.overseer.config import RunConfig
+
+    return build_config(RunConfig, apply_overrides(load_recipe(recipe), overrides), source=str(recipe))
 
 
 def recipe_summaries() -> dict[str, str]:

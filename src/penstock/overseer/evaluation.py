@@ -6,6 +6,7 @@ run's own evaluations. Rollouts go to Parquet where a directory is given.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.curriculum import Curriculum
@@ -15,6 +16,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
+from penstock.text import Tokenizer
 from penstock.types import ConfigError, RolloutBatch, RolloutRecord, WeightVersion
 
 
@@ -41,10 +43,14 @@ def evaluate(
     """
     chosen = _chosen_lessons(config, lessons)
     model_dir = model_directory(Path(checkpoint))
-    decoder, tokenizer = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed)
+    tokenizer = Tokenizer.load(model_dir)
+    decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
     manager = RolloutManager(
-        Curriculum(config.curriculum), EngineContext(engine, tokenizer), config.seed, stop_engine=engine.stop
+        Curriculum(config.curriculum),
+        EngineContext(engine, tokenizer),
+        config.seed,
+        stop_engine=partial(engine.stop, config.overseer.stop_timeout_s),
     )
     started = time.perf_counter()
     try:

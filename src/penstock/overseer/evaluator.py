@@ -69,4 +69,3 @@ def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str
             **stats.metrics,
         }.items()
     }
-

@@ -7,19 +7,19 @@ through the replay buffer's own lock. Which threads run them, and how they end, 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from penstock.batch import DeadlineBatchMaker
 from penstock.curriculum import Curriculum
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
-from penstock.learner import Learner, load_checkpoint
+from penstock.learner import Checkpoint, Learner
 from penstock.model.language import Decoder, with_named_arrays
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import Ledger, ReplayBuffer, RolloutStore, TicketIssuer, recover
+from penstock.replay import Ledger, ReplayBuffer, RolloutStore, TicketIssuer
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
@@ -27,6 +27,23 @@ from penstock.types import Checkpointable, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a life of a run begins with.
+
+    Attributes:
+        decoder: As initialised, as loaded, or the checkpoint's.
+        tokenizer: Its tokenizer.
+        lineage: Number of this life.
+        checkpoint: Where it resumes from; None for a new run.
+    """
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    lineage: int = 0
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +58,7 @@ class Components:
     evaluator: Evaluator
     issuer: TicketIssuer
     ledger: Ledger
+    store: RolloutStore
     buffer: ReplayBuffer
     worker: RolloutWorker
     loop: TrainingLoop
@@ -60,19 +78,20 @@ def wire(
     config: RunConfig,
     directory: RunDirectory,
     log: RunLog,
-    policy: tuple[Decoder, Tokenizer],
+    start: Start,
     environments: dict[str, Environment],
-    lineage: int,
     on_step: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],
 ) -> Components:
-    """Makes the components of a new run and connects them; nothing is started."""
-    decoder, tokenizer = policy
+    """Makes the components of a run and connects them; nothing is started."""
+    decoder, tokenizer, lineage = start.decoder, start.tokenizer, start.lineage
     learner = Learner(decoder, config.learner, config.steps)
-    engine = InferenceEngine(decoder, WeightVersion(lineage, 0), tokenizer, config.inference)
+    if start.checkpoint is not None:
+        learner.restore_arrays(start.checkpoint.learner_arrays)
+    engine = InferenceEngine(decoder, WeightVersion(lineage, learner.step), tokenizer, config.inference)
     curriculum = Curriculum(config.curriculum)
 
-    def set_weights(version: WeightVersion, arrays: Mapping[str, object]) -> None:
+    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         engine.set_weights(version, with_named_arrays(decoder, arrays))
 
     manager = RolloutManager(
@@ -90,11 +109,15 @@ def wire(
         manager.update_training_stats(group)
         log.group(group)
 
-    ledger = Ledger()
+    store = RolloutStore(directory, config.replay.compression)
+    ledger = store.open_ledger(lineage)
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, manager.group_size)
-    store = RolloutStore(directory)
-    lockstep = config.replay.staleness_budget == 0
-    maker = DeadlineBatchMaker(max_tokens=config.learner.row_length, ordered=lockstep)
+    maker = DeadlineBatchMaker(
+        config.learner.loss.advantage,
+        config.learner.row_length,
+        ordered=config.replay.synchronous,
+        allow_truncated_sampling=config.learner.allow_truncated_sampling,
+    )
     buffer = ReplayBuffer(config.replay, store, issuer, ledger, maker, curriculum_hook=on_group)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(manager, log.metrics)
@@ -106,7 +129,7 @@ def wire(
         weights,
         config.rollout,
         concurrency=config.concurrency,
-        lockstep=lockstep,
+        lockstep=config.replay.synchronous,
         evaluate=evaluator,
         log_samples=log.samples,
     )
@@ -121,6 +144,10 @@ def wire(
         checkpoint=save,
         checkpoint_every=config.overseer.checkpoint_every,
     )
-    return Components(
-        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, buffer, worker, loop
+    parts = Components(
+        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, worker, loop
     )
+    if start.checkpoint is not None:
+        for name, part in parts.checkpointables.items():
+            part.restore(start.checkpoint.states[name])
+    return parts

@@ -56,7 +56,7 @@ class Overseer:
         Raises:
             PenstockError: the run failed; whatever any thread raised, unchanged.
         """
-        self._log.event("start", pid=os.getpid(), lineage=self._conductor.lineage)
+        self._log.event("start", pid=os.getpid(), lineage=self._conductor.start.lineage)
         try:
             with self._view, self._interrupts():
                 self._crew.start("conductor", self._conductor.run)
@@ -110,5 +110,5 @@ class Overseer:
     def _interrupted(self, number: int, frame: object) -> None:
         if self._conductor.stopping:
             raise KeyboardInterrupt
-        self._view.note("stopping at the next update, with a checkpoint; once more ends the process at once")
+        self._log.progress.notes.append("stopping at the next update with a checkpoint; once more ends at once")
         self._conductor.stop()

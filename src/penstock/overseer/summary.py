@@ -26,7 +26,7 @@ class RunSummary:
         untrained: Held-out results of the model as initialised or loaded, by lesson.
         before: Held-out results at the start of reinforcement learning: after a warm start, if there was one.
         after: Held-out results of the last version, on the same prompts; empty where the run was interrupted.
-        unlocked: Lessons that are unlocked at the end.
+        lessons: Each lesson's status at the end.
     """
 
     run_dir: Path
@@ -37,7 +37,7 @@ class RunSummary:
     untrained: Results = field(default_factory=dict)
     before: Results = field(default_factory=dict)
     after: Results = field(default_factory=dict)
-    unlocked: tuple[str, ...] = ()
+    lessons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -68,11 +68,11 @@ def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
 def _table(summary: RunSummary) -> Table:
     table = Table(title="Reward on held-out prompts, mean and 95% interval", title_justify="left")
     warm = summary.untrained != summary.before
-    columns = ["lesson", "untrained", *(["warm start"] if warm else []), "trained", "held-out prompts"]
+    columns = ["lesson", "status", "untrained", *(["warm start"] if warm else []), "trained", "held-out prompts"]
     for column in columns:
         table.add_column(column)
     for lesson_id, after in summary.after.items():
-        cells = [lesson_id, interval_text(summary.untrained[lesson_id])]
+        cells = [lesson_id, summary.lessons.get(lesson_id, ""), interval_text(summary.untrained[lesson_id])]
         if warm:
             cells.append(interval_text(summary.before[lesson_id]))
         table.add_row(*cells, interval_text(after), str(after.groups))

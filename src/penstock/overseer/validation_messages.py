@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.overseer.config_keys import keys_at, nearest_key
+from penstock.overseer.config_keys import is_secret, keys_at, nearest_key
 
 _EXPECTED = {
     "int": "a whole number",
@@ -98,9 +98,10 @@ def _line(model: type[BaseModel], path: tuple[str | int, ...], group: list[Error
         return f"{name} is missing: add it"
     if first["type"] in ("value_error", "assertion_error"):
         message = str(first.get("ctx", {}).get("error", first["msg"]))
-        return f"{name}: {' '.join(message.split())}"
+        return f"{name}: {' '.join(message.split())}" if path else " ".join(message.split())
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
-    return f"{name} is {_shown(first['input'])}: it must be {expected}{_nearest_literal(first)}"
+    value = "(hidden)" if is_secret(model, path) else _shown(first["input"])
+    return f"{name} is {value}: it must be {expected}{_nearest_literal(first)}"
 
 
 def _unknown_key(model: type[BaseModel], path: tuple[str | int, ...]) -> str:

@@ -48,13 +48,9 @@ class FreshnessWindow:
         """What is wrong with a rollout's age; None where it is fresh."""
         step = metadata.weight_step
         if step > current:
-            return Verdict(
-                "invalid", f"weight_step {step} is from the future: the learner is at version {current}"
-            )
+            return Verdict("invalid", f"weight_step {step} is from the future: the learner is at version {current}")
         if step < self.oldest_step(current):
-            return Verdict(
-                "stale_step", f"weight_step {step} is more than {self.step_delay} versions behind {current}"
-            )
+            return Verdict("stale_step", f"weight_step {step} is more than {self.step_delay} versions behind {current}")
         if metadata.timestamp <= self.oldest_timestamp(now):
             age = now - metadata.timestamp
             return Verdict("stale_time", f"finished {age:.1f} s ago, the limit is {self.timestamp_delay_s} s")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.replay.freshness import FreshnessWindow, Verdict
-from penstock.rundir.rollout_rows import newest_weight_step
+from penstock.rundir import newest_weight_step
 from penstock.types import Rollout, RolloutGroup, Ticket, WeightVersion
 
 

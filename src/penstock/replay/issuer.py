@@ -81,7 +81,7 @@ class TicketIssuer:
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._turns: deque[str] = deque()
-        self._restored: list[tuple[str, int, int, int]] = []
+        self._restored: list[tuple[str, str, int, int, int]] = []
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
         self._closed = False
@@ -212,7 +212,7 @@ class TicketIssuer:
     def readmit(self) -> None:
         """Admits the tickets of the checkpoint again, claiming what an earlier life finished of them."""
         restored, self._restored = self._restored, []
-        if sum(self._admit_one(*ticket) for ticket in restored):
+        if sum(self._admit_one(*ticket[1:]) for ticket in restored):
             self._advance()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
@@ -230,9 +230,7 @@ class TicketIssuer:
                 "lineage": self.lineage,
                 "update": min(self._in_training, default=self.update),
                 **self._draws.state(),
-                "outstanding": [
-                    [t.ticket_id, t.lesson_id, t.index, t.admitted_step, t.deadline_step] for t in tickets
-                ],
+                "outstanding": [[t.ticket_id, t.lesson_id, t.index, t.admitted_step, t.deadline_step] for t in tickets],
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -242,11 +240,15 @@ class TicketIssuer:
                 self.update = int(state["update"])
                 self._draws.restore(state)
                 self._restored = [
-                    (str(lesson_id), int(index), int(admitted_step), int(deadline_step))
-                    for _, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
+                    (str(name), str(lesson_id), int(index), int(admitted_step), int(deadline_step))
+                    for name, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
                 ]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the ticket issuer's state does not fit: {error!r}") from error
+
+    def restored_tickets(self) -> dict[tuple[str, int], str]:
+        """The checkpoint's outstanding tickets that were not admitted again yet: ids by lesson and index."""
+        return {(lesson_id, index): name for name, lesson_id, index, _, _ in self._restored}
 
     def was_drawn(self, lesson_id: str, index: int) -> bool:
         """Whether that ticket was drawn before the checkpoint."""

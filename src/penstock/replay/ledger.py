@@ -117,8 +117,8 @@ class Ledger:
         with self._lock:
             self._started = started
             self._live = dict.fromkeys(waiting, "waiting")
-            self._counts = Counter(dict(fates))
-            self._counts["waiting"] = len(self._live)
+            self._counts = Counter[str](waiting=len(self._live))
+            self._counts.update({str(fate): count for fate, count in fates.items()})
 
     def snapshot(self) -> dict[str, int]:
         """``started`` and the number of rollouts in each state."""

@@ -24,8 +24,7 @@ class Lineages:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._forks = {
-            int(row["lineage"]): WeightVersion(int(row["parent"]), int(row["step"]))
-            for row in read_json_lines(path)
+            int(row["lineage"]): WeightVersion(int(row["parent"]), int(row["step"])) for row in read_json_lines(path)
         }
 
     @property

@@ -100,11 +100,7 @@ class OutstandingTickets:
 
     def missing(self, update: int) -> list[tuple[int, int]]:
         """(d, how many more groups due by d must become trainable before update `update` can be formed)."""
-        return [
-            (deadline, owed - trainable)
-            for deadline, owed, trainable in self._owed(update)
-            if owed > trainable
-        ]
+        return [(deadline, owed - trainable) for deadline, owed, trainable in self._owed(update) if owed > trainable]
 
     def must_take(self, update: int) -> list[str]:
         """Trainable groups that this update has to take, whatever else it picks: earliest deadlines first.

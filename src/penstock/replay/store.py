@@ -16,13 +16,12 @@ from penstock.replay.lineages import Lineages
 from penstock.rundir import (
     JsonLinesLog,
     RunDirectory,
-    examples_from_table,
+    read_examples,
     read_json_lines,
-    read_parquet,
-    records_from_table,
-    table_from_examples,
-    table_from_records,
-    write_parquet,
+    read_records,
+    read_rows,
+    write_examples,
+    write_records,
 )
 from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError, WeightVersion
 
@@ -83,12 +82,12 @@ class RolloutStore:
     def seal(self, records: Sequence[RolloutRecord]) -> None:
         """Writes ``rollouts/part-<uuid>.parquet``; when this returns the rollouts are durable."""
         path = self._directory.rollouts / f"part-{uuid.uuid4().hex}.parquet"
-        write_parquet(path, table_from_records(records), self._compression)
+        write_records(path, records, self._compression)
 
     def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
         """Writes ``batches/<batch_id>.parquet``."""
         path = self._directory.batches / f"{batch_id}.parquet"
-        write_parquet(path, table_from_examples(examples, batch_id, step, lineage), self._compression)
+        write_examples(path, examples, batch_id, step, lineage, self._compression)
 
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
         """Sealed rollouts, file by file; of some groups, or all.
@@ -99,29 +98,25 @@ class RolloutStore:
         wanted = None if group_ids is None else set(group_ids)
         records: list[RolloutRecord] = []
         for path in self._parts():
-            if wanted is not None and wanted.isdisjoint(_strings(path, "group_id")):
+            if wanted is not None and wanted.isdisjoint(_group_ids(path)):
                 continue
-            for record in records_from_table(read_parquet(path), path.stem):
+            for record in read_records(path):
                 if wanted is None or record.group_id in wanted:
                     records.append(record)
         return records
 
     def read_batch(self, batch_id: str) -> list[RLExample]:
         """The examples of one update."""
-        return examples_from_table(read_parquet(self._directory.batches / f"{batch_id}.parquet"))
+        return read_examples(self._directory.batches / f"{batch_id}.parquet")
 
     def history(self) -> History:
         """What the files say about every rollout; safe while the run goes on."""
         return History(
             started={
-                str(row["ticket_id"]): int(row["rollouts"])
-                for row in read_json_lines(self._directory.tickets_path)
+                str(row["ticket_id"]): int(row["rollouts"]) for row in read_json_lines(self._directory.tickets_path)
             },
             sealed={sealed.rollout_id: sealed for path in self._parts() for sealed in _sealed(path)},
-            fates={
-                str(row["rollout_id"]): str(row["fate"])
-                for row in read_json_lines(self._directory.fates_path)
-            },
+            fates={str(row["rollout_id"]): str(row["fate"]) for row in read_json_lines(self._directory.fates_path)},
             batches=[_stored_batch(path) for path in sorted(self._directory.batches.glob("*.parquet"))],
         )
 
@@ -130,24 +125,21 @@ class RolloutStore:
 
 
 def _sealed(path: Path) -> list[SealedRollout]:
-    columns = ["rollout_id", "group_id", "lineage", "newest_weight_step"]
-    table = read_parquet(path, columns)
-    if table.column_names != columns:
-        return []  # the original form: no ids, so no ledger to rebuild from it
+    rows = read_rows(path, ["rollout_id", "group_id", "lineage", "newest_weight_step"])
     return [
         SealedRollout(row["rollout_id"], row["group_id"], WeightVersion(row["lineage"], row["newest_weight_step"]))
-        for row in table.to_pylist()
+        for row in rows
+        if "rollout_id" in row  # rows of the original form have no ids, so there is no ledger to rebuild
     ]
 
 
 def _stored_batch(path: Path) -> StoredBatch:
-    rows = read_parquet(path, ["lineage", "step", "rollout_ids"]).to_pylist()
+    rows = read_rows(path, ["lineage", "step", "rollout_ids"])
     if not rows:
         raise RunDirectoryError(f"{path} holds no examples: it is not a batch of this run")
-    ids = tuple(rollout_id for row in rows for rollout_id in row["rollout_ids"])
+    ids = tuple(str(rollout_id) for row in rows for rollout_id in row["rollout_ids"])
     return StoredBatch(path.stem, WeightVersion(rows[0]["lineage"], rows[0]["step"]), ids)
 
 
-def _strings(path: Path, column: str) -> list[str]:
-    table = read_parquet(path, [column])
-    return table.column(column).to_pylist() if column in table.column_names else []
+def _group_ids(path: Path) -> set[str]:
+    return {str(row["group_id"]) for row in read_rows(path, ["group_id"]) if row}

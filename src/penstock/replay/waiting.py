@@ -37,9 +37,7 @@ class WaitingGroup:
     def of(cls, group: RolloutGroup, deadline_step: int, uses: int = 0) -> "WaitingGroup":
         """A group as it enters."""
         first = group.rollouts[0]
-        return cls(
-            group.group_id, group.key, first.env_name, list(group.rollouts), deadline_step, uses
-        )
+        return cls(group.group_id, group.key, first.env_name, list(group.rollouts), deadline_step, uses)
 
 
 class WaitingGroups:

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.rundir.atomic import replaced_atomically, write_atomically
     from penstock.rundir.directory import RunDirectory
-    from penstock.rundir.example_rows import EXAMPLE_SCHEMA, examples_from_table, table_from_examples
+    from penstock.rundir.example_rows import (
+        EXAMPLE_SCHEMA,
+        examples_from_table,
+        read_examples,
+        table_from_examples,
+        write_examples,
+    )
     from penstock.rundir.logs import (
         EventLog,
         JsonLinesLog,
@@ -16,8 +22,15 @@ if TYPE_CHECKING:
         read_metrics,
         read_status,
     )
-    from penstock.rundir.parquet import read_parquet, write_parquet
-    from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
+    from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
+    from penstock.rundir.rollout_rows import (
+        ROLLOUT_SCHEMA,
+        newest_weight_step,
+        read_records,
+        records_from_table,
+        table_from_records,
+        write_records,
+    )
 
 _EXPORTS = {
     "EXAMPLE_SCHEMA": "example_rows",
@@ -27,24 +40,31 @@ _EXPORTS = {
     "ROLLOUT_SCHEMA": "rollout_rows",
     "RunDirectory": "directory",
     "examples_from_table": "example_rows",
+    "newest_weight_step": "rollout_rows",
     "read_events": "logs",
+    "read_examples": "example_rows",
     "read_json_lines": "logs",
     "read_metrics": "logs",
     "read_parquet": "parquet",
+    "read_records": "rollout_rows",
+    "read_rows": "parquet",
     "read_status": "logs",
     "records_from_table": "rollout_rows",
     "replaced_atomically": "atomic",
     "table_from_examples": "example_rows",
     "table_from_records": "rollout_rows",
     "write_atomically": "atomic",
+    "write_examples": "example_rows",
     "write_parquet": "parquet",
+    "write_records": "rollout_rows",
 }
 
 __all__ = [
     "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "ROLLOUT_SCHEMA", "RunDirectory",
-    "examples_from_table", "read_events", "read_json_lines", "read_metrics", "read_parquet", "read_status",
-    "records_from_table", "replaced_atomically", "table_from_examples", "table_from_records",
-    "write_atomically", "write_parquet",
+    "examples_from_table", "newest_weight_step", "read_events", "read_examples", "read_json_lines",
+    "read_metrics", "read_parquet", "read_records", "read_rows", "read_status", "records_from_table",
+    "replaced_atomically", "table_from_examples", "table_from_records", "write_atomically",
+    "write_examples", "write_parquet", "write_records",
 ]  # fmt: skip
 
 

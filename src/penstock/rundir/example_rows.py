@@ -5,13 +5,14 @@ every column. Joined to the rollouts by `rollout_id`.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.rundir.columns import arrays_from_column, list_column
-from penstock.rundir.parquet import versioned
+from penstock.rundir.parquet import read_parquet, versioned, write_parquet
 from penstock.types import RLExample
 from penstock.types.rollouts import SCHEMA_VERSION
 
@@ -48,6 +49,23 @@ _ARRAYS = {
     "temperature": np.float32,
     "weight_steps": np.int32,
 }
+
+
+def write_examples(
+    path: Path, examples: Sequence[RLExample], batch_id: str, step: int, lineage: int, compression: str = "zstd"
+) -> None:
+    """Writes a batch file, durably and whole; see `table_from_examples`."""
+    write_parquet(path, table_from_examples(examples, batch_id, step, lineage), compression)
+
+
+def read_examples(path: Path) -> list[RLExample]:
+    """Reads a batch file.
+
+    Raises:
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is missing or not a Parquet file.
+    """
+    return examples_from_table(read_parquet(path))
 
 
 def table_from_examples(examples: Sequence[RLExample], batch_id: str, step: int, lineage: int) -> pa.Table:

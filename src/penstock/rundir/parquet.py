@@ -6,6 +6,7 @@ Files are written aside and renamed, so a reader that finds one finds all of it.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,6 +59,16 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
             return file.read(columns=present)
     except (OSError, pa.ArrowInvalid) as error:
         raise RunDirectoryError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Some columns of a file as Python values, row by row; columns that it lacks are left out.
+
+    Raises:
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is missing or not a Parquet file.
+    """
+    return read_parquet(path, columns).to_pylist()
 
 
 def versioned(fields: Sequence[pa.Field]) -> pa.Schema:

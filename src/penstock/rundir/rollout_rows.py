@@ -7,13 +7,14 @@ read with the same defaults that `Rollout` gives.
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.rundir.columns import arrays_from_column, list_column
-from penstock.rundir.parquet import schema_version, versioned
+from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
 from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutMetadata, RolloutRecord, Turn
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
@@ -77,6 +78,25 @@ def newest_weight_step(rollout: Rollout) -> int:
     if steps is None or not rollout.sampled_tokens:
         return rollout.metadata.weight_step
     return max(rollout.metadata.weight_step, int(steps[rollout.response_mask].max()))
+
+
+def write_records(path: Path, records: Sequence[RolloutRecord], compression: str = "zstd") -> None:
+    """Writes a rollout file, durably and whole.
+
+    Raises:
+        InvalidRolloutError: a rollout has no metadata.
+    """
+    write_parquet(path, table_from_records(records), compression)
+
+
+def read_records(path: Path) -> list[RolloutRecord]:
+    """Reads a rollout file of any version up to the present one.
+
+    Raises:
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is missing or not a Parquet file.
+    """
+    return records_from_table(read_parquet(path), path.stem)
 
 
 def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:

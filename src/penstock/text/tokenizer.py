@@ -30,7 +30,8 @@ class Tokenizer:
     """Implements `penstock.types.TextCodec`. Made by `load`."""
 
     def __init__(self, fast: "PreTrainedTokenizerFast", source: str, extra_stop_ids: Sequence[int] = ()) -> None:
-        if fast.eos_token_id is None:
+        eos: Any = fast.eos_token_id
+        if eos is None:
             raise ConfigError(f"tokenizer {source}: it has no eos_token, so no answer could end: add one to its config")
         self._fast = fast
         self._backend = fast.backend_tokenizer
@@ -38,7 +39,7 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values()) + 1
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
-        self._stop_token_ids = tuple(dict.fromkeys([fast.eos_token_id, *turn_ends, *extra_stop_ids]))
+        self._stop_token_ids = tuple(dict.fromkeys([int(eos), *turn_ends, *extra_stop_ids]))
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -76,7 +77,7 @@ class Tokenizer:
     @property
     def pad_token_id(self) -> int:
         """The token that fills rows; the end of text where the tokenizer names none."""
-        pad = self._fast.pad_token_id
+        pad: Any = self._fast.pad_token_id
         return self.eos_token_id if pad is None else int(pad)
 
     @property

@@ -5,6 +5,7 @@ Mistral families. What a Hugging Face `config.json` may say beyond that is refus
 covered: mixtures of experts, attention windows shorter than the context, quantised weights.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -115,15 +116,39 @@ class ModelConfig(_Frozen):
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter, by the name under which weights travel; ``layers.`` are stacked.
+
+        This table is the one place that says what a decoder consists of; matrices are [in, out].
+        """
+        depth, hidden, wide = self.num_hidden_layers, self.hidden_size, self.intermediate_size
+        queries, keys = self.query_size, self.key_value_size
+        biases = {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
+        head_norms = {"query_norm": (self.head_dim,), "key_norm": (self.head_dim,)}
+        layer: dict[str, tuple[int, ...]] = {
+            "input_norm": (hidden,),
+            "query": (hidden, queries),
+            "key": (hidden, keys),
+            "value": (hidden, keys),
+            **(biases if self.attention_bias else {}),
+            **(head_norms if self.qk_norm else {}),
+            "output": (queries, hidden),
+            "post_norm": (hidden,),
+            "gate": (hidden, wide),
+            "up": (hidden, wide),
+            "down": (wide, hidden),
+        }
+        return {
+            "embedding": (self.vocab_size, hidden),
+            **{f"layers.{name}": (depth, *shape) for name, shape in layer.items()},
+            "final_norm": (hidden,),
+            **({} if self.tie_word_embeddings else {"head": (self.vocab_size, hidden)}),
+        }
+
     @property
     def parameter_count(self) -> int:
         """Number of parameters; a tied output matrix counts once."""
-        projections = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
-        biases = self.attention_bias * (self.query_size + 2 * self.key_value_size)
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * (projections + biases + norms + mlp) + embeddings + self.hidden_size
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any], dtype: Dtype = "float32") -> Self:

@@ -5,9 +5,13 @@ One network serves the learner (packed rows through `hidden_states`) and the inf
 The loss's output head is not here: it must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from penstock.model.language.attention import grouped_attention, packed_mask
@@ -40,17 +44,28 @@ class Decoder(eqx.Module):
         """Draws a model: normal weights, unit norms, zero biases.
 
         Matrices have variance 1 / fan-in, those that write to the residual stream 1 / (2 · layers) of it, the
-        embedding a standard deviation of 0.02, so that the first policy is close to uniform.
+        embedding a standard deviation of 0.02, so that the first policy is close to uniform. NumPy draws them:
+        compiling a generator for each shape would cost a short run more than a second.
         """
-        embedding_key, layers_key, head_key = jax.random.split(key, 3)
-        shape = (config.vocab_size, config.hidden_size)
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         dtype = jnp.dtype(config.dtype)
-        head = None if config.tie_word_embeddings else _normal(head_key, shape, EMBEDDING_STD, dtype)
+        shapes = config.parameter_shapes()
+        return cls.from_arrays(
+            config, {name: jnp.asarray(_draw(rng, name, shape), dtype) for name, shape in shapes.items()}
+        )
+
+    @classmethod
+    def from_arrays(cls, config: ModelConfig, arrays: Mapping[str, Array]) -> "Decoder":
+        """Puts a decoder together from named parameters: all that `ModelConfig.parameter_shapes` lists."""
+        layer_fields: dict[str, Any] = {
+            name.removeprefix("layers."): a for name, a in arrays.items() if name.startswith("layers.")
+        }
+        optional: dict[str, Any] = dict.fromkeys(("query_bias", "key_bias", "value_bias", "query_norm", "key_norm"))
         return cls(
-            embedding=_normal(embedding_key, shape, EMBEDDING_STD, dtype),
-            layers=_initialise_layers(config, layers_key),
-            final_norm=jnp.ones(config.hidden_size, dtype),
-            head=head,
+            embedding=arrays["embedding"],
+            layers=Layer(**(optional | layer_fields), config=config),
+            final_norm=arrays["final_norm"],
+            head=arrays.get("head"),
             config=config,
         )
 
@@ -110,39 +125,15 @@ class Decoder(eqx.Module):
         return jnp.einsum("...h,vh->...v", hidden, self.output_matrix, preferred_element_type=jnp.float32)
 
 
-def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:
-    return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
-
-
-def _initialise_layers(config: ModelConfig, key: PRNGKeyArray) -> Layer:
-    depth, hidden, wide = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-    dtype = jnp.dtype(config.dtype)
-    keys = iter(jax.random.split(key, 7))
-    residual = (2 * depth) ** -0.5
-
-    def matrix(fan_in: int, fan_out: int, scale: float = 1.0) -> Array:
-        return _normal(next(keys), (depth, fan_in, fan_out), scale * fan_in**-0.5, dtype)
-
-    def bias(width: int) -> Array | None:
-        return jnp.zeros((depth, width), dtype) if config.attention_bias else None
-
-    def norm(width: int, wanted: bool = True) -> Array | None:
-        return jnp.ones((depth, width), dtype) if wanted else None
-
-    return Layer(
-        input_norm=norm(hidden),
-        query=matrix(hidden, config.query_size),
-        key=matrix(hidden, config.key_value_size),
-        value=matrix(hidden, config.key_value_size),
-        query_bias=bias(config.query_size),
-        key_bias=bias(config.key_value_size),
-        value_bias=bias(config.key_value_size),
-        query_norm=norm(config.head_dim, config.qk_norm),
-        key_norm=norm(config.head_dim, config.qk_norm),
-        output=matrix(config.query_size, hidden, residual),
-        post_norm=norm(hidden),
-        gate=matrix(hidden, wide),
-        up=matrix(hidden, wide),
-        down=matrix(wide, hidden, residual),
-        config=config,
-    )
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One parameter's first values, float32 [shape]; layers are stacked on the first axis."""
+    if name.endswith("_norm"):
+        return np.ones(shape, np.float32)
+    if name.endswith("_bias"):
+        return np.zeros(shape, np.float32)
+    std = EMBEDDING_STD
+    if name.startswith("layers."):
+        depth, fan_in, _ = shape
+        writes_residual = name in ("layers.output", "layers.down")
+        std = (fan_in * (2 * depth if writes_residual else 1)) ** -0.5
+    return rng.standard_normal(shape, np.float32) * np.float32(std)

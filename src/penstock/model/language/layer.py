@@ -19,7 +19,7 @@ from penstock.model.language.rotary import rotate
 def rms_norm(
     x: Float[Array, "*batch width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*batch width"]:
-    """x / sqrt(mean(x²) + eps) · weight over the last axis; the division in float32, the product in x's dtype.
+    """Normalises the last axis: x / sqrt(mean(x²) + eps) · weight; the division in float32, then in x's dtype.
 
     Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
@@ -28,10 +28,8 @@ def rms_norm(
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def linear(
-    x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]
-) -> Float[Array, "*batch outputs"]:
-    """x · matrix over the last axis.
+def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+    """Multiplies the last axis by a matrix.
 
     As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
     operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.

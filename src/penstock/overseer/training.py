@@ -8,16 +8,19 @@ import time
 from pathlib import Path
 
 from penstock.environments import Environment, load_environment
-from penstock.learner import latest_checkpoint
+from penstock.learner import latest_checkpoint, load_checkpoint
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
+from penstock.overseer.local import Start
 from penstock.overseer.overseer import Overseer
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.summary import RunSummary
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
+from penstock.replay import Lineages
 from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
 from penstock.types import RunDirectoryError
 
 
@@ -46,36 +49,43 @@ def train(
     """
     started = time.monotonic()
     environments = _load_environments(config)
-    decoder, tokenizer = load_policy(config.model, config.seed)
-    directory, checkpoint = _open_directory(config, run_dir, resume, recipe)
-    lineage = directory.next_lineage() if resume else 0
+    directory, start = _resume(run_dir) if resume else _begin(config, run_dir, recipe)
     progress = Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
-    log = RunLog(directory, config, progress)
-    crew = Crew()
-    conductor = Conductor(config, directory, crew, log, (decoder, tokenizer), environments, checkpoint, lineage)
+    log, crew = RunLog(directory, config, progress), Crew()
+    conductor = Conductor(config, directory, crew, log, start, environments)
     try:
         Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
     finally:
         log.close()
-    return conductor.summary(time.monotonic() - started)
+    return RunSummary(
+        directory.path,
+        conductor.step,
+        config.steps,
+        time.monotonic() - started,
+        conductor.training_s,
+        lessons=conductor.lessons,
+        **conductor.results,
+    )
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:
     return {name: load_environment(lesson.environment.spec) for name, lesson in config.curriculum.lessons.items()}
 
 
-def _open_directory(
-    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str
-) -> tuple[RunDirectory, Path | None]:
-    if not resume:
-        name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return RunDirectory.create(Path(run_dir or Path("runs") / name), config.dump()), None
+def _begin(config: RunConfig, run_dir: Path | str | None, recipe: str) -> tuple[RunDirectory, Start]:
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    start = Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
+    name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RunDirectory.create(run_dir or Path("runs") / name, config.dump()), start
+
+
+def _resume(run_dir: Path | str | None) -> tuple[RunDirectory, Start]:
     if run_dir is None:
         raise RunDirectoryError("resume needs the run directory to go on with: pass run_dir")
-    directory = RunDirectory.open_existing(Path(run_dir))
-    checkpoint = latest_checkpoint(directory.checkpoints)
-    if checkpoint is None:
-        raise RunDirectoryError(
-            f"{directory.path} has no checkpoint to resume from: it ended before its first one; start it again"
-        )
-    return directory, checkpoint
+    directory = RunDirectory.open_existing(run_dir)
+    path = latest_checkpoint(directory.checkpoints)
+    if path is None:
+        raise RunDirectoryError(f"{directory.path} has no checkpoint: the run ended before its first; start it anew")
+    checkpoint = load_checkpoint(path)
+    lineage = Lineages(directory.lineages_path).newest + 1
+    return directory, Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

@@ -1,0 +1,39 @@
+"""Failures of an API request, in OpenAI's form."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        message: What is wrong and what to do.
+        param: The parameter at fault.
+        code: A short name of the failure.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def response(self) -> JSONResponse:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": KINDS.get(self.status, default),
+            "param": self.param,
+            "code": self.code,
+        }
+        return JSONResponse({"error": error}, status_code=self.status)
+
+
+async def respond(_: Request, error: Exception) -> JSONResponse:
+    """The exception handler of the application."""
+    if not isinstance(error, ApiError):
+        raise error
+    return error.response()

@@ -1,0 +1,159 @@
+"""Request bodies of the OpenAI-compatible API, read strictly.
+
+What the API knows but this engine cannot do is refused by name, never ignored: a silently dropped penalty would
+change what is sampled. Beyond OpenAI's own: `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids.
+"""
+
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.inference.api_errors import ApiError
+from penstock.types import Decoding
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": (),
+}
+"""Parameters that are accepted only with these values (or null), which ask for nothing."""
+
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
+"""Parameters that do not change what is generated."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str
+    n: int = Field(default=1, ge=1, le=128)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    return_token_ids: bool = False
+
+    def decoding(self, max_output_tokens: int) -> Decoding:
+        """How to sample; ranges are the engine's to check."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Decoding(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=None if self.top_p == 1 else self.top_p,
+            max_output_tokens=max_output_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_strings=tuple(stops),
+        )
+
+
+class CompletionBody(_Body):
+    """``POST /v1/completions``: one prompt or several, each a text or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int = 16
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+
+    @property
+    def prompts(self) -> list[str | np.ndarray]:
+        """The prompts one by one, token ids as int32 arrays."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [_token_array(self.prompt)]
+        return [one if isinstance(one, str) else _token_array(one) for one in self.prompt]
+
+
+class TextPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_mapping(self) -> dict[str, str]:
+        """Role and content as a chat template takes them."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class ChatBody(_Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: a text, or messages as a chat request would send them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+
+
+_Read = TypeVar("_Read", bound=BaseModel)
+
+
+def read_body(kind: type[_Read], parsed: Any) -> _Read:
+    """Checks a parsed JSON body.
+
+    Raises:
+        ApiError: status 400, naming the parameter.
+    """
+    if not isinstance(parsed, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    wanted = {name: value for name, value in parsed.items() if name not in IGNORED}
+    for name in [name for name in wanted if name in NEUTRAL and name not in kind.model_fields]:
+        value = wanted.pop(name)
+        if value is not None and value not in NEUTRAL[name]:
+            raise ApiError(400, _unsupported(name), param=name, code="unsupported_parameter")
+    try:
+        return kind.model_validate(wanted)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = str(first["loc"][0]) if first["loc"] else None
+        path = ".".join(str(part) for part in first["loc"])
+        raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
+
+
+def _unsupported(name: str) -> str:
+    if name == "stream":
+        return "stream is not supported: leave it out and take the whole response"
+    return f"{name} is not supported by this server: leave it out"
+
+
+def _token_array(tokens: Any) -> np.ndarray:
+    try:
+        return np.array(tokens, np.int32)
+    except OverflowError as error:
+        raise ApiError(400, "prompt: a token id does not fit 32 bits", "prompt", "invalid_value") from error

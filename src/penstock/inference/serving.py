@@ -1,0 +1,186 @@
+"""Runs the API over HTTP: a server in a thread with a proper beginning and end, and `serve` for the command line."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from penstock.inference.config import ServeConfig, is_loopback
+from penstock.inference.engine import InferenceEngine
+from penstock.inference.server import create_app
+from penstock.model.language import PolicyConfig, load_policy
+from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
+
+WATCH_S = 0.5
+"""`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
+
+
+class HttpServer:
+    """An ASGI application served by a thread.
+
+    Args:
+        app: The application.
+        host: Address to listen on.
+        port: 0 takes a free one.
+        stop_timeout_s: Open requests may take so long at shutdown.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", port: int = 0, stop_timeout_s: float = 10.0) -> None:
+        self._socket = _listen(host, port)
+        self._host = host
+        self._settled = threading.Event()
+        self._failure: BaseException | None = None
+        self._server = _AnnouncingServer(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=max(1, int(stop_timeout_s)),
+            ),
+            self._settled.set,
+        )
+        self._stop_timeout_s = stop_timeout_s
+        self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it listens, for example ``http://127.0.0.1:8000``."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._socket.getsockname()[1]}"
+
+    def start(self, timeout_s: float = 10.0) -> None:
+        """Starts the thread and returns when it accepts connections.
+
+        Raises:
+            NoProgressError: it does not in time.
+            RunFailed: it could not start.
+        """
+        self._thread.start()
+        settled = self._settled.wait(timeout_s)
+        self.raise_if_failed()
+        if not settled:
+            raise NoProgressError(f"the HTTP server did not accept connections within {timeout_s} s")
+
+    def raise_if_failed(self) -> None:
+        """Raises RunFailed if the thread died."""
+        if self._failure is not None:
+            raise RunFailed(f"the HTTP server failed: {self._failure!r}") from self._failure
+
+    def stop(self) -> None:
+        """Ends open connections and the thread.
+
+        Raises:
+            NoProgressError: it did not end in time.
+        """
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            limit_s = self._stop_timeout_s + 5.0  # uvicorn cancels requests at the limit, then closes
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                raise NoProgressError(f"the HTTP server did not stop within {limit_s} s")
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        except BaseException as error:  # surfaces in raise_if_failed
+            self._failure = error
+        finally:
+            self._settled.set()
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """Calls back once it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._accepting = accepting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._accepting()
+
+
+def serve(
+    checkpoint: str,
+    config: ServeConfig,
+    announce: Callable[[str], None] = print,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serves a checkpoint until Ctrl-C.
+
+    Args:
+        checkpoint: A Hugging Face directory, or a run's ``checkpoints/step-<n>``.
+        config: Address, limits and engine.
+        announce: Told what happens, the URL in particular.
+        stop: Ends it as Ctrl-C would, for callers that are not a terminal.
+
+    Raises:
+        CheckpointError: nothing can be loaded from there.
+        ConfigError: bad limits, or an address in use.
+        RunFailed: the engine or the server died.
+    """
+    ending = stop or threading.Event()
+    path = model_directory(checkpoint)
+    decoder, tokenizer = load_policy(PolicyConfig(path=str(path)), seed=0)
+    room = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
+    engine_config = config.engine.model_copy(update={"max_seq_len": room})
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
+    name = config.model_name or Path(checkpoint).resolve().name
+    app = create_app(engine, tokenizer, name, config.token, config.max_body_bytes, config.max_waiting)
+    server = HttpServer(app, config.host, config.port, config.stop_timeout_s)
+    with ExitStack() as closing:
+        announce(f"compiling for {engine_config.max_slots} responses of at most {room} tokens …")
+        closing.callback(engine.stop, config.stop_timeout_s)
+        engine.start()
+        closing.callback(server.stop)
+        _run_until(ending, engine, server, config, lambda: announce(_announcement(name, server.url, config)))
+
+
+def _run_until(
+    ending: threading.Event, engine: InferenceEngine, server: HttpServer, config: ServeConfig, ready: Callable[[], None]
+) -> None:
+    try:
+        engine.wait_until_ready(config.ready_timeout_s)
+        server.start()
+        ready()
+        while not ending.wait(WATCH_S):
+            engine.raise_if_failed()
+            server.raise_if_failed()
+    except KeyboardInterrupt:
+        ending.set()
+
+
+def model_directory(checkpoint: str) -> Path:
+    """The Hugging Face directory of a checkpoint: itself, or ``model/`` inside a training checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(checkpoint)
+    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory")
+    return found
+
+
+def _announcement(name: str, url: str, config: ServeConfig) -> str:
+    exposed = not is_loopback(config.host)
+    return f"serving {name!r} at {url}/v1" + (" (unencrypted: put it behind a TLS proxy)" if exposed else "")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error

@@ -1,0 +1,204 @@
+"""Decoders from and to Hugging Face directories, and the policy that a recipe names.
+
+A directory holds ``config.json``, the weights as safetensors, and usually a tokenizer. Matrices are transposed on
+the way ([out, in] there, [in, out] here) and layers are stacked. Every tensor must be accounted for: what is
+missing, unknown or of another shape is an error by name. Not covered: downloads, and writing shards.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from safetensors.numpy import save_file
+
+from penstock.model.language.arrays import named_arrays
+from penstock.model.language.config import Dtype, ModelConfig, PolicyConfig
+from penstock.model.language.decoder import Decoder
+from penstock.model.language.hugging_face_files import WEIGHTS_FILE, TensorFiles, open_tensors, read_json
+from penstock.types import CheckpointError, ConfigError, fold
+
+_LAYERS = "layers."
+_OUTER_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+    "output": "self_attn.o_proj.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+class PolicyTokenizer(Protocol):
+    """What a model directory needs of a tokenizer; `penstock.text.Tokenizer` has it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One past the largest token id."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a text."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills rows."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the tokenizer's own files."""
+        ...
+
+
+def load_decoder(directory: str | Path, dtype: Dtype = "float32") -> Decoder:
+    """Reads a model directory.
+
+    Args:
+        directory: With ``config.json`` and ``model.safetensors``, or shards and their index.
+        dtype: What the parameters become, whatever they were saved as.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or its tensors do not fit the configuration.
+        ConfigError: the configuration asks for something that the decoder does not do.
+    """
+    directory = Path(directory)
+    config = ModelConfig.from_hugging_face(read_json(directory / "config.json"), dtype)
+    shapes = config.parameter_shapes()
+    with open_tensors(directory) as files:
+        _check_tensors(directory, config, shapes, files)
+        arrays = {name: _read(name, shape, jnp.dtype(dtype), files) for name, shape in shapes.items()}
+    return Decoder.from_arrays(config, arrays)
+
+
+def save_decoder(decoder: Decoder, directory: str | Path, tokenizer: PolicyTokenizer) -> None:
+    """Writes a model directory that transformers loads: configurations, weights in one file, tokenizer.
+
+    The directory is made where it is missing. It is not written atomically: write it aside and rename it.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in named_arrays(decoder).items():
+        tensors |= _as_tensors(name, np.asarray(array))
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    special = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_token_id}
+    config = decoder.config.to_hugging_face() | special | {"eos_token_id": tokenizer.eos_token_id}
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", special)
+    tokenizer.save(directory)
+
+
+def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> Decoder:
+    """The policy that a recipe starts from: loaded, or drawn at random from the run's seed.
+
+    Args:
+        config: What a recipe says under ``model:``.
+        seed: The run's.
+        tokenizer: Loaded from `config.tokenizer_path`; gives a drawn model its vocabulary size.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's, or the model is not supported.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    if config.init is not None:
+        model = config.init.model(tokenizer.vocab_size, config.dtype)
+        check_vocabulary(model, tokenizer)
+        return Decoder.initialise(model, jax.random.key(fold(seed, "model") % 2**32))
+    if not Path(str(config.path)).is_dir():
+        raise ConfigError(f"model.path is {config.path!r}: there is no such directory; download the checkpoint first")
+    decoder = load_decoder(str(config.path), config.dtype)
+    check_vocabulary(decoder.config, tokenizer)
+    return decoder
+
+
+def check_vocabulary(config: ModelConfig, tokenizer: PolicyTokenizer) -> None:
+    """Refuses a tokenizer with ids that the model has no embedding for (spare embedding rows are common and fine)."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's vocab_size is {config.vocab_size}: "
+            "set model.tokenizer to the tokenizer that the model was made for"
+        )
+
+
+def _tensor_names(name: str, depth: int) -> list[str]:
+    """Where a parameter stands in the files: one tensor, or one per layer."""
+    if name.startswith(_LAYERS):
+        suffix = _LAYER_NAMES[name.removeprefix(_LAYERS)]
+        return [f"model.layers.{index}.{suffix}" for index in range(depth)]
+    return [_OUTER_NAMES[name]]
+
+
+def _tensor_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter's tensor in the files, from its shape here."""
+    return shape[:0:-1] if name.startswith(_LAYERS) else shape
+
+
+def _check_tensors(
+    directory: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], files: TensorFiles
+) -> None:
+    expected = {
+        tensor: _tensor_shape(name, shape)
+        for name, shape in shapes.items()
+        for tensor in _tensor_names(name, config.num_hidden_layers)
+    }
+    problems = [f"{name} is missing" for name in expected if name not in files.shapes]
+    problems += [f"{name} is unknown" for name in files.shapes if name not in expected and not _spare(name, config)]
+    problems += [
+        f"{name} has shape {list(files.shapes[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if files.shapes.get(name, shape) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{directory} does not fit its config.json: {'; '.join(problems[:5])}{more}")
+
+
+def _spare(name: str, config: ModelConfig) -> bool:
+    """Tensors that older files hold although they follow from others."""
+    tied_copy = config.tie_word_embeddings and name == _OUTER_NAMES["head"]
+    return tied_copy or name.endswith("rotary_emb.inv_freq")
+
+
+def _read(name: str, shape: tuple[int, ...], dtype: np.dtype, files: TensorFiles) -> Array:
+    """One parameter, its layers stacked and its matrices transposed, on the device."""
+    if not name.startswith(_LAYERS):
+        return jnp.asarray(files.read(_OUTER_NAMES[name]).astype(dtype))
+    stacked = np.empty(shape, dtype)
+    for index, tensor in enumerate(_tensor_names(name, shape[0])):
+        stacked[index] = files.read(tensor).T
+    return jnp.asarray(stacked)
+
+
+def _as_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """One parameter as the files hold it. Contiguous: safetensors writes a transposed view's bytes as they lie."""
+    if not name.startswith(_LAYERS):
+        return {_OUTER_NAMES[name]: np.ascontiguousarray(array)}
+    names = _tensor_names(name, len(array))
+    return {tensor: np.ascontiguousarray(layer.T) for tensor, layer in zip(names, array, strict=True)}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

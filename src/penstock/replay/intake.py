@@ -1,0 +1,178 @@
+"""From a delivered group to a waiting one: judged, told to the curriculum, filtered, queued for its file.
+
+At staleness zero groups pass in ticket order, so that nothing downstream depends on which finished first; groups
+that come early are held until their turn. Everything here happens with the buffer's lock held.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from penstock.batch import has_signal
+from penstock.replay.config import ReplayConfig
+from penstock.replay.freshness import Verdict
+from penstock.replay.inspection import Inspector
+from penstock.replay.issuer import Claim, TicketIssuer
+from penstock.replay.ledger import Ledger, rollout_ids
+from penstock.replay.outstanding import Outstanding
+from penstock.replay.recovery import TicketKey
+from penstock.replay.sealing import Sealer
+from penstock.replay.stock import Stock
+from penstock.replay.tally import Tally
+from penstock.types import Clock, Rollout, RolloutGroup, RolloutRecord
+
+CurriculumHook = Callable[[RolloutGroup], None]
+
+
+class Intake:
+    """Implements `penstock.replay.issuer.TicketListener`.
+
+    Args:
+        config: Pace and limits.
+        issuer: Knows the tickets.
+        ledger: Learns deliveries and fates.
+        stock: Takes what passes.
+        sealer: Takes what is to be stored.
+        tally: Counts.
+        inspector: Judges rollouts.
+        clock: Unix seconds.
+        hook: Called once per group with at least one trainable rollout, filtered ones included.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        issuer: TicketIssuer,
+        ledger: Ledger,
+        stock: Stock,
+        sealer: Sealer,
+        tally: Tally,
+        inspector: Inspector,
+        clock: Clock,
+        hook: CurriculumHook | None,
+    ) -> None:
+        self._config = config
+        self._issuer = issuer
+        self._ledger = ledger
+        self._stock = stock
+        self._sealer = sealer
+        self._tally = tally
+        self._inspector = inspector
+        self._clock = clock
+        self._hook = hook
+        self._held: dict[str, RolloutGroup] = {}
+        self._claimed: set[str] = set()
+        self.claims: dict[TicketKey, RolloutGroup] = {}
+        self.recorded: set[str] = set()
+
+    def deliver(self, group: RolloutGroup) -> None:
+        """Takes a group from a generator; one whose ticket does not run (any more) is refused and counted."""
+        entry = self._issuer.outstanding.get(group.group_id)
+        if entry is None or entry.phase != "running":
+            self._issuer.late_deliveries += 1
+            return
+        entry.phase = "delivered"
+        self._held[group.group_id] = group
+        self.advance()
+
+    def claim(self, lesson_id: str, index: int, deadline_step: int) -> Claim | None:
+        """See `TicketListener.claim`; a group that could not be trained in time is given up as stale."""
+        group = self.claims.pop((lesson_id, index), None)
+        if group is None:
+            return None
+        due = min(deadline_step, _oldest_step(group) + self._config.step_delay)
+        if not self._issuer.outstanding.fits(due, self._issuer.update):
+            ids = [rollout.rollout_id for rollout in group.rollouts]
+            self._stock.settle(ids, "stale_step", f"due at update {due}: no place is left before it")
+            return None
+        self._held[group.group_id] = group
+        self._claimed.add(group.group_id)
+        return Claim(group.group_id, len(group.rollouts), due)
+
+    def advance(self) -> None:
+        """See `TicketListener.advance`."""
+        if not self._config.synchronous:
+            while self._held:
+                self._ingest(next(iter(self._held)))
+            return
+        while (turn := self._issuer.next_turn()) is not None and turn in self._held:
+            self._ingest(turn)
+
+    def expire_claims(self, now: float) -> None:
+        """Gives up groups of an earlier life that nobody will claim while they are fresh."""
+        for key, group in list(self.claims.items()):
+            verdicts = [self._stale(rollout, now) for rollout in group.rollouts]
+            if all(verdicts):
+                del self.claims[key]
+                for rollout, verdict in zip(group.rollouts, verdicts, strict=True):
+                    assert verdict is not None
+                    self._stock.settle([rollout.rollout_id], verdict.fate, verdict.reason)
+
+    def unsettled_ids(self) -> Iterator[str]:
+        """Rollouts that are live although no group in stock holds them."""
+        for entry in self._issuer.outstanding:
+            name = entry.ticket.ticket_id
+            if name in self._claimed:
+                yield from (rollout.rollout_id for rollout in self._held[name].rollouts)
+            elif entry.phase in ("running", "delivered"):
+                yield from rollout_ids(name, entry.size)
+        for group in self.claims.values():
+            yield from (rollout.rollout_id for rollout in group.rollouts)
+
+    def _ingest(self, group_id: str) -> None:
+        group, entry = self._held.pop(group_id), self._issuer.outstanding.get(group_id)
+        assert entry is not None and entry.phase == "delivered"
+        entry.phase = "waiting"
+        durable = group_id in self._claimed
+        self._claimed.discard(group_id)
+        trainable = self._judge(group, entry, durable)
+        if trainable is None:
+            return
+        if group_id not in self.recorded and self._hook is not None:
+            self._hook(trainable)
+        self.recorded.discard(group_id)
+        if self._config.filter_zero_variance and not has_signal(trainable):
+            self._filter(trainable)
+        else:
+            self._stock.add(trainable, entry.ticket.deadline_step, durable=durable)
+
+    def _judge(self, group: RolloutGroup, entry: Outstanding, durable: bool) -> RolloutGroup | None:
+        """What of the group may be trained; the rest meets its fate, and a group with nothing left its end."""
+        ticket = entry.ticket
+        if durable:
+            expected = [rollout.rollout_id for rollout in group.rollouts]
+        else:
+            expected = rollout_ids(ticket.ticket_id, entry.size)
+            self._ledger.deliver(expected)
+        outcome = self._inspector.inspect(group, ticket, expected, self._stock.current, self._clock())
+        if not durable:
+            self._sealer.add(ticket.ticket_id, [_record(r, group, entry) for r in outcome.storable])
+        for rollout_id, verdict in outcome.rejected.items():
+            self._stock.settle([rollout_id], verdict.fate, verdict.reason)
+        if outcome.trainable:
+            return replace(group, rollouts=outcome.trainable)
+        verdict = next(iter(outcome.rejected.values()))
+        self._issuer.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}")
+        return None
+
+    def _filter(self, group: RolloutGroup) -> None:
+        ids = [rollout.rollout_id for rollout in group.rollouts]
+        self._stock.settle(ids, "filtered", "the group's valid rewards are all equal")
+        self._issuer.free(group.group_id)
+        failure = self._tally.count_filtered(group)
+        if failure is not None:
+            self._issuer.end_with(failure)
+
+    def _stale(self, rollout: Rollout, now: float) -> Verdict | None:
+        assert rollout.metadata is not None
+        return self._inspector.window.judge(rollout.metadata, self._stock.current, now)
+
+
+def _record(rollout: Rollout, group: RolloutGroup, entry: Outstanding) -> RolloutRecord:
+    timings: dict[str, float] = {}
+    if entry.since is not None and rollout.metadata is not None:
+        timings["generate_s"] = max(0.0, rollout.metadata.timestamp - entry.since)
+    return RolloutRecord(rollout, group.group_id, timings, group.key)
+
+
+def _oldest_step(group: RolloutGroup) -> int:
+    return min(r.metadata.weight_step for r in group.rollouts if r.metadata is not None)

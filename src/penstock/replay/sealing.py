@@ -1,0 +1,87 @@
+"""Collects delivered groups until a file is worth writing, and writes it outside the buffer's lock.
+
+Files hold whole groups in ingest order, and appear in that order: one thread writes at a time.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from penstock.replay.store import ExperienceStore
+from penstock.types import Clock, RolloutRecord
+
+
+class Sealer:
+    """The queue in front of the store.
+
+    Args:
+        store: Where groups go.
+        lock: Held while the queue is touched, never while a file is written.
+        seal_rollouts: A file is due when so many rollouts are queued.
+        seal_s: Or when the oldest of them has been queued so long.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: ExperienceStore,
+        lock: AbstractContextManager[object],
+        seal_rollouts: int,
+        seal_s: float,
+        clock: Clock,
+    ) -> None:
+        self._store = store
+        self._lock = lock
+        self._seal_rollouts = seal_rollouts
+        self._seal_s = seal_s
+        self._clock = clock
+        self._writing = threading.RLock()
+        self._records: list[RolloutRecord] = []
+        self._group_ids: list[str] = []
+        self._oldest = 0.0
+
+    def __len__(self) -> int:
+        """Queued groups."""
+        return len(self._group_ids)
+
+    def add(self, group_id: str, records: Sequence[RolloutRecord]) -> None:
+        """Queues a group."""
+        with self._lock:
+            if not self._group_ids:
+                self._oldest = self._clock()
+            self._group_ids.append(group_id)
+            self._records += records
+
+    @property
+    def due(self) -> bool:
+        """Whether a file should be written although nobody waits for it."""
+        with self._lock:
+            waited = self._clock() - self._oldest
+            return bool(self._group_ids) and (len(self._records) >= self._seal_rollouts or waited >= self._seal_s)
+
+    def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:
+        """Writes what is queued, then calls `sealed` with the group ids, the lock held.
+
+        Args:
+            sealed: Told which groups are durable now.
+            blocking: Wait for a write that is under way; if not, leave the rest to its thread.
+        """
+        if not self._writing.acquire(blocking):
+            return
+        try:
+            with self._lock:
+                group_ids, self._group_ids = self._group_ids, []
+                records, self._records = self._records, []
+            if records:
+                self._store.seal(records)
+            if group_ids:
+                with self._lock:
+                    sealed(group_ids)
+        finally:
+            self._writing.release()
+
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """No other thread writes, and the lock is held. Taken in this order everywhere, so nobody deadlocks."""
+        with self._writing, self._lock:
+            yield

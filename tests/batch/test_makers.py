@@ -1,0 +1,160 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.batch import BatchMaker, DeadlineBatchMaker
+from penstock.batch.makers import ticket_order
+from penstock.types import InvalidRolloutError, RLExample, Rollout, RolloutGroup, RolloutMetadata
+
+
+def _add(maker: BatchMaker, group: RolloutGroup, deadline_step: int | None = None) -> None:
+    for rollout in group.rollouts:
+        maker.add_rollout(rollout, deadline_step)
+
+
+def _groups_of(batch: list[RLExample]) -> list[str]:
+    return list(dict.fromkeys(example.rollout_ids[0].rpartition("/")[0] for example in batch))
+
+
+@pytest.fixture
+def add(make_group):
+    """Adds a group of two by its id."""
+
+    def add(maker, group_id, deadline_step=None, rewards=(0.0, 1.0)):
+        _add(maker, make_group(list(rewards), group_id), deadline_step)
+
+    return add
+
+
+def test_groups_due_now_come_first_then_the_oldest_finished(add):
+    maker = DeadlineBatchMaker()
+    for group_id, deadline in [("a-0-0", 9), ("a-0-1", 8), ("a-0-2", 7), ("a-0-3", 7)]:
+        add(maker, group_id, deadline)
+    maker.set_step(7)
+    assert _groups_of(maker.create_batch(3)) == ["a-0-2", "a-0-3", "a-0-0"]
+    maker.set_step(8)
+    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert len(maker) == 0
+
+
+def test_all_groups_due_go_even_if_more_than_asked(add):
+    maker = DeadlineBatchMaker()
+    for index in range(3):
+        add(maker, f"a-0-{index}", deadline_step=2)
+    add(maker, "a-0-9", deadline_step=5)
+    maker.set_step(2)
+    assert _groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1", "a-0-2"]
+
+
+def test_an_overdue_group_and_one_without_a_deadline(add):
+    maker = DeadlineBatchMaker()
+    add(maker, "a-0-0", None)
+    add(maker, "a-0-1", 1)
+    maker.set_step(4)
+    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert _groups_of(maker.create_batch(1)) == ["a-0-0"]
+
+
+def test_too_few_groups_make_no_batch_and_lose_nothing(add):
+    maker = DeadlineBatchMaker()
+    assert maker.create_batch(0) is None
+    add(maker, "a-0-0")
+    assert maker.create_batch(2) is None
+    assert len(maker.create_batch(1)) == 2
+
+
+def test_ordered_batches_do_not_depend_on_arrival(add):
+    ids = ["b-0-1", "a-0-10", "a-0-2", "b-0-0"]
+    batches = []
+    for order in (ids, ids[::-1]):
+        maker = DeadlineBatchMaker(ordered=True)
+        for group_id in order:
+            add(maker, group_id, 0)
+        batches.append([e.rollout_ids for e in maker.create_batch(4)])
+    assert batches[0] == batches[1]
+    assert [ids[0] for ids in batches[0]][::2] == ["a-0-2/0", "a-0-10/0", "b-0-0/0", "b-0-1/0"]
+
+
+def test_a_resumed_cohort_keeps_its_order():
+    """Reissued tickets carry the new lineage; what was sealed before carries the old one."""
+    assert sorted(["a-1-3", "a-0-4", "a-1-12", "a-0-11"], key=ticket_order) == ["a-1-3", "a-0-4", "a-0-11", "a-1-12"]
+    assert ticket_order("le-ss-on-2-7") == ("le-ss-on", 7, 2)
+    assert ticket_order("free text") == ("free text", 0, 0)
+
+
+def test_advantages_are_of_the_group_and_reach_the_sampled_tokens(add):
+    maker = DeadlineBatchMaker("rloo")
+    add(maker, "a-0-0", rewards=(0.0, 1.0, 0.0))
+    values = [example.advantage.tolist() for example in maker.create_batch(1)]
+    assert values == [[0, 0, -0.5, -0.5, -0.5], [0, 0, 1, 1, 1], [0, 0, -0.5, -0.5, -0.5]]
+
+
+def test_reinforce_pp_uses_the_whole_batch(add):
+    maker = DeadlineBatchMaker("reinforce_pp")
+    add(maker, "a-0-0", rewards=(0.0, 0.0))
+    add(maker, "a-0-1", rewards=(1.0, 1.0))
+    values = [float(example.advantage[-1]) for example in maker.create_batch(2)]
+    np.testing.assert_allclose(values, np.array([-0.5, -0.5, 0.5, 0.5]) / np.std([0, 0, 1, 1], ddof=1), rtol=1e-5)
+
+
+def test_duplicate_prompts_stay_two_groups(add):
+    maker = DeadlineBatchMaker("rloo")
+    add(maker, "a-0-0", rewards=(0.0, 1.0))
+    add(maker, "a-0-1", rewards=(1.0, 1.0))
+    assert [float(e.advantage[-1]) for e in maker.create_batch(2)] == [-1.0, 1.0, 0.0, 0.0]
+
+
+def test_discarded_groups_are_gone_and_unknown_ids_do_no_harm(add):
+    maker = DeadlineBatchMaker()
+    add(maker, "a-0-0")
+    add(maker, "a-0-1")
+    maker.discard(["a-0-0", "never-seen"])
+    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
+
+
+def test_a_rollout_that_cannot_be_trained_on_is_refused_and_not_kept(make_rollout):
+    maker = DeadlineBatchMaker(max_tokens=4)
+    with pytest.raises(InvalidRolloutError, match="has 5 tokens, a training row 4"):
+        maker.add_rollout(make_rollout())
+    assert len(maker) == 0 and maker.create_batch(1) is None
+
+
+def test_metadata_names_groups_rollouts_and_rewards(add):
+    maker = DeadlineBatchMaker()
+    add(maker, "a-0-0", rewards=(0.0, 1.0))
+    add(maker, "a-0-1", rewards=(1.0, 1.0))
+    metadata = maker.get_batch_metadata(maker.create_batch(2))
+    assert metadata["group_ids"] == ("a-0-0", "a-0-1")
+    assert metadata["rollout_ids"] == ("a-0-0/0", "a-0-0/1", "a-0-1/0", "a-0-1/1")
+    assert metadata["metrics"]["train/reward_mean"] == 0.75
+    assert metadata["metrics"]["train/zero_variance_groups"] == 0.5
+    assert metadata["metrics"]["train/response_tokens"] == 3.0
+
+
+def _one(group_id: str) -> Rollout:
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.float32)
+    rollout = Rollout("e", "x", one, one, zero, zero, 0.0)
+    return rollout.with_metadata(RolloutMetadata("w", 0.0, 0), f"{group_id}/0", "l")
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_overtaking_is_bounded_by_the_deadline(batch_size, staleness, random):
+    """With at most (S + 1)·B tickets outstanding, no group is trained after its deadline, whoever is fast."""
+    maker, running, issued = DeadlineBatchMaker(), {}, 0
+    for step in range(12):
+        while len(running) + len(maker) < (staleness + 1) * batch_size:
+            running[f"l-0-{issued}"] = step + staleness
+            issued += 1
+        for group_id in random.sample(sorted(running), k=random.randint(0, len(running))):
+            maker.add_rollout(_one(group_id), running.pop(group_id))
+        for group_id in [g for g, deadline in running.items() if deadline == step]:  # the buffer waits for these
+            maker.add_rollout(_one(group_id), running.pop(group_id))
+        while len(maker) < batch_size:  # and for a full batch
+            group_id = next(iter(running))
+            maker.add_rollout(_one(group_id), running.pop(group_id))
+        maker.set_step(step)
+        deadlines = {g: w.deadline_step for g, w in maker._groups.items()}
+        taken = [deadlines[group] for group in _groups_of(maker.create_batch(batch_size))]
+        assert len(taken) == batch_size or (len(taken) > batch_size and set(taken) == {step})
+        assert min(taken) >= step

@@ -1,0 +1,119 @@
+"""Bad input: exit code 2, exactly one clear line on standard error, no traceback, nothing left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+CATS = "curriculum.lessons.cats"
+
+
+def expect_refusal(done, *parts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("penstock: ") and done.stdout == ""
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["train", "catz"], ["no recipe named 'catz' (did you mean 'cats'?)", "arithmetic"]),
+        (["train", "cats", "stepz=3"], ["cats: unknown key stepz: did you mean steps?"]),
+        (
+            ["train", "cats", "learner.optimiser.learning_rate=1"],
+            ["unknown key learner.optimiser: did you mean learner.optimizer?"],
+        ),
+        (["train", "cats", "learning_rate=1"], ["unknown key learning_rate"]),
+        (["train", "cats", "steps=many"], ["cats: steps is 'many': it must be a whole number"]),
+        (["train", "cats", "replay.groups_per_batch=0"], ["replay.groups_per_batch is 0: it must be"]),
+        (["train", "cats", "steps.x=1"], ["steps is 60, which has no keys"]),
+        (["train", "cats", "dogs"], ["'dogs' beside 'cats' is not of the form key=value"]),
+        (["train", "cats", "steps=[1"], ["override 'steps=[1'", "not valid YAML"]),
+        (["train"], ["the recipe is missing"]),
+        (["train", "nowhere/mine.yaml"], ["no file nowhere/mine.yaml"]),
+        (["train", "--resume"], ["the run directory is missing; for example: penstock train --resume"]),
+        (["train", "--resume", "nowhere"], ["nowhere is not a run directory"]),
+        (["eval", "nowhere"], ["nowhere lies in no run directory", "--recipe"]),
+        (["serve", "nowhere", "--token-file", "absent"], ["--token-file absent cannot be read"]),
+        (["serve", "nowhere", "--host", "0.0.0.0"], ["'0.0.0.0' can be reached from other machines"]),
+        (["trian"], ["No such command 'trian'. Did you mean 'train'?"]),
+        (["train", "cats", "--dryrun"], ["No such option: --dryrun", "--dry-run", "penstock train --help"]),
+        (["eval"], ["Missing argument 'CHECKPOINT'"]),
+        (["eval", "nowhere", "--n", "0"], ["'--n'", "greater than or equal to 1"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value and "=" not in value[0] else None,
+)
+def test_a_mistake_on_the_command_line(penstock, tmp_path, words, parts):
+    expect_refusal(penstock(*words), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("steps: [1, 2\n", "line 2, column 1: not valid YAML"),
+        ("steps: 1\nsteps: 2\n", "line 2, column 1: not valid YAML: the key 'steps' is written twice"),
+        ("- steps\n", "is a list: a recipe is a YAML mapping"),
+        ("steps: 1\n", "model is missing: add it"),
+    ],
+)
+def test_a_mistake_in_a_recipe(penstock, tmp_path, text, part):
+    (tmp_path / "mine.yaml").write_text(text)
+    expect_refusal(penstock("train", "mine.yaml"), "mine.yaml", part)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model.init.vocab_size=10", ["10", "382"]),
+        ("model.tokenizer=nowhere", ["'nowhere'", "no such directory"]),
+        (
+            f"{CATS}.environment.env_class=penstock.environments.cats.CatEnvironment",
+            ["CatEnvironment", "CatsEnvironment"],
+        ),
+        (f"{CATS}.environment.env_class=penstock.nowhere.Cats", ["penstock.nowhere"]),
+        (f"{CATS}.environment.env_args={{speices: 3}}", ["speices"]),
+    ],
+)
+def test_a_model_tokenizer_or_environment_that_is_not_there(penstock, tmp_path, override, parts):
+    expect_refusal(penstock("train", "cats", override), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_is_never_overwritten(penstock, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    expect_refusal(penstock("train", "cats", "--run-dir", "mine"), "mine exists already", "--resume")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_checkpoint_that_is_none(penstock, tmp_path):
+    (tmp_path / "empty").mkdir()
+    expect_refusal(penstock("eval", "empty", "--recipe", "cats"), "empty", "config.json")
+    expect_refusal(penstock("serve", "empty"), "empty", "config.json")
+
+
+def test_an_unknown_lesson_is_answered_with_the_known_ones(penstock, tmp_path):
+    done = penstock("eval", str(tmp_path), "--recipe", "arithmetic", "--lesson", "eazy")
+    expect_refusal(done, "lesson 'eazy' is not in the recipe", "easy")
+
+
+def test_a_model_directory_with_a_broken_config(penstock, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    done = penstock("train", "cats", "model={path: .}", "--dry-run")
+    expect_refusal(done, "gpt_neox")
+
+
+def test_the_traceback_is_there_for_those_who_ask(penstock):
+    done = penstock("train", "catz", PENSTOCK_TRACEBACK="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback (most recent call last)")
+    assert done.stderr.splitlines()[-1].startswith("penstock: no recipe named 'catz'")
+
+
+def test_a_path_with_an_equals_sign_is_a_path(penstock, tmp_path: Path):
+    (tmp_path / "a=b.yaml").write_text("steps: x\n")
+    expect_refusal(penstock("train", "a=b.yaml"), "a=b.yaml: ")

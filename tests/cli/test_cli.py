@@ -1,0 +1,98 @@
+import sys
+
+import pytest
+
+from penstock import cli
+from penstock.types import CheckpointError, ConfigError, MismatchError, RunFailed, SchemaVersionError, Stopped
+
+VERBS = ["train", "eval", "serve", "recipes", "doctor"]
+
+
+def test_help_lists_what_exists(penstock):
+    done = penstock("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    after = done.stdout.partition("Commands:")[2]
+    assert [line.split()[0] for line in after.splitlines() if line.startswith("  ")][:-1] == VERBS
+
+
+def test_without_a_command_there_is_help(penstock):
+    assert penstock().stdout == penstock("--help").stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_command_has_help_with_an_example(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Usage: penstock {verb}" in shown and f"Example: penstock {verb}" in shown
+
+
+def test_python_dash_m_is_the_same(penstock, monkeypatch, capsys):
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("penstock", run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == penstock("--version").stdout
+
+
+def test_recipes_lists_each_with_its_first_comment(penstock):
+    done = penstock("recipes")
+    assert done.returncode == 0
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    assert lines["cats"].startswith("A random tiny Llama learns") and "arithmetic" in lines
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("steps is 0"), 2, "penstock: steps is 0"),
+        (CheckpointError("no\nmodel   here"), 2, "penstock: no model here"),
+        (SchemaVersionError("too new"), 2, "penstock: too new"),
+        (RunFailed("32 groups failed"), 1, "penstock: the run failed: 32 groups failed"),
+        (MismatchError("they differ"), 1, "penstock: the run failed: they differ"),
+        (ZeroDivisionError("by zero"), 1, "penstock: unexpected ZeroDivisionError: by zero (PENSTOCK_TRACEBACK=1"),
+        (Stopped("the engine"), 130, "penstock: stopped: the engine"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(error, code, line, monkeypatch, capsys):
+    def fail(**named):
+        raise error
+
+    monkeypatch.delenv("PENSTOCK_TRACEBACK", raising=False)
+    monkeypatch.setattr(cli, "_app", fail)
+    assert cli.main([]) == code
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(line) and shown.err.count("\n") == (1 if line else 0)
+
+
+def test_notes_of_an_error_are_part_of_its_line(monkeypatch, capsys):
+    error = RunFailed("no progress")
+    error.add_note("the story is in runs/x/events.jsonl")
+
+    def fail(**named):
+        raise error
+
+    monkeypatch.setattr(cli, "_app", fail)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err == "penstock: the run failed: no progress; the story is in runs/x/events.jsonl\n"
+
+
+def test_a_dry_run_prints_a_recipe_with_the_memory_and_the_components(penstock, tmp_path):
+    done = penstock("train", "cats", "steps=7", "learner.optimizer.learning_rate=2e-4", "--dry-run")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "\nsteps: 7\n" in done.stdout and "learning_rate: 0.0002" in done.stdout
+    for part in ("KV cache", "optimiser state", "total", "rollout worker", "replay buffer"):
+        assert f"#   {part}" in done.stdout
+    (tmp_path / "mine.yaml").write_text(done.stdout)
+    assert penstock("train", "mine.yaml", "--dry-run").stdout == done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_doctor_finds_this_installation_sound(penstock):
+    done = penstock("doctor")
+    assert done.returncode == 0, done.stdout
+    for check in ("python", "packages", "devices", "memory", "disk", "matrix product", "parity"):
+        assert f" {check} " in done.stdout
+    assert "0 failed" in done.stdout

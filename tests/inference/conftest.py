@@ -1,0 +1,92 @@
+"""A byte-level codec, tiny random models of every family, and engines that are always stopped."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.inference import EngineConfig, InferenceEngine
+from penstock.model.language import Decoder, ModelConfig
+from penstock.types import Message, WeightVersion
+
+STOP_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
+
+
+class ByteCodec:
+    """UTF-8 bytes and one end token: tokens can be halves of characters. 257 ids: no divisor near the root."""
+
+    vocab_size = 257
+    stop_token_ids = (256,)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        text = bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
+        return text if skip_special_tokens else text + "<end>" * sum(int(t) == 256 for t in tokens)
+
+    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in prompt))
+
+
+@pytest.fixture(scope="session")
+def codec() -> ByteCodec:
+    return ByteCodec()
+
+
+@pytest.fixture(scope="session")
+def make_decoder() -> Callable[..., Decoder]:
+    """A tiny model in which every parameter is random, so that its distributions are far from uniform."""
+
+    def make(seed: int = 0, **fields: object) -> Decoder:
+        shape = {
+            "model_type": "qwen2", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        }  # fmt: skip
+        decoder = Decoder.initialise(ModelConfig.model_validate(shape | fields), jax.random.key(seed))
+        leaves, structure = jax.tree.flatten(decoder)
+        rng = np.random.default_rng(seed)
+        noise = [jnp.asarray(rng.normal(size=leaf.shape) * 0.2, leaf.dtype) for leaf in leaves]
+        return jax.tree.unflatten(structure, [leaf + extra for leaf, extra in zip(leaves, noise, strict=True)])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder(make_decoder: Callable[..., Decoder]) -> Decoder:
+    return make_decoder()
+
+
+@pytest.fixture(scope="session")
+def config() -> EngineConfig:
+    """Small enough that windows grow and slots run out within a few tokens."""
+    return EngineConfig(
+        max_slots=4, max_seq_len=64, steps_per_dispatch=4, prefill_rows=2, prefill_lengths=(8,), windows=(16,)
+    )
+
+
+@pytest.fixture
+def start_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> Iterator[Callable[..., InferenceEngine]]:
+    """Starts engines, ready to serve; all of them are stopped at the end of the test."""
+    engines: list[InferenceEngine] = []
+
+    def start(weights: Decoder = decoder, shapes: EngineConfig = config) -> InferenceEngine:
+        engine = InferenceEngine(weights, WeightVersion(0, 0), codec, shapes)
+        engines.append(engine)
+        engine.start()
+        engine.wait_until_ready(READY_TIMEOUT_S)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.stop(STOP_TIMEOUT_S)
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., InferenceEngine]) -> InferenceEngine:
+    return start_engine()

@@ -1,0 +1,48 @@
+import pytest
+from pydantic import ValidationError
+
+from penstock.inference.config import EngineConfig, ServeConfig, is_loopback
+
+
+def test_buckets_end_with_what_the_longest_sequence_needs():
+    config = EngineConfig(max_seq_len=600)
+    assert config.prefill_buckets == (16, 64, 256, 598)
+    assert config.window_buckets == (128, 256, 512, 600)
+
+
+def test_given_buckets_are_kept_below_the_longest():
+    config = EngineConfig(max_seq_len=100, prefill_lengths=(24, 200), windows=(64, 100))
+    assert config.prefill_buckets == (24, 98)
+    assert config.window_buckets == (64, 100)
+
+
+def test_the_shortest_possible_sequence_has_buckets():
+    assert EngineConfig(max_seq_len=2).prefill_buckets == (1,)
+    assert EngineConfig(max_seq_len=2).window_buckets == (2,)
+
+
+def test_prefill_rows_shrink_with_the_length():
+    config = EngineConfig(prefill_rows=8, prefill_tokens=1024)
+    assert [config.rows_of(length) for length in (16, 128, 512, 4096)] == [8, 8, 2, 1]
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 4), (8, 4), (4, 4)])
+def test_lengths_must_ascend(lengths):
+    with pytest.raises(ValidationError, match="windows is .*ascending"):
+        EngineConfig(windows=lengths)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "example.org"])
+def test_an_address_that_others_reach_needs_a_token(host):
+    with pytest.raises(ValidationError, match="set token"):
+        ServeConfig(host=host)
+    assert ServeConfig(host=host, token="long enough").host == host
+
+
+def test_a_token_is_not_printed():
+    assert "long enough" not in repr(ServeConfig(token="long enough"))
+
+
+def test_loopback_addresses():
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "localhost.example.org", "")))

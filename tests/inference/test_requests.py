@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from penstock.inference.config import EngineConfig
+from penstock.inference.requests import GenerationRequest, check_request
+from penstock.types import ConfigError, Decoding, EnvironmentFailure
+
+CONFIG = EngineConfig(max_seq_len=8, max_stop_token_ids=2)
+
+
+def check(prompt=(1, 2), n=1, **decoding):
+    request = GenerationRequest(np.array(prompt, np.int32), Decoding(**decoding), 0, n)
+    check_request(request, CONFIG, vocab_size=10)
+
+
+def test_what_fits_is_accepted():
+    check(prompt=[9] * 7, temperature=0.0, top_k=1, top_p=1.0, stop_token_ids=(1, 2), stop_strings=("x",))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([1] * 8, "prompt has 8 tokens, which leaves no room .* max_seq_len = 8"),
+        ([1, 10], "token id 10, but the model's vocabulary has 10"),
+        ([-1, 1], "token id -1"),
+    ],
+)
+def test_an_unusable_prompt_is_the_environments_failure(prompt, message):
+    with pytest.raises(EnvironmentFailure, match=message):
+        check(prompt)
+
+
+def test_a_prompt_of_another_dtype_is_refused():
+    with pytest.raises(EnvironmentFailure, match=r"prompt is int64\[1\]: it must be int32"):
+        check_request(GenerationRequest(np.array([1]), Decoding(), 0), CONFIG, 10)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-6}, "temperature is 1e-06: it must be 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+        ({"stop_token_ids": (1, 2, 3)}, "stop_token_ids has 3 entries: at most 2"),
+        ({"stop_strings": ("x", "")}, "empty string"),
+        ({"n": 0}, "n is 0"),
+    ],
+)
+def test_decoding_out_of_range_is_bad_input(decoding, message):
+    with pytest.raises(ConfigError, match=message):
+        check(**decoding)

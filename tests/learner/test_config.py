@@ -1,0 +1,63 @@
+import pytest
+from pydantic import ValidationError
+
+from penstock.learner import LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
+
+
+@pytest.mark.parametrize(
+    ("preset", "advantage", "aggregation", "low", "high"),
+    [
+        ("rloo", "rloo", "token", 0.2, 0.2),
+        ("grpo", "grpo", "sequence", 0.2, 0.2),
+        ("dr_grpo", "dr_grpo", "constant", 0.2, 0.2),
+        ("dapo", "grpo", "token", 0.2, 0.28),
+    ],
+)
+def test_presets_fill_in_the_loss(preset, advantage, aggregation, low, high):
+    loss = LossConfig(preset=preset)
+    assert (loss.advantage, loss.aggregation) == (advantage, aggregation)
+    assert (loss.clip_epsilon_low, loss.clip_epsilon_high) == (low, high)
+    assert loss.surrogate == "ppo"
+    assert (loss.correction.kind, loss.correction.cap, loss.correction.scope) == ("truncate", 2.0, "token")
+
+
+def test_the_default_is_rloo_and_what_is_given_wins_over_the_preset():
+    assert LossConfig() == LossConfig(preset="rloo")
+    loss = LossConfig(preset="grpo", aggregation="token", clip_epsilon_high=0.5)
+    assert (loss.advantage, loss.aggregation, loss.clip_epsilon_high) == ("grpo", "token", 0.5)
+
+
+def test_no_correction_has_to_be_asked_for_by_name():
+    assert LossConfig(correction={"cap": 3.0}).correction.kind == "truncate"
+    assert LossConfig(correction={"kind": "none"}).correction.kind == "none"
+
+
+def test_a_dumped_config_loads_as_itself():
+    config = LearnerConfig(loss=LossConfig(preset="dapo"), warm_start=WarmStartConfig(steps=5))
+    assert LearnerConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"preset": "gspo"},
+        {"kl_beta": 0.1},
+        {"entropy_bonus": 0.1},
+        {"correction": {"scope": "sequence"}},
+        {"correction": {"kind": "mask", "low": 2.0, "high": 1.0}},
+        {"correction": {"cap": 0}},
+        {"advantage": "gae"},
+        {"clip_epsilon_low": -0.1},
+        "rloo",
+    ],
+)
+def test_what_is_not_implemented_or_makes_no_sense_is_refused(given):
+    with pytest.raises(ValidationError):
+        LossConfig.model_validate(given)
+
+
+def test_the_warm_start_keeps_the_runs_adam_settings():
+    run = OptimizerConfig(beta2=0.9, weight_decay=0.1, schedule="linear", learning_rate=1e-5)
+    own = WarmStartConfig(steps=100, learning_rate=0.01).optimizer(run)
+    assert (own.beta2, own.weight_decay) == (0.9, 0.1)
+    assert (own.learning_rate, own.warmup_steps, own.schedule) == (0.01, 5, "cosine")

@@ -1,0 +1,113 @@
+"""The repository itself: its README tells the truth, its links lead somewhere, and nothing in it is local."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "penstock"
+UNLISTED = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+OWN_PATHS = ["/" + "work/", "shared" + "/", "/" + "root/", "/" + "tmp/plan", "/" + "home/"]
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def text_of(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def readme_tree() -> dict[str, str]:
+    """Entry → annotation, from the fenced block that begins with the package's path."""
+    block = re.search(r"^```\w*\nsrc/penstock/\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None, "README.md has no fenced tree that begins with src/penstock/"
+    lines = block.group(1).splitlines()
+    form = re.compile(r"  (\S+) +(\S.*)")
+    assert [line for line in lines if not form.fullmatch(line)] == [], "lines are '  entry  what it is'"
+    return {match.group(1): match.group(2) for line in lines if (match := form.fullmatch(line))}
+
+
+def test_the_tree_in_the_readme_is_the_tree_on_the_disk():
+    on_disk = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.name not in UNLISTED}
+    assert set(readme_tree()) == on_disk
+
+
+def test_every_entry_of_the_tree_says_what_it_is():
+    tree = readme_tree()
+    assert all(len(annotation) >= 10 for annotation in tree.values())
+    assert len(set(tree.values())) == len(tree)
+
+
+def test_nothing_mentions_paths_of_one_machine():
+    found = [
+        f"{path.relative_to(ROOT)}: {needle}"
+        for path in tracked_files()
+        if (text := text_of(path)) is not None
+        for needle in OWN_PATHS
+        if needle in text
+    ]
+    assert found == []
+
+
+def test_nothing_is_pickled():
+    pattern = re.compile(r"^\s*(import|from) (pickle|dill|cloudpickle|joblib|marshal|shelve)\b|allow_pickle=True", re.M)
+    found = [
+        str(path.relative_to(ROOT))
+        for path in tracked_files()
+        if path.suffix == ".py" and path != Path(__file__) and pattern.search(path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+def test_constraints_pin_versions_and_hold_no_addresses():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert lines == sorted(lines, key=str.casefold)
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9_.\-]+==[A-Za-z0-9_.\-+!]+", line)] == []
+
+
+def test_every_direct_dependency_is_pinned():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[^A-Za-z0-9_.\-]", entry)[0] for entry in wanted}
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {normal(name) for name in names} - {normal(name) for name in pinned} == set()
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize(
+    "page", sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda p: p.name
+)
+def test_relative_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert missing == []
+
+
+def test_every_page_of_the_documentation_is_reached_from_its_index():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+\.md)", index.read_text())}
+    pages = {path.resolve() for path in (ROOT / "docs").rglob("*.md")} - {index.resolve()}
+    assert pages - linked == set()
+
+
+def test_the_licence_is_the_apache_licence_unmodified():
+    import hashlib
+
+    assert hashlib.md5((ROOT / "LICENSE").read_bytes()).hexdigest() == "3b83ef96387f14655fc854ddc3c6bd57"
