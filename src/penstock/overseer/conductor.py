@@ -211,7 +211,7 @@ class Conductor:
             states,
             self._config.overseer.keep_checkpoints,
         )
-        self._log.event("checkpoint", path=str(path))
+        self._log.event("checkpoint", step, path=str(path))
 
     def refresh(self) -> None:
         """Brings the view up to date; called by the supervising thread."""

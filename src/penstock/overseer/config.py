@@ -39,7 +39,7 @@ class RunConfig(BaseModel):
     Attributes:
         seed: Every random choice derives from it.
         steps: Number of updates.
-        asynchronous: Written ``async`` in YAML. False is another name for ``replay.staleness_budget: 0``.
+        asynchronous: Written ``async`` in YAML. False is a name for ``replay.staleness_budget: 0``, and wins.
         runtime: Which launcher; `local` is threads in one process.
         model: Policy and tokenizer.
         curriculum: Lessons and their environments.
@@ -69,16 +69,10 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _async_is_a_budget(cls, values: Any) -> Any:
-        """Turns ``async: false`` into a staleness budget of zero."""
+        """``async: false`` puts a budget of zero in place of whatever the recipe says."""
         if not isinstance(values, dict) or values.get("async", True) is not False:
             return values
-        replay = dict(values.get("replay") or {})
-        if replay.get("staleness_budget", 0) != 0:
-            raise ValueError(
-                f"async: false means replay.staleness_budget: 0, but it is {replay['staleness_budget']}; "
-                "remove one of the two"
-            )
-        return {**values, "replay": {**replay, "staleness_budget": 0}}
+        return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}}
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

@@ -40,9 +40,9 @@ class RunLog:
         self._metrics.append(step, values)
         self._tracker.log(values, step)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Appends one event and shows it where it concerns the user."""
-        self._events.append(kind, step=self.step, **fields)
+    def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
+        """Appends one event, of the present step by default, and shows it where it concerns the user."""
+        self._events.append(kind, step=self.step if step is None else step, **fields)
         if kind in ("unlocked", "graduated", "regressed", "tracker_failed", "group_failed"):
             self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
 
