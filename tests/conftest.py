@@ -2,6 +2,8 @@
 
 from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401  (the hook below names it)
+
 _HOOK = install_import_hook(
-    ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "beartype.beartype"
+    ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "tests.typecheck.checked"
 )

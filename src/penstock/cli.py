@@ -141,9 +141,11 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Evaluate a checkpoint on held-out prompts: mean reward and pass@k, with 95% intervals."""
-    from penstock.overseer import evaluate, load_config
+    from penstock.overseer.config_loading import load_config
 
     config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
+    from penstock.overseer import evaluate
+
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
     report = evaluate(checkpoint, config, lesson, n, generations, path)

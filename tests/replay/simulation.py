@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock.batch import DeadlineBatchMaker
 from penstock.replay import Ledger, Lineages, ReplayBuffer, ReplayConfig, TicketIssuer
-from penstock.replay.history import History
+from penstock.replay.history import History, SealedRollout, StoredBatch
+from penstock.rundir import newest_weight_step
 from penstock.types import (
     RLExample,
     Rollout,
@@ -25,20 +26,38 @@ from penstock.types import (
     RolloutRecord,
     Ticket,
     TrainingBatch,
+    WeightVersion,
     fold,
 )
 
 GROUP_SIZES = {"easy": 2, "hard": 3}
 
 
-class MemoryStore:
-    """An `ExperienceStore` without files."""
+class MemoryLog:
+    """A `JsonLinesLog` without a file."""
 
     def __init__(self) -> None:
-        self.lineages = Lineages(Path("/nonexistent/lineages.jsonl"))
+        self.rows: list[dict] = []
+
+    def append(self, *rows: dict) -> None:
+        self.rows += rows
+
+    def sync(self) -> None:
+        pass
+
+
+class MemoryStore:
+    """An `ExperienceStore` without files; it outlives the lives of a run as a disk does."""
+
+    def __init__(self, lineages: Path = Path("/nonexistent/lineages.jsonl")) -> None:
+        self.lineages = Lineages(lineages)
         self.sealed: dict[str, RolloutRecord] = {}
-        self.batches: list[tuple[str, int, tuple[str, ...]]] = []
+        self.batches: list[StoredBatch] = []
+        self.tickets, self.fates = MemoryLog(), MemoryLog()
         self.files = 0
+
+    def open_ledger(self, lineage: int = 0) -> Ledger:
+        return Ledger(lineage, self.tickets, self.fates)
 
     def seal(self, records: Sequence[RolloutRecord]) -> None:
         self.files += 1
@@ -47,13 +66,22 @@ class MemoryStore:
     def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
         ids = tuple(rollout_id for example in examples for rollout_id in example.rollout_ids)
         assert self.sealed.keys() >= set(ids), "a batch holds rollouts that are not durable"
-        self.batches.append((batch_id, step, ids))
+        self.batches.append(StoredBatch(batch_id, WeightVersion(lineage, step), ids))
 
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
         return [r for r in self.sealed.values() if group_ids is None or r.group_id in group_ids]
 
     def history(self) -> History:
-        raise NotImplementedError
+        sealed = [
+            SealedRollout(i, r.group_id, WeightVersion(r.rollout.metadata.lineage, newest_weight_step(r.rollout)))
+            for i, r in self.sealed.items()
+        ]
+        return History(
+            {row["ticket_id"]: row["rollouts"] for row in self.tickets.rows},
+            {each.rollout_id: each for each in sealed},
+            {row["rollout_id"]: row["fate"] for row in self.fates.rows},
+            list(self.batches),
+        )
 
 
 class Curriculum:
@@ -207,6 +235,7 @@ class Simulation:
                 return self.trained
             self._start_work()
             self._start_update(until_step)
+            self._start_work()  # a file that the learner had written may have let the next cohort in
             if self._events:
                 self.now, _, action, arguments = heapq.heappop(self._events)
                 action(*arguments)

@@ -66,6 +66,7 @@ class InferenceEngine:
         self._waiting: deque[Response] = deque()
         self._served = version
         self._next_weights: tuple[WeightVersion, Decoder] | None = None
+        self._open_responses, self._fresh_start = 0, False
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
         self._running_rows, self._cached_tokens = 0, 0
@@ -119,6 +120,8 @@ class InferenceEngine:
         responses = [Response.of(p, i, self._tokenizer) for p in pending for i in range(p.request.n)]
         with self._changed:
             self._refuse_if_ended()
+            self._fresh_start |= self._open_responses == 0
+            self._open_responses += len(responses)
             self._waiting.extend(responses)
             self._changed.notify_all()
         self._meter.add(prompts=len(requests))
@@ -222,30 +225,33 @@ class InferenceEngine:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            self._waiting = deque(r for r in self._waiting if not r.pending.future.cancelled())
+            kept = deque(r for r in self._waiting if not r.pending.future.cancelled())
+            dropped, self._waiting = len(self._waiting) - len(kept), kept
         for slot, response in self._slots.occupied():
             if response.pending.future.cancelled():
                 self._slots.release(slot)
+                dropped += 1
+        self._close(dropped)
 
     def _admit(self) -> None:
-        was_idle = self._slots.running == 0
-        if was_idle:
-            self._prefixes.clear()
         with self._changed:
+            fresh_start, self._fresh_start = self._fresh_start, False
             count = min(self._slots.free, len(self._waiting))
             arrivals = [self._waiting.popleft() for _ in range(count)]
+        if fresh_start:  # nothing that was before may show in what follows
+            self._prefixes.clear()
         assigned = [(self._slots.assign(response), response) for response in arrivals]
         admission = plan_admission(assigned, self._prefixes, self._config)
-        self._fit_window(admission, was_idle)
+        self._fit_window(admission, fresh_start)
         self._fill(admission)
         for _, response in assigned:
             response.prefilled_by = self._served if len(response.prompt) > 1 else None
 
-    def _fit_window(self, admission: Admission, was_idle: bool) -> None:
-        """Grows the cache when needed; shrinks it when idle, or when half of it would do."""
+    def _fit_window(self, admission: Admission, fresh_start: bool) -> None:
+        """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
         lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
         needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
-        if needed > self._runner.window or was_idle:
+        if needed > self._runner.window or fresh_start:
             self._runner.resize(self._bucket(needed))
         elif self._bucket(2 * needed) < self._runner.window:
             self._runner.resize(self._bucket(2 * needed))
@@ -266,11 +272,17 @@ class InferenceEngine:
         started = time.monotonic()
         sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, self._served)
+        self._close(len(ended))
         for slot, response in ended:
             self._slots.release(slot)
             response.finish(self._tokenizer, self._served)
         self._meter.add(responses=len(ended))
         self._meter.add_dispatch(started, int(sampled.count.sum()))
+
+    def _close(self, responses: int) -> None:
+        """Before anybody learns that they ended: whoever then submits finds an idle engine."""
+        with self._changed:
+            self._open_responses -= responses
 
     def _gauge(self) -> None:
         with self._changed:

@@ -17,7 +17,7 @@ class Meter:
         self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
         self._recent: deque[tuple[float, float, int]] = deque()
 
-    def add(self, **amounts: float) -> None:
+    def add(self, **amounts: int) -> None:
         """Adds to totals by name, without their ``_total``."""
         with self._lock:
             for name, amount in amounts.items():

@@ -13,6 +13,7 @@ from penstock.inference.config import ServeConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
 from penstock.model.language import PolicyConfig, load_policy
+from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
 
 WATCH_S = 0.5
@@ -131,7 +132,8 @@ def serve(
     """
     ending = stop or threading.Event()
     path = model_directory(checkpoint)
-    decoder, tokenizer = load_policy(PolicyConfig(path=str(path)), seed=0)
+    tokenizer = Tokenizer.load(path)
+    decoder = load_policy(PolicyConfig(path=str(path)), 0, tokenizer)
     room = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
     engine_config = config.engine.model_copy(update={"max_seq_len": room})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)

@@ -122,7 +122,7 @@ def _gather(
 ) -> MicroBatch:
     positions = np.flatnonzero(wanted).astype(np.int32)
 
-    def front(values: np.ndarray, padding: float = 0) -> Any:
+    def front(values: np.ndarray, padding: float = 0.0) -> Any:
         entries = np.full(wanted.size, padding, values.dtype)
         entries[: len(positions)] = values.ravel()[positions]
         return entries
@@ -133,7 +133,7 @@ def _gather(
         **rows,
         positions=front(np.arange(wanted.size, dtype=np.int32)),
         labels=front(packed.tokens),
-        temperature=front(packed.temperature, 1),
+        temperature=front(packed.temperature, 1.0),
         advantage=front(packed.advantage),
         behaviour_logprobs=front(packed.generator_log_probs),
         loss_weight=front(weights),

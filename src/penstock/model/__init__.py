@@ -1,1 +1,1 @@
-"""Penstock model."""
+"""Networks shared by learner, inference and fleet."""

@@ -49,6 +49,7 @@ class RunConfig(BaseModel):
         learner: Loss, optimiser, packing, warm start.
         tracking: Where samples and metrics go besides the run directory.
         overseer: Supervision and checkpoints.
+        versions: Of the packages that made the run; written to its config.yaml, never read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -65,6 +66,7 @@ class RunConfig(BaseModel):
     learner: LearnerConfig = LearnerConfig()
     tracking: TrackingConfig = TrackingConfig()
     overseer: OverseerConfig = OverseerConfig()
+    versions: dict[str, str] = {}
 
     @model_validator(mode="before")
     @classmethod

@@ -1,8 +1,8 @@
 """Estimates from evaluations, with 95% intervals that know that rollouts of one prompt are not independent.
 
 Pure functions over numbers. Prompts are the independent draws; the n rollouts of a prompt form a cluster. Where
-nothing can be known (no values, or a mean over a single prompt) the interval is unbounded or [0, 1], never a false
-point. Not covered: comparing two policies on the same prompts, which a paired test does better.
+nothing can be known (no values, or a mean over a single prompt) the interval is unbounded or [0, 1]. Not covered:
+comparing two policies on the same prompts, which a paired test does better.
 """
 
 import math
@@ -34,7 +34,7 @@ def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None =
         clusters: Which values belong together, one label per value; None: all independent.
 
     Returns:
-        The interval; unbounded for fewer than two clusters.
+        The interval; unbounded for fewer than two clusters, and a point where all values are equal.
     """
     labels = range(len(values)) if clusters is None else clusters
     count = len(set(labels))

@@ -67,15 +67,16 @@ def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
 
 def _table(summary: RunSummary) -> Table:
     table = Table(title="Reward on held-out prompts, mean and 95% interval", title_justify="left")
-    warm = summary.untrained != summary.before
-    columns = ["lesson", "status", "untrained", *(["warm start"] if warm else []), "trained", "held-out prompts"]
-    for column in columns:
-        table.add_column(column)
-    for lesson_id, after in summary.after.items():
-        cells = [lesson_id, summary.lessons.get(lesson_id, ""), interval_text(summary.untrained[lesson_id])]
-        if warm:
-            cells.append(interval_text(summary.before[lesson_id]))
-        table.add_row(*cells, interval_text(after), str(after.groups))
+    table.add_column("lesson")
+    for lesson_id in summary.after:
+        table.add_column(lesson_id)
+    stages = {"untrained": summary.untrained, "warm start": summary.before, "trained": summary.after}
+    if summary.untrained == summary.before:
+        del stages["warm start"]
+    for stage, results in stages.items():
+        table.add_row(stage, *(interval_text(results[lesson_id]) for lesson_id in summary.after))
+    table.add_row("prompts", *(str(stats.groups) for stats in summary.after.values()))
+    table.add_row("status", *(summary.lessons.get(lesson_id, "") for lesson_id in summary.after))
     return table
 
 

@@ -5,6 +5,7 @@ that a mistake costs nothing and leaves nothing behind.
 """
 
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from penstock.environments import Environment, load_environment
@@ -76,7 +77,11 @@ def _begin(config: RunConfig, run_dir: Path | str | None, recipe: str) -> tuple[
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
     start = Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDirectory.create(run_dir or Path("runs") / name, config.dump()), start
+    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()}), start
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow")}
 
 
 def _resume(run_dir: Path | str | None) -> tuple[RunDirectory, Start]:

@@ -5,7 +5,7 @@ S updates, at most ``(S + 1 − (u − v))·B`` tickets are outstanding, and eac
 ``N(≤ d) ≤ (d − u + 1)·B`` for every deadline d, N(≤ d) being the outstanding tickets due at d or before: exactly what
 the updates u … d can train. An update keeps that true for its successor if it takes at least
 
-    owed(d) = min(B, N(≤ d) − (d − u)·B)
+    owed(d) = max(0, min(B, N(≤ d) − (d − u)·B))
 
 of the tickets due by d, for every d. Taking only what is due *now* is not enough: with B = 1 and S = 2, two slow
 groups due at update 2 can be overtaken by a fast third one at update 1, and then update 2 cannot train both. With
@@ -131,4 +131,4 @@ class OutstandingTickets:
             outstanding += self._due[deadline].outstanding
             trainable += self._due[deadline].trainable
             later = max(0, deadline - update) * self._groups_per_batch
-            yield deadline, min(self._groups_per_batch, outstanding - later), trainable
+            yield deadline, max(0, min(self._groups_per_batch, outstanding - later)), trainable

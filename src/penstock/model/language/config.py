@@ -7,7 +7,7 @@ covered: mixtures of experts, attention windows shorter than the context, quanti
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -44,7 +44,7 @@ class RopeScaling(_Frozen):
     original_max_position_embeddings: int = Field(gt=0)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _ordered(self) -> "RopeScaling":
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be greater than low_freq_factor")
         return self
@@ -86,7 +86,7 @@ class ModelConfig(_Frozen):
     dtype: Dtype = "float32"
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> "ModelConfig":
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -151,7 +151,7 @@ class ModelConfig(_Frozen):
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     @classmethod
-    def from_hugging_face(cls, config: Mapping[str, Any], dtype: Dtype = "float32") -> Self:
+    def from_hugging_face(cls, config: Mapping[str, Any], dtype: Dtype = "float32") -> "ModelConfig":
         """Reads the content of a `config.json`.
 
         Args:
@@ -172,7 +172,7 @@ class ModelConfig(_Frozen):
         return write_config(self)
 
     @classmethod
-    def validated(cls, fields: Mapping[str, Any], source: str) -> Self:
+    def validated(cls, fields: Mapping[str, Any], source: str) -> "ModelConfig":
         """Like the constructor, but with one `ConfigError` naming `source` and the first wrong field."""
         try:
             return cls.model_validate(dict(fields))
@@ -206,7 +206,7 @@ class InitConfig(_Frozen):
     max_position_embeddings: int = Field(default=2048, gt=0)
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _complete(self) -> "InitConfig":
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads "
@@ -244,7 +244,7 @@ class PolicyConfig(_Frozen):
     dtype: Dtype = "float32"
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _one_source(self) -> "PolicyConfig":
         if (self.path is None) == (self.init is None):
             given = "neither" if self.path is None else "both"
             raise ValueError(f"give exactly one of path and init ({given} given)")

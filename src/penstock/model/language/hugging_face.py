@@ -7,7 +7,7 @@ missing, unknown or of another shape is an error by name. Not covered: downloads
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ _LAYER_NAMES = {
 }
 
 
+@runtime_checkable
 class PolicyTokenizer(Protocol):
     """What a model directory needs of a tokenizer; `penstock.text.Tokenizer` has it."""
 

@@ -1,0 +1,106 @@
+"""One run through the real command line: trained, interrupted, resumed, evaluated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.rundir import read_events, read_metrics, read_parquet, read_status, records_from_table
+
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+LIMIT_S = 240
+SMALL = [
+    "replay.groups_per_batch=2",
+    "curriculum.lessons.cats.sampling_params.n_generations_per_prompt=4",
+    "curriculum.eval_n_examples=4",
+    "inference.max_slots=16",
+    "learner.micro_batch_rows=2",
+]
+
+
+def penstock(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run([PENSTOCK, *words], cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The run directory of a long run that got Ctrl-C after its first updates, and what it left."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = [PENSTOCK, "train", "cats", "steps=100000", *SMALL, "--run-dir", "mine"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for_updates(process, folder / "mine")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    return folder / "mine", subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def wait_for_updates(process: subprocess.Popen[str], run_dir: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not any("train/loss" in line for line in read_metrics(run_dir / "metrics.jsonl")):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "no update in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def resumed(interrupted) -> tuple[int, subprocess.CompletedProcess[str]]:
+    """The step that the resumed run was to reach, and what it left."""
+    run_dir, _ = interrupted
+    goal = last_step(run_dir) + 2
+    return goal, penstock("train", "--resume", "mine", f"steps={goal}", cwd=run_dir.parent)
+
+
+def last_step(run_dir: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(interrupted):
+    run_dir, done = interrupted
+    assert done.returncode == 130, done.stderr
+    assert "penstock train --resume mine" in done.stdout and "Traceback" not in done.stderr
+    status = read_status(run_dir / "status.json")
+    assert status is not None and status["state"] == "stopped"
+    assert last_step(run_dir) == status["step"] >= 1
+
+
+def test_resume_goes_on_to_the_new_goal(interrupted, resumed):
+    run_dir, _ = interrupted
+    goal, done = resumed
+    assert done.returncode == 0, done.stderr
+    assert f"finished at step {goal}/{goal}" in done.stdout
+    trained = [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in line]
+    assert trained == list(range(1, goal + 1))
+    starts = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "start"]
+    assert [event["lineage"] for event in starts] == [0, 1]
+
+
+def test_an_existing_run_is_not_overwritten(interrupted):
+    run_dir, _ = interrupted
+    before = (run_dir / "config.yaml").read_bytes()
+    done = penstock("train", "cats", *SMALL, "--run-dir", "mine", cwd=run_dir.parent)
+    assert done.returncode == 2 and done.stderr.startswith("penstock: mine exists already")
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resumed):
+    run_dir, _ = interrupted
+    goal, _ = resumed
+    words = ["eval", f"mine/checkpoints/step-{goal}", "--n", "3", "--generations", "2", "--json"]
+    done = penstock(*words, "--rollouts", "out/rollouts.parquet", cwd=run_dir.parent)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    cats = report["lessons"]["cats"]
+    assert (cats["prompts"], cats["rollouts"], list(cats["pass_at"])) == (3, 6, ["1", "2"])
+    assert cats["reward_mean"]["low"] <= cats["reward_mean"]["value"] <= cats["reward_mean"]["high"]
+    records = records_from_table(read_parquet(run_dir.parent / report["rollouts_path"]))
+    rewards = [record.rollout.episode_reward for record in records]
+    assert len(rewards) == 6 and sum(rewards) / 6 == pytest.approx(cats["reward_mean"]["value"], abs=1e-6)

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+
+from penstock.inference.admission import PrefixIndex, padded_length, plan_admission
+from penstock.inference.config import EngineConfig
+from penstock.inference.requests import GenerationRequest
+from penstock.inference.responses import PendingRequest, Response
+from penstock.types import Decoding
+
+CONFIG = EngineConfig(max_slots=6, max_seq_len=40, prefill_rows=2, prefill_lengths=(4, 8))
+
+
+def response(*prompt):
+    request = GenerationRequest(np.array(prompt, np.int32), Decoding(), 0)
+    return Response(PendingRequest(request, (), 4), 0)
+
+
+@pytest.fixture
+def prefixes():
+    return PrefixIndex()
+
+
+def test_samples_of_one_prompt_share_a_row_and_prompts_share_a_prefill(prefixes):
+    same, other = response(1, 2, 3), response(4, 5)
+    admission = plan_admission([(0, same), (1, other), (3, response(1, 2, 3))], prefixes, CONFIG)
+    (prefill,) = admission.prefills
+    assert admission.fork is None
+    assert prefill.tokens.tolist() == [[1, 2, 0, 0], [4, 0, 0, 0]]  # the last token is decoded, not prefilled
+    assert prefill.source.tolist() == [0, 1, -1, 0, -1, -1]
+
+
+def test_prefills_are_split_by_rows_and_length(prefixes):
+    arrivals = [response(*range(i, i + 4)) for i in range(3)] + [response(*range(9)), response(*range(10))]
+    admission = plan_admission(list(enumerate(arrivals)), prefixes, CONFIG)
+    assert [prefill.tokens.shape for prefill in admission.prefills] == [(2, 4), (2, 4), (2, 8), (2, 38)]
+    assert [prefill.source.tolist()[:5] for prefill in admission.prefills] == [
+        [0, 1, -1, -1, -1], [-1, -1, 0, -1, -1], [-1, -1, -1, 0, -1], [-1, -1, -1, -1, 0],
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_is_cached_is_copied_from_its_lowest_slot(prefixes):
+    plan_admission([(1, response(1, 2)), (2, response(1, 2))], prefixes, CONFIG)
+    admission = plan_admission([(4, response(1, 2))], prefixes, CONFIG)
+    assert admission.prefills == ()
+    assert admission.fork is not None and admission.fork.tolist() == [0, 1, 2, 3, 1, 5]
+
+
+def test_a_slot_that_is_overwritten_no_longer_lends_its_prompt(prefixes):
+    plan_admission([(1, response(1, 2)), (2, response(1, 2))], prefixes, CONFIG)
+    plan_admission([(1, response(7, 8))], prefixes, CONFIG)
+    assert prefixes.find(np.array([1, 2], np.int32)) == 2
+    plan_admission([(2, response(7, 8))], prefixes, CONFIG)
+    assert prefixes.find(np.array([1, 2], np.int32)) is None
+
+
+def test_a_donor_may_be_overwritten_in_the_same_admission(prefixes):
+    plan_admission([(0, response(1, 2))], prefixes, CONFIG)
+    admission = plan_admission([(0, response(3, 4)), (1, response(1, 2))], prefixes, CONFIG)
+    assert admission.fork is not None and admission.fork.tolist()[1] == 0
+    assert admission.prefills[0].source.tolist()[:2] == [0, -1]
+    assert prefixes.find(np.array([1, 2], np.int32)) == 1
+
+
+def test_a_cleared_index_shares_nothing(prefixes):
+    plan_admission([(0, response(1, 2))], prefixes, CONFIG)
+    prefixes.clear()
+    assert prefixes.find(np.array([1, 2], np.int32)) is None
+
+
+def test_a_prompt_of_one_token_needs_no_cache(prefixes):
+    assert plan_admission([(0, response(1)), (1, response(1))], prefixes, CONFIG).prefills == ()
+
+
+@pytest.mark.parametrize(("prompt_tokens", "length"), [(1, 4), (5, 4), (6, 8), (9, 8), (10, 38), (39, 38)])
+def test_padded_lengths(prompt_tokens, length):
+    assert padded_length(prompt_tokens, CONFIG) == length

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penstock.inference.cache import KVCache, append, cache_bytes, create_cache, fork, insert, resize
+from penstock.model.language import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=4,
+)  # fmt: skip
+
+
+def numbered(slots, window):
+    """Every entry is a number of its own."""
+    count = iter(range(1000))
+    return jax.tree.map(
+        lambda a: next(count) * 10_000.0 + jnp.arange(a.size, dtype=jnp.float32).reshape(a.shape),
+        create_cache(MODEL, slots, window),
+    )
+
+
+def assert_equal(left: KVCache, right: KVCache):
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_layout_is_slot_head_position_dim_per_layer():
+    cache = create_cache(MODEL, 5, 16)
+    assert len(cache.keys) == len(cache.values) == 3
+    assert {a.shape for a in (*cache.keys, *cache.values)} == {(5, 2, 16, 4)}
+    assert cache_bytes(MODEL, 5, 16) == sum(a.nbytes for a in jax.tree.leaves(cache))
+
+
+def test_append_writes_each_slot_at_its_own_position_and_nothing_beyond_the_window():
+    before = numbered(3, 4).keys[0]
+    entry = -jnp.arange(1.0, 25.0).reshape(3, 2, 4)
+    after = append(before, entry, jnp.array([2, 4, 0], jnp.int32))
+    expected = np.array(before)
+    expected[0, :, 2], expected[2, :, 0] = entry[0], entry[2]
+    np.testing.assert_array_equal(after, expected)
+
+
+def test_resize_keeps_what_fits_and_adds_zeros():
+    cache = numbered(2, 4)
+    grown = resize(cache, 6)
+    assert_equal(resize(grown, 4), cache)
+    assert float(sum(jnp.abs(a[:, :, 4:]).sum() for a in jax.tree.leaves(grown))) == 0
+    assert grown.window == 6
+
+
+def test_insert_gives_all_samples_of_a_prompt_the_same_row_and_leaves_the_rest():
+    cache, prefilled = numbered(4, 6), jax.tree.map(lambda a: -a, numbered(2, 3))
+    after = insert(cache, prefilled, jnp.array([1, -1, 1, 0], jnp.int32))
+    for old, rows, new in zip(*map(jax.tree.leaves, (cache, prefilled, after)), strict=True):
+        expected = np.array(old)
+        expected[0, :, :3], expected[2, :, :3], expected[3, :, :3] = rows[1], rows[1], rows[0]
+        np.testing.assert_array_equal(new, expected)
+
+
+def test_fork_reads_before_it_writes():
+    cache = numbered(3, 4)
+    after = fork(cache, jnp.array([1, 0, 2], jnp.int32))
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(new, np.asarray(old)[[1, 0, 2]])

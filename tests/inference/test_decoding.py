@@ -1,0 +1,101 @@
+"""The engine's cached, batched decode against the packed forward pass of training, same weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.inference import GenerationRequest
+from penstock.inference.cache import create_cache
+from penstock.inference.decoding import ServedWeights, decode
+from penstock.inference.rows import Rows
+from penstock.types import Decoding
+
+FAMILIES = {
+    "qwen2, grouped, tied": (1.0, {"tie_word_embeddings": True}),
+    "llama, one key head, untied": (0.7, {"model_type": "llama", "num_key_value_heads": 1}),
+    "qwen3, no groups": (1.3, {"model_type": "qwen3", "num_key_value_heads": 4}),
+}
+
+
+def packed_logprobs(decoder, completions, temperature):
+    """log softmax(logits / temperature) of every response token, all sequences in one packed row."""
+    sequences = [np.concatenate([c.prompt_tokens, c.response_tokens]) for c in completions]
+    tokens = np.concatenate(sequences)[None]
+    segments = np.concatenate([np.full(len(s), i + 1) for i, s in enumerate(sequences)])[None]
+    positions = np.concatenate([np.arange(len(s)) for s in sequences])[None]
+    hidden = decoder.hidden_states(*(jnp.asarray(a, jnp.int32) for a in (tokens, positions, segments)))
+    logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(hidden[0]) / temperature, axis=-1))
+    start = 0
+    for completion, sequence in zip(completions, sequences, strict=True):
+        first = start + len(completion.prompt_tokens) - 1
+        rows = np.arange(first, first + len(completion.response_tokens))
+        yield logprobs[rows, completion.response_tokens]
+        start += len(sequence)
+
+
+@pytest.mark.parametrize(("temperature", "fields"), FAMILIES.values(), ids=FAMILIES)
+def test_engine_and_packed_forward_agree_on_ragged_sequences(make_decoder, start_engine, temperature, fields):
+    weights = make_decoder(3, **fields)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, length).astype(np.int32) for length in (1, 2, 9, 10, 23, 5)]
+    requests = [
+        GenerationRequest(prompt, Decoding(temperature, max_output_tokens=30, stop_token_ids=tuple(range(8))), i, n=2)
+        for i, prompt in enumerate(prompts)
+    ]
+    futures = start_engine(weights).submit(requests)
+    completions = [completion for future in futures for completion in future.result(60)]
+    assert len({len(c.response_tokens) for c in completions}) > 1
+    for completion, expected in zip(completions, packed_logprobs(weights, completions, temperature), strict=True):
+        np.testing.assert_allclose(completion.response_logprobs, expected, atol=1e-4)
+        assert expected.mean() < -0.5  # not a degenerate model that agrees by certainty
+
+
+def rows_of(budget, stops):
+    slots = len(budget)
+    return Rows(
+        tokens=jnp.arange(slots, dtype=jnp.int32),
+        positions=jnp.zeros(slots, jnp.int32),
+        budget=jnp.array(budget, jnp.int32),
+        seeds=jnp.arange(2 * slots, dtype=jnp.uint32).reshape(slots, 2),
+        temperature=jnp.ones(slots),
+        top_k=jnp.full(slots, 257, jnp.int32),
+        top_p=jnp.ones(slots),
+        stop_token_ids=jnp.array(stops, jnp.int32)[:, None],
+    )
+
+
+def run(decoder, rows, steps=6):
+    cache = create_cache(decoder.config, rows.tokens.shape[0], 16)
+    cache, emitted = jax.jit(decode, static_argnames="steps")(ServedWeights.of(decoder), cache, rows, steps=steps)
+    return cache, jax.tree.map(np.asarray, emitted)
+
+
+def test_a_row_stops_inside_a_dispatch_and_wastes_no_record(decoder):
+    _, free = run(decoder, rows_of([6, 6, 6], [-1, -1, -1]))
+    assert free.count.tolist() == [6, 6, 6]
+    stop = int(free.tokens[2, 0])
+    first = free.tokens[:, 0].tolist().index(stop) + 1
+    _, ended = run(decoder, rows_of([6, 4, 0], [stop, -1, -1]))
+    assert ended.count.tolist() == [first, 4, 0]
+    np.testing.assert_array_equal(ended.tokens[:first, 0], free.tokens[:first, 0])
+    np.testing.assert_array_equal(ended.tokens[:4, 1], free.tokens[:4, 1])
+
+
+def test_a_dispatch_ends_when_no_row_is_left(decoder):
+    _, emitted = run(decoder, rows_of([2, 1, 0], [-1, -1, -1]))
+    assert emitted.tokens[2:].any() == np.False_  # never written
+    assert emitted.tokens[1, 0] != 0
+
+
+def test_slots_without_a_response_write_nothing_into_the_cache(decoder):
+    cache, _ = run(decoder, rows_of([3, 0, 1], [-1, -1, -1]))
+    written = np.asarray(jnp.abs(cache.keys[1]).sum((1, 3)) > 0).sum(1)
+    assert written.tolist() == [3, 0, 1]
+
+
+def test_served_weights_share_embedding_and_head_with_the_published_decoder(decoder):
+    served = ServedWeights.of(decoder)
+    assert served.ends.embedding is decoder.embedding
+    assert len(served.layers) == 2
+    np.testing.assert_array_equal(served.layers[1].gate, decoder.layers.gate[1])

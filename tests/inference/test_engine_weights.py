@@ -1,0 +1,115 @@
+"""Weight swaps: between dispatches only, whole, and recorded token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.inference import GenerationRequest
+from penstock.types import Decoding, WeightsError, WeightVersion
+
+WAIT_S = 60.0
+PROMPT = np.arange(60, 72, dtype=np.int32)
+
+
+def request(tokens=16, n=1, seed=0):
+    return GenerationRequest(PROMPT, Decoding(max_output_tokens=tokens, stop_token_ids=(999,)), seed, n)
+
+
+def forward_logprobs(decoder, completion):
+    tokens = np.concatenate([completion.prompt_tokens, completion.response_tokens])[None]
+    positions = np.arange(tokens.shape[1])[None]
+    arrays = (jnp.asarray(a, jnp.int32) for a in (tokens, positions, np.ones_like(tokens)))
+    logprobs = jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*arrays)[0]))
+    rows = np.arange(len(completion.prompt_tokens) - 1, tokens.shape[1] - 1)
+    return np.asarray(logprobs)[rows, completion.response_tokens]
+
+
+def swap_after_first_dispatch(engine, monkeypatch, version, decoder):
+    """Publishes while the first dispatch runs, as a learner would."""
+    decode, swapped = engine._runner.decode, []
+
+    def decode_and_swap(rows):
+        if not swapped:
+            swapped.append(engine.set_weights(version, decoder))
+        return decode(rows)
+
+    monkeypatch.setattr(engine._runner, "decode", decode_and_swap)
+
+
+def test_tokens_carry_the_version_that_sampled_them(engine, make_decoder, monkeypatch):
+    new = make_decoder(9)
+    swap_after_first_dispatch(engine, monkeypatch, WeightVersion(0, 5), new)
+    ((completion,),) = [future.result(WAIT_S) for future in engine.submit([request()])]
+    assert completion.weight_steps.tolist() == [0] * 4 + [5] * 12
+    assert (completion.lineage, completion.oldest_weight_step) == (0, 0)
+    assert engine.version == WeightVersion(0, 5)
+    # After the swap the new weights read a cache whose beginning the old ones wrote.
+    old_part = forward_logprobs(engine_decoder(engine), completion)
+    assert np.abs(completion.response_logprobs[4:] - old_part[4:]).max() > 1e-2
+    assert np.abs(completion.response_logprobs[4:] - forward_logprobs(new, completion)[4:]).max() > 1e-2
+
+
+def engine_decoder(engine):
+    """The first published decoder, whose embedding the engine shares."""
+    return engine._first
+
+
+@pytest.fixture
+def engine(start_engine, decoder):
+    engine = start_engine(decoder)
+    engine._first = decoder
+    return engine
+
+
+def test_requests_after_a_swap_see_the_new_weights_whole(engine, make_decoder):
+    engine.submit([request(n=4)])[0].result(WAIT_S)
+    new = make_decoder(9)
+    engine.set_weights(WeightVersion(0, 1), new)
+    assert engine.version == WeightVersion(0, 1)  # at once, for what is submitted from now on
+    (completion,) = engine.submit([request(seed=3)])[0].result(WAIT_S)
+    assert completion.weight_steps.tolist() == [1] * 16 and completion.oldest_weight_step == 1
+    np.testing.assert_allclose(completion.response_logprobs, forward_logprobs(new, completion), atol=1e-4)
+
+
+def test_a_prompt_cached_under_old_weights_is_not_lent_to_new_requests(engine, make_decoder, monkeypatch):
+    new = make_decoder(9)
+    swap_after_first_dispatch(engine, monkeypatch, WeightVersion(0, 1), new)
+    group = engine.submit([request(n=6, tokens=8)])[0].result(WAIT_S)  # 4 slots: two samples begin after the swap
+    assert [c.weight_steps.tolist() for c in group] == [[0] * 4 + [1] * 4] * 4 + [[1] * 8] * 2
+    assert [c.oldest_weight_step for c in group] == [0] * 4 + [1] * 2
+    for completion in group[4:]:
+        np.testing.assert_allclose(completion.response_logprobs, forward_logprobs(new, completion), atol=1e-4)
+
+
+def test_only_the_newest_of_several_published_versions_is_served(engine, make_decoder, monkeypatch):
+    loaded, load = [], engine._runner.load
+    monkeypatch.setattr(engine._runner, "load", lambda decoder: (loaded.append(decoder), load(decoder))[1])
+    first, second = make_decoder(1), make_decoder(2)
+    with engine._changed:  # the engine cannot look in between
+        engine.set_weights(WeightVersion(0, 1), first)
+        engine.set_weights(WeightVersion(0, 2), second)
+    (completion,) = engine.submit([request()])[0].result(WAIT_S)
+    assert loaded == [second] and set(completion.weight_steps) == {2}
+
+
+def test_a_new_lineage_is_recorded(engine, decoder):
+    engine.set_weights(WeightVersion(3, 1), decoder)
+    (completion,) = engine.submit([request()])[0].result(WAIT_S)
+    assert (completion.lineage, completion.oldest_weight_step) == (3, 1)
+
+
+def test_weights_of_another_shape_are_refused_and_change_nothing(engine, make_decoder):
+    for other in (make_decoder(hidden_size=40), make_decoder(model_type="llama")):
+        with pytest.raises(WeightsError, match="differ in name, shape or dtype"):
+            engine.set_weights(WeightVersion(0, 1), other)
+    assert engine.version == WeightVersion(0, 0)
+
+
+def test_a_perturbed_weight_shows_in_the_logprobs(engine, decoder):
+    (completion,) = engine.submit([request()])[0].result(WAIT_S)
+    agreeing = forward_logprobs(decoder, completion)
+    np.testing.assert_allclose(completion.response_logprobs, agreeing, atol=1e-4)
+    leaves, structure = jax.tree.flatten(decoder)
+    perturbed = jax.tree.unflatten(structure, [leaves[0] * 1.01, *leaves[1:]])
+    assert np.abs(completion.response_logprobs - forward_logprobs(perturbed, completion)).max() > 1e-3

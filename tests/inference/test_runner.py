@@ -1,0 +1,90 @@
+"""No program is compiled after `wait_until_ready`, whatever is asked."""
+
+import threading
+
+import jax.monitoring
+import numpy as np
+import pytest
+
+from penstock.inference import GenerationRequest
+from penstock.inference.runner import ModelRunner
+from penstock.inference.slots import SlotTable
+from penstock.types import Decoding, WeightVersion
+
+WAIT_S = 60.0
+
+
+class CompilationCounter:
+    """Counts compilations in the process while it is on; JAX offers no way to take a listener away."""
+
+    def __init__(self):
+        self.on, self.names = False, []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        if self.on and event == "/jax/core/compile/backend_compile_duration":
+            self.names.append(threading.current_thread().name)
+
+
+@pytest.fixture(scope="module")
+def counter():
+    return CompilationCounter()
+
+
+def request(length, tokens, n=1, seed=0, **decoding):
+    prompt = np.arange(60, 60 + length, dtype=np.int32)
+    fields = {"max_output_tokens": tokens, "stop_token_ids": (999,)} | decoding
+    return GenerationRequest(prompt, Decoding(**fields), seed, n)
+
+
+def test_the_steady_state_compiles_nothing(start_engine, make_decoder, counter):
+    engine, new = start_engine(), make_decoder(7)
+    requests = [
+        request(1, 3), request(5, 60, n=6), request(9, 2, temperature=0.0), request(50, 9, n=2, top_k=3),
+        request(63, 4), request(12, 20, top_p=0.5, stop_strings=("zz",)),
+    ]  # fmt: skip
+    counter.on, counter.names = True, []
+    futures = engine.submit(requests)
+    engine.set_weights(WeightVersion(0, 1), new)
+    futures += engine.submit([request(5, 6), request(1, 60)])
+    results = [future.result(WAIT_S) for future in futures]
+    short = engine.submit([request(3, 1)])[0].result(WAIT_S)  # the cache shrinks again
+    counter.on = False
+    assert counter.names == []
+    assert len(short) == 1 and sum(map(len, results)) == 14
+    assert engine.stats()["inference/weight_swaps_total"] == 1
+
+
+def test_the_counter_sees_a_compilation(counter):
+    counter.on, counter.names = True, []
+    jax.jit(lambda x: x * 3 + 1)(np.arange(7))
+    counter.on = False
+    assert counter.names != []
+
+
+def test_the_window_follows_the_longest_live_sequence(engine, config, monkeypatch):
+    windows, decode = [], engine._runner.decode
+    monkeypatch.setattr(engine._runner, "decode", lambda rows: (windows.append(engine._runner.window), decode(rows))[1])
+    engine.submit([request(4, 20)])[0].result(WAIT_S)
+    assert windows == [16, 16, 16, 64, 64]  # positions 3…22, four a dispatch
+    windows.clear()
+    engine.submit([request(4, 4)])[0].result(WAIT_S)
+    assert windows == [16]
+
+
+def test_resizing_passes_only_compiled_steps(decoder, config):
+    shapes = config.model_copy(update={"windows": (8, 16, 32)})
+    runner = ModelRunner(decoder, shapes)
+    seen = []
+    for window in (32, 8, 8, 64, 16):
+        runner.resize(window)
+        seen.append(runner.window)
+    assert seen == [32, 8, 8, 64, 16]
+
+
+def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config):
+    runner = ModelRunner(decoder, config)
+    programs = list(runner.warm_up(SlotTable(config.max_slots, 257, config.max_stop_token_ids).rows))
+    assert runner.window == 16
+    assert len(programs) == 2 + 3  # a decode per window, and the prefills that fit each of them
+    assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

@@ -1,0 +1,237 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.batch import example_from_pair
+from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
+from penstock.model.language import Decoder
+from penstock.types import ConfigError, MismatchError, NonFiniteError, RLExample, WeightsError
+
+
+def _as_engine(learner: Learner, examples: tuple[RLExample, ...]) -> tuple[RLExample, ...]:
+    """The examples with the log-probabilities that the learner's own weights give, as a perfect engine's."""
+    scores = learner.score(examples)
+    return tuple(
+        replace(e, generator_log_probs=np.where(e.loss_mask, s, 0).astype(np.float32))
+        for e, s in zip(examples, scores, strict=True)
+    )
+
+
+def _leaves(decoder: Decoder) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(decoder)]
+
+
+def _perturbed(decoder: Decoder) -> Decoder:
+    """One weight of one layer moved by a hundredth."""
+    return jax.tree.map(lambda leaf: leaf.at[1, 3, 5].add(0.01) if leaf.shape == (2, 16, 24) else leaf, decoder)
+
+
+@pytest.fixture
+def compilations():
+    """How many programs were compiled since the fixture's list was cleared."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **details: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_an_update_moves_probability_towards_what_had_an_advantage(decoder, config, examples, make_batch):
+    config = config.model_copy(update={"optimizer": OptimizerConfig(learning_rate=3e-3, warmup_steps=0)})
+    learner = Learner(decoder, config, 20)
+    batch = _as_engine(learner, examples)
+    gain = [0.0] * len(batch)
+    for step in range(5):
+        metrics = learner.update(make_batch(batch, step), step)
+    for index, (example, score) in enumerate(zip(batch, learner.score(batch), strict=True)):
+        change = (score - example.generator_log_probs)[example.loss_mask].sum()
+        gain[index] = float(change * example.advantage[example.loss_mask][0])
+    assert sum(gain) > 0.5
+    assert learner.step == 5
+    assert metrics["train/grad_norm"] > 0 and metrics["train/learning_rate"] == 3e-3
+
+
+def test_a_learning_rate_of_zero_changes_nothing(decoder, config, examples, make_batch):
+    learner = Learner(decoder, config.model_copy(update={"optimizer": OptimizerConfig(learning_rate=0)}), 5)
+    learner.update(make_batch(examples), 0)
+    assert learner.step == 1
+    for before, after in zip(_leaves(decoder), _leaves(learner.decoder), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_metrics_name_what_happened(decoder, config, examples, make_batch):
+    learner = Learner(decoder, config, 10)
+    metrics = learner.update(make_batch(examples, **{"train/reward_mean": 0.25, "replay/size": 9.0}), 0)
+    tokens = sum(int(example.loss_mask.sum()) for example in examples)
+    assert metrics["train/tokens"] == tokens
+    assert metrics["train/sequences"] == len(examples)
+    assert metrics["train/reward_mean"] == 0.25 and "replay/size" not in metrics
+    assert metrics["train/non_finite"] == 0.0
+    assert metrics["train/clip_fraction"] == 0.0
+    assert 0 < metrics["train/correction_fraction"] < 1
+    assert 0 < metrics["train/entropy"] < np.log(41)
+    assert metrics["train/mismatch_max"] >= metrics["train/mismatch_kl"] > 0
+    assert "train/staleness_kl" not in metrics, "every sequence is of the learner's version"
+    assert metrics["throughput/row_fill"] == sum(len(e.tokens) for e in examples) / (24 * 6)
+    advantages = [e.advantage[e.loss_mask][0] for e in examples]
+    assert metrics["train/advantage_mean"] == pytest.approx(np.mean(advantages), rel=1e-5)
+    assert metrics["train/advantage_std"] == pytest.approx(np.std(advantages), rel=1e-5)
+    assert {"train/loss", "train/ratio_mean", "time/forward_backward", "time/apply"} <= metrics.keys()
+
+
+def test_nothing_is_compiled_after_the_first_update(decoder, config, draw_examples, make_batch, compilations):
+    learner = Learner(decoder, config, 10)
+    learner.compile()
+    compilations.clear()
+    learner.update(make_batch(draw_examples([(2, 5)])), 0)
+    assert compilations == [], "compile() had compiled all that an update needs"
+    learner.score(draw_examples([(2, 5)]))
+    compilations.clear()
+    for step, count in enumerate((3, 17, 1, 9), start=1):
+        batch = draw_examples([(1 + i % 4, 3 + (7 * i) % 18) for i in range(count)], seed=step)
+        learner.update(make_batch(batch, step), step)
+        learner.score(batch)
+    assert compilations == []
+
+
+def test_parameters_that_were_handed_out_stay_valid(decoder, config, examples, make_batch):
+    learner = Learner(decoder, config, 10)
+    published = []
+    for step in range(3):
+        published.append((learner.decoder, _leaves(learner.decoder)))
+        learner.update(make_batch(examples, step), step)
+    for kept, values in published:
+        for leaf, value in zip(jax.tree.leaves(kept), values, strict=True):
+            np.testing.assert_array_equal(leaf, value)
+
+
+def test_optimiser_state_is_donated(decoder, config, examples, make_batch):
+    learner = Learner(decoder, config, 10)
+    before = [leaf for leaf in jax.tree.leaves(learner._state) if leaf.ndim]
+    learner.update(make_batch(examples), 0)
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_equal_policies_pass_and_one_perturbed_weight_stops_the_run(decoder, config, examples, make_batch):
+    strict = config.model_copy(update={"mismatch_limit": 1e-4})
+    batch = _as_engine(Learner(decoder, strict, 10), examples)
+    metrics = Learner(decoder, strict, 10).update(make_batch(batch), 0)
+    assert metrics["train/mismatch_max"] < 1e-5
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    other = Learner(_perturbed(decoder), strict, 10)
+    before, state = _leaves(other.decoder), other.state_arrays()
+    with pytest.raises(MismatchError, match="update 0: learner and engine disagree .* not applied"):
+        other.update(make_batch(batch), 0)
+    assert other.step == 0
+    for a, b in zip(before, _leaves(other.decoder), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for name, value in other.state_arrays().items():
+        np.testing.assert_array_equal(value, state[name])
+
+
+def test_the_drift_of_older_rollouts_is_reported_apart_and_stops_nothing(decoder, config, examples, make_batch):
+    strict = config.model_copy(update={"mismatch_limit": 1e-4})
+    older = tuple(replace(e, weight_steps=np.where(e.loss_mask, -1, e.weight_steps).astype(np.int32)) for e in examples)
+    metrics = Learner(decoder, strict, 10).update(make_batch(older), 0)
+    assert metrics["train/staleness_kl"] > 0
+    assert "train/mismatch_max" not in metrics and "train/mismatch_kl" not in metrics
+
+
+def test_temperature_is_the_rollouts_own(decoder, config, draw_examples, make_batch):
+    """Log-probabilities recorded at one temperature and recomputed at another are a mismatch."""
+    strict = config.model_copy(update={"mismatch_limit": 1e-4})
+    learner = Learner(decoder, strict, 10)
+    warm = draw_examples([(2, 8), (3, 15)], temperature=1.0)
+    cold = draw_examples([(2, 8), (3, 15)], temperature=0.5)
+    mixed = (_as_engine(learner, warm)[0], _as_engine(learner, cold)[1])
+    assert learner.update(make_batch(mixed), 0)["train/mismatch_max"] < 1e-5
+    wrong = tuple(replace(e, temperature=np.full(len(e.tokens), 1.0, np.float32)) for e in mixed)
+    with pytest.raises(MismatchError):
+        Learner(decoder, strict, 10).update(make_batch(wrong), 0)
+
+
+def test_scores_are_aligned_and_equal_the_plain_forward_pass(decoder, config, examples):
+    for example, score in zip(examples, Learner(decoder, config, 1).score(examples), strict=True):
+        rows = [jnp.asarray(a)[None] for a in (example.tokens, example.position_ids, example.segment_ids)]
+        plain = jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))[0])
+        expected = np.take_along_axis(np.asarray(plain)[:-1], example.tokens[1:, None], axis=-1)[:, 0]
+        assert score.dtype == np.float32 and score[0] == 0
+        np.testing.assert_allclose(score[1:], expected, atol=1e-5)
+
+
+def test_scoring_nothing_gives_nothing(decoder, config):
+    assert Learner(decoder, config, 1).score([]) == []
+
+
+def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(decoder, config, examples, make_batch):
+    config = config.model_copy(update={"max_non_finite_updates": 2})
+    learner = Learner(decoder, config, 10)
+    bad = (replace(examples[0], advantage=np.where(examples[0].loss_mask, np.inf, 0).astype(np.float32)),)
+    assert learner.update(make_batch(bad), 0)["train/non_finite"] == 1.0
+    for before, after in zip(_leaves(decoder), _leaves(learner.decoder), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert learner.update(make_batch(examples, 1), 1)["train/non_finite"] == 0.0
+    learner.update(make_batch(bad, 2), 2)
+    with pytest.raises(NonFiniteError, match="2 updates in a row"):
+        learner.update(make_batch(bad, 3), 3)
+
+
+def test_a_batch_for_another_version_or_without_examples_is_refused(decoder, config, examples, make_batch):
+    learner = Learner(decoder, config, 10)
+    with pytest.raises(WeightsError, match="for version 1, the learner holds 0"):
+        learner.update(make_batch(examples), 1)
+    with pytest.raises(ConfigError, match="no examples"):
+        learner.update(make_batch([]), 0)
+
+
+def test_a_sequence_longer_than_a_row_is_a_clear_error(decoder, config, draw_examples, make_batch):
+    with pytest.raises(ConfigError, match="row_length is 24 but a sequence has 25"):
+        Learner(decoder, config, 1).update(make_batch(draw_examples([(5, 20)])), 0)
+
+
+@pytest.fixture
+def warm(config) -> LearnerConfig:
+    """With a warm start of thirty steps."""
+    return config.model_copy(update={"warm_start": WarmStartConfig(steps=30, learning_rate=0.02)})
+
+
+def _pairs() -> list[RLExample]:
+    rng = np.random.default_rng(3)
+    return [
+        example_from_pair(rng.integers(0, 41, 4).astype(np.int32), rng.integers(0, 41, length).astype(np.int32))
+        for length in (3, 9, 5, 14)
+    ]
+
+
+def test_the_warm_start_learns_reference_solutions(decoder, warm):
+    learner, pairs = Learner(decoder, warm, 10), _pairs()
+    targets = sum(int(pair.loss_mask.sum()) for pair in pairs)
+    mean = -sum(s[p.loss_mask].sum() for s, p in zip(learner.score(pairs), pairs, strict=True)) / targets
+    losses = []
+    for _ in range(30):
+        losses.append(learner.supervised_update(pairs)["train/loss"])
+    assert losses[0] == pytest.approx(mean, rel=1e-5)
+    assert losses[-1] < 0.3 * losses[0]
+    assert learner.step == 0
+
+
+def test_the_warm_starts_optimiser_state_is_its_own_and_discarded(decoder, warm, examples, make_batch):
+    learner = Learner(decoder, warm, 10)
+    fresh = learner.state_arrays()
+    learner.supervised_update(_pairs())
+    for name, value in learner.state_arrays().items():
+        np.testing.assert_array_equal(value, fresh[name])
+    learner.update(make_batch(examples), 0)
+    assert learner._warm_start.state is None
+
+
+def test_a_warm_start_that_is_not_configured_is_refused(decoder, config):
+    with pytest.raises(ConfigError, match="learner.warm_start"):
+        Learner(decoder, config, 10).supervised_update(_pairs())

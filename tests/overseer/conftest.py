@@ -1,0 +1,50 @@
+"""A run small enough for a test: a tiny model, the cats task, a few updates in a few seconds."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.overseer import RunConfig
+from penstock.overseer.config_loading import build_config
+
+TINY: dict[str, Any] = {
+    "seed": 3,
+    "steps": 3,
+    "model": {
+        "init": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    },
+    "curriculum": {
+        "lessons": {
+            "cats": {
+                "environment": {"env_class": "penstock.environments.cats.CatsEnvironment"},
+                "sampling_params": {"n_generations_per_prompt": 3, "max_output_tokens": 8},
+            }
+        },
+        "eval_frequency": 2,
+        "eval_n_examples": 4,
+        "micro_eval_frequency": 1,
+        "micro_eval_n_examples": 2,
+    },
+    "inference": {"max_slots": 12, "max_seq_len": 48, "prefill_rows": 4},
+    "replay": {"groups_per_batch": 3},
+    "learner": {"row_length": 64, "micro_batch_rows": 2, "optimizer": {"learning_rate": 1e-3}},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        known = result.get(key)
+        result[key] = merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return result
+
+
+def tiny(changes: dict[str, Any] | None = None) -> RunConfig:
+    return build_config(RunConfig, merged(TINY, changes or {}))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"

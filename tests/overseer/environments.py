@@ -1,0 +1,40 @@
+"""Environments that misbehave."""
+
+import threading
+
+from penstock.environments.cats import CatsEnvironment
+
+
+class RaisingEnvironment(CatsEnvironment):
+    """Raises at every training group."""
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        if mode == "train":
+            return [1 // 0], {}
+        return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+
+
+class FlakyEnvironment(CatsEnvironment):
+    """Raises at every third training group, whichever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        with self._lock:
+            self._calls += 1
+            failing = mode == "train" and self._calls % 3 == 0
+        if failing:
+            raise ValueError("flaky")
+        return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+
+
+class HangingEnvironment(CatsEnvironment):
+    """Never returns from a training group."""
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        if mode == "train":
+            threading.Event().wait()
+        return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)

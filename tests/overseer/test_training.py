@@ -1,0 +1,208 @@
+"""Whole runs in this process: what they leave behind, what they reproduce, and how they end."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+
+from penstock.learner import Learner
+from penstock.overseer import train
+from penstock.overseer.training_loop import TrainingLoop
+from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
+from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
+from tests.overseer.conftest import tiny
+
+CLOCKED = ("time", "time/", "throughput/", "weights/publish_s", "replay/wait_s", "inference/tokens_per_s")
+
+
+def reproducible(run_dir: Path) -> list[dict]:
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(run_dir / "checkpoints" / f"step-{step}" / "model" / "model.safetensors")
+
+
+def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
+    summary = train(tiny(), run_dir, quiet=True)
+    assert summary.complete
+    assert summary.step == 3
+    assert summary.untrained["cats"].groups == summary.after["cats"].groups == 4
+
+    status = read_status(run_dir / "status.json")
+    ledger = status["ledger"]
+    assert status["state"] == "finished"
+    assert ledger["trained"] == 3 * 3 * 3
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+    updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in updates] == [1, 2, 3]
+    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates if "train/mismatch_max" in row)
+
+    names = [event["event"] for event in read_events(run_dir / "events.jsonl")]
+    assert names[0] == "start"
+    assert names[-1] == "end"
+    assert "parity" in names
+
+    parts = [pq.read_table(path) for path in (run_dir / "rollouts").glob("part-*.parquet")]
+    assert sum(part.num_rows for part in parts) >= 27
+    batches = [pq.read_table(path) for path in (run_dir / "batches").glob("batch_*.parquet")]
+    assert [batch.num_rows for batch in batches] == [9, 9, 9]
+    fates = list(read_json_lines(run_dir / "fates.jsonl"))
+    assert sum(row["fate"] == "trained" for row in fates) == 27
+    assert (run_dir / "checkpoints" / "step-3" / "model" / "config.json").is_file()
+    assert (run_dir / "samples.jsonl").stat().st_size > 0
+    assert "versions" in (run_dir / "config.yaml").read_text()
+
+
+def test_staleness_zero_reproduces_itself_to_the_last_bit(tmp_path: Path):
+    config = tiny({"async": False})
+    for name in ("first", "second"):
+        train(config, tmp_path / name, quiet=True)
+    first, second = reproducible(tmp_path / "first"), reproducible(tmp_path / "second")
+    assert first == second
+    assert len([row for row in first if "train/loss" in row]) == 3
+    # every sequence is of the learner's own version, so the parity of each step is over all of them
+    assert all(row["replay/staleness_max"] == 0 for row in first if "train/loss" in row)
+    assert all(row["train/mismatch_max"] <= 1e-4 for row in first if "train/loss" in row)
+    np.testing.assert_equal(weights(tmp_path / "first", 3), weights(tmp_path / "second", 3))
+
+
+def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path):
+    changes = {"async": False, "overseer": {"checkpoint_every": 2}}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(tiny({**changes, "steps": 4}), straight, quiet=True)
+    train(tiny({**changes, "steps": 2}), stopped, quiet=True)
+    summary = train(tiny({**changes, "steps": 4}), stopped, resume=True, quiet=True)
+    assert summary.complete
+    assert summary.untrained == train_results(straight)["untrained"]
+
+    def updates(run: Path) -> dict[int, dict]:
+        rows = [row for row in reproducible(run) if "train/loss" in row]
+        kept = ("train/", "rollout/", "curriculum/")
+        return {row["step"]: {k: v for k, v in row.items() if k.startswith(kept)} for row in rows}
+
+    assert updates(straight) == updates(stopped)
+    np.testing.assert_equal(weights(straight, 4), weights(stopped, 4))
+    ledger = read_status(stopped / "status.json")["ledger"]
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+    assert ledger["trained"] == 4 * 3 * 3
+
+
+def train_results(run: Path):
+    from penstock.overseer.conductor import _read_results
+
+    return _read_results(json.loads((run / "checkpoints" / "step-4" / "state.json").read_text())["states"]["run"]["results"])
+
+
+def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import penstock.overseer.local as local
+
+    original = local.Learner
+
+    class Perturbed(original):
+        def __init__(self, decoder, config, total_steps):
+            norm = decoder.final_norm.at[0].add(0.5)
+            super().__init__(type(decoder)(decoder.embedding, decoder.layers, norm, decoder.head, decoder.config), config, total_steps)
+
+    monkeypatch.setattr(local, "Learner", Perturbed)
+    with pytest.raises(MismatchError, match="disagree about log-probabilities by up to .* at start-up"):
+        train(tiny(), run_dir, quiet=True)
+    assert read_status(run_dir / "status.json")["state"] == "failed"
+    assert read_events(run_dir / "events.jsonl")[-1]["error"] == "MismatchError"
+
+
+def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import penstock.overseer.training_loop as training_loop
+
+    original = training_loop.named_arrays
+
+    def perturbed(decoder):
+        arrays = original(decoder)
+        return {**arrays, "final_norm": arrays["final_norm"].at[0].add(0.5)}
+
+    monkeypatch.setattr(training_loop, "named_arrays", perturbed)
+    with pytest.raises(MismatchError, match="learner.mismatch_limit"):
+        train(tiny({"async": False}), run_dir, quiet=True)
+
+
+def test_an_existing_run_is_never_overwritten(run_dir: Path):
+    run_dir.mkdir()
+    (run_dir / "precious.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="exists already and is not overwritten"):
+        train(tiny(), run_dir, quiet=True)
+    assert [path.name for path in run_dir.iterdir()] == ["precious.txt"]
+
+
+def test_bad_input_is_found_before_anything_is_written(run_dir: Path):
+    lesson = {"environment": {"env_class": "penstock.environments.cats.CatEnvironment"}}
+    with pytest.raises(ConfigError, match="CatsEnvironment"):
+        train(tiny({"curriculum": {"lessons": {"cats": lesson}}}), run_dir, quiet=True)
+    assert not run_dir.exists()
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_error(run_dir: Path):
+    lesson = {"environment": {"env_class": "tests.overseer.environments.RaisingEnvironment"}}
+    config = tiny({"curriculum": {"lessons": {"cats": lesson}, "eval_n_examples": 1}, "rollout": {"max_consecutive_failures": 4}})
+    with pytest.raises(RunFailed, match="groups in a row failed.*ZeroDivisionError"):
+        train(config, run_dir, quiet=True)
+
+
+def test_an_environment_that_raises_now_and_then_is_counted_and_the_run_completes(run_dir: Path):
+    lesson = {"environment": {"env_class": "tests.overseer.environments.FlakyEnvironment"}}
+    assert train(tiny({"curriculum": {"lessons": {"cats": lesson}}}), run_dir, quiet=True).complete
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert ledger["invalid"] > 0
+    assert ledger["trained"] == 27
+
+
+def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import penstock.overseer.local as local
+
+    def broken(self) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(local.RolloutWorker, "run_tickets", broken)
+    with pytest.raises(OSError, match="no space left"):
+        train(tiny(), run_dir, quiet=True)
+    failure = read_events(run_dir / "events.jsonl")[-1]
+    assert (failure["event"], failure["message"]) == ("failure", "no space left on device")
+
+
+def test_a_hanging_environment_ends_the_run_naming_what_is_waited_for(run_dir: Path):
+    lesson = {"environment": {"env_class": "tests.overseer.environments.HangingEnvironment"}}
+    config = tiny({"curriculum": {"lessons": {"cats": lesson}}, "overseer": {"no_progress_s": 6.0, "stop_timeout_s": 1.0}})
+    with pytest.raises(NoProgressError, match=r"cats 6|owes|rollout"):
+        train(config, run_dir, quiet=True)
+
+
+def test_a_stop_request_checkpoints_the_last_update_and_can_be_resumed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import penstock.overseer.conductor as conductor
+
+    original = conductor.Conductor._on_step
+
+    def stopping(self, step, metrics):
+        original(self, step, metrics)
+        if step == 2:
+            self.stop()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conductor.Conductor, "_on_step", stopping)
+        summary = train(tiny({"steps": 50}), run_dir, quiet=True)
+    assert (summary.step, summary.complete, summary.after) == (2, False, {})
+    assert read_status(run_dir / "status.json")["state"] == "stopped"
+    resumed = train(tiny({"steps": 4}), run_dir, resume=True, quiet=True)
+    assert resumed.complete
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert ledger["trained"] == 4 * 9
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
+    summary = train(tiny({"async": False, "learner": {"optimizer": {"learning_rate": 0.0}}}), run_dir, quiet=True)
+    assert summary.after["cats"].rewards == summary.before["cats"].rewards
+    np.testing.assert_equal(weights(run_dir, 0), weights(run_dir, 3)) if (run_dir / "checkpoints/step-0").exists() else None
