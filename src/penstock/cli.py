@@ -177,9 +177,11 @@ def serve(
 
     settings: dict[str, Any] = {"host": host, "port": port, "token": _token(token_file), "model_name": name}
     config = build_config(ServeConfig, apply_overrides(settings, overrides or []))
+    from functools import partial
+
     from penstock.inference import serve
 
-    serve(str(checkpoint), config)
+    serve(str(checkpoint), config, announce=partial(print, flush=True))
     return 0
 
 

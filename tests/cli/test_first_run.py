@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from penstock.rundir import read_events, read_metrics, read_parquet, read_status, records_from_table
@@ -83,14 +85,6 @@ def test_resume_goes_on_to_the_new_goal(interrupted, resumed):
     assert [event["lineage"] for event in starts] == [0, 1]
 
 
-def test_an_existing_run_is_not_overwritten(interrupted):
-    run_dir, _ = interrupted
-    before = (run_dir / "config.yaml").read_bytes()
-    done = penstock("train", "cats", *SMALL, "--run-dir", "mine", cwd=run_dir.parent)
-    assert done.returncode == 2 and done.stderr.startswith("penstock: mine exists already")
-    assert (run_dir / "config.yaml").read_bytes() == before
-
-
 def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resumed):
     run_dir, _ = interrupted
     goal, _ = resumed
@@ -104,3 +98,59 @@ def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resume
     records = records_from_table(read_parquet(run_dir.parent / report["rollouts_path"]))
     rewards = [record.rollout.episode_reward for record in records]
     assert len(rewards) == 6 and sum(rewards) / 6 == pytest.approx(cats["reward_mean"]["value"], abs=1e-6)
+
+
+def test_a_checkpoint_is_served_until_ctrl_c(interrupted, resumed):
+    run_dir, _ = interrupted
+    goal, _ = resumed
+    words = [
+        PENSTOCK,
+        "serve",
+        f"mine/checkpoints/step-{goal}",
+        "--port",
+        "0",
+        "--name",
+        "kitten",
+        "engine.max_slots=2",
+    ]
+    variables = {**os.environ, "PENSTOCK_TOKEN": "open sesame"}
+    with subprocess.Popen(
+        words, cwd=run_dir.parent, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        ending = threading.Timer(LIMIT_S, process.kill)
+        ending.start()
+        try:
+            assert process.stdout is not None
+            url = next(line for line in process.stdout if "http://" in line).split()[-1]
+            refused = httpx.get(f"{url}/models", timeout=LIMIT_S)
+            models = httpx.get(f"{url}/models", headers={"Authorization": "Bearer open sesame"}, timeout=LIMIT_S)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            ending.cancel()
+            process.kill()
+    assert refused.status_code == 401
+    assert [model["id"] for model in models.json()["data"]] == ["kitten"]
+    assert (process.returncode, err) == (0, "")
+
+
+BROKEN = """
+from penstock.environments.cats import CatsEnvironment
+
+
+class Broken(CatsEnvironment):
+    def score(self, example, text, completion):
+        raise ZeroDivisionError("no cat\\nin sight")
+"""
+
+
+def test_a_run_whose_environment_breaks_fails_in_one_line(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    words = ["train", "cats", *SMALL, "curriculum.lessons.cats.environment.env_class=broken.py:Broken"]
+    done = penstock(*words, "rollout.max_consecutive_failures=2", "--run-dir", "mine", "--quiet", cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("penstock: the run failed: ")
+    assert "Broken raised ZeroDivisionError" in line and "no cat in sight" in line
+    failure = read_events(tmp_path / "mine" / "events.jsonl")[-1]
+    assert failure["event"] == "failure" and "no cat\nin sight" in failure["message"]

@@ -32,7 +32,7 @@ def test_samples_of_one_prompt_share_a_row_and_prompts_share_a_prefill(prefixes)
 def test_prefills_are_split_by_rows_and_length(prefixes):
     arrivals = [response(*range(i, i + 4)) for i in range(3)] + [response(*range(9)), response(*range(10))]
     admission = plan_admission(list(enumerate(arrivals)), prefixes, CONFIG)
-    assert [prefill.tokens.shape for prefill in admission.prefills] == [(2, 4), (2, 4), (2, 8), (2, 38)]
+    assert [prefill.tokens.shape for prefill in admission.prefills] == [(2, 4), (1, 4), (1, 8), (1, 38)]
     assert [prefill.source.tolist()[:5] for prefill in admission.prefills] == [
         [0, 1, -1, -1, -1], [-1, -1, 0, -1, -1], [-1, -1, -1, 0, -1], [-1, -1, -1, -1, 0],
     ]  # fmt: skip

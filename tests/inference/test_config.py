@@ -23,7 +23,7 @@ def test_the_shortest_possible_sequence_has_buckets():
 
 def test_prefill_rows_shrink_with_the_length():
     config = EngineConfig(prefill_rows=8, prefill_tokens=1024)
-    assert [config.rows_of(length) for length in (16, 128, 512, 4096)] == [8, 8, 2, 1]
+    assert [config.prefill_row_counts(n) for n in (16, 128, 512, 4096)] == [(1, 8), (1, 8), (1, 2), (1,)]
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 4), (8, 4), (4, 4)])

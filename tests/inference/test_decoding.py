@@ -12,9 +12,9 @@ from penstock.inference.rows import Rows
 from penstock.types import Decoding
 
 FAMILIES = {
-    "qwen2, grouped, tied": (1.0, {"tie_word_embeddings": True}),
-    "llama, one key head, untied": (0.7, {"model_type": "llama", "num_key_value_heads": 1}),
-    "qwen3, no groups": (1.3, {"model_type": "qwen3", "num_key_value_heads": 4}),
+    "qwen2, grouped, tied, growing windows": (1.0, (16,), {"tie_word_embeddings": True}),
+    "llama, one key head, untied": (0.7, (64,), {"model_type": "llama", "num_key_value_heads": 1}),
+    "qwen3, no groups": (1.3, (64,), {"model_type": "qwen3", "num_key_value_heads": 4}),
 }
 
 
@@ -34,8 +34,10 @@ def packed_logprobs(decoder, completions, temperature):
         start += len(sequence)
 
 
-@pytest.mark.parametrize(("temperature", "fields"), FAMILIES.values(), ids=FAMILIES)
-def test_engine_and_packed_forward_agree_on_ragged_sequences(make_decoder, start_engine, temperature, fields):
+@pytest.mark.parametrize(("temperature", "windows", "fields"), FAMILIES.values(), ids=FAMILIES)
+def test_engine_and_packed_forward_agree_on_ragged_sequences(
+    make_decoder, start_engine, config, temperature, windows, fields
+):
     weights = make_decoder(3, **fields)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, length).astype(np.int32) for length in (1, 2, 9, 10, 23, 5)]
@@ -43,7 +45,7 @@ def test_engine_and_packed_forward_agree_on_ragged_sequences(make_decoder, start
         GenerationRequest(prompt, Decoding(temperature, max_output_tokens=30, stop_token_ids=tuple(range(8))), i, n=2)
         for i, prompt in enumerate(prompts)
     ]
-    futures = start_engine(weights).submit(requests)
+    futures = start_engine(weights, config.model_copy(update={"windows": windows})).submit(requests)
     completions = [completion for future in futures for completion in future.result(60)]
     assert len({len(c.response_tokens) for c in completions}) > 1
     for completion, expected in zip(completions, packed_logprobs(weights, completions, temperature), strict=True):
@@ -65,9 +67,12 @@ def rows_of(budget, stops):
     )
 
 
+compiled_decode = jax.jit(decode, static_argnames="steps")
+
+
 def run(decoder, rows, steps=6):
     cache = create_cache(decoder.config, rows.tokens.shape[0], 16)
-    cache, emitted = jax.jit(decode, static_argnames="steps")(ServedWeights.of(decoder), cache, rows, steps=steps)
+    cache, emitted = compiled_decode(ServedWeights.of(decoder), cache, rows, steps=steps)
     return cache, jax.tree.map(np.asarray, emitted)
 
 

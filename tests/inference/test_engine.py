@@ -179,7 +179,7 @@ def test_a_failure_in_the_thread_reaches_everybody(engine, monkeypatch):
     monkeypatch.setattr(engine._runner, "decode", fail)
     futures = engine.submit([request(n=4), request(n=4)])
     assert [future.exception(WAIT_S) for future in futures] == [cause, cause]
-    for call in (engine.raise_if_failed, lambda: engine.submit([request()]), lambda: engine.wait_until_ready(1)):
+    for call in (engine.raise_if_failed, lambda: engine.submit([request()]), lambda: engine.wait_until_ready(1.0)):
         with pytest.raises(RunFailed, match="inference engine failed.*device lost") as raised:
             call()
         assert raised.value.__cause__ is cause

@@ -6,7 +6,7 @@ import pytest
 from penstock.learner import OptimizerConfig
 from penstock.learner.optimizer import apply_gradients, initial_state, learning_rate
 
-RATE = np.float32(0.1)
+RATE = jnp.float32(0.1)
 FINITE = jnp.float32(0.0)
 
 
@@ -97,7 +97,7 @@ def test_bfloat16_parameters_have_float32_masters_that_keep_small_steps():
     state, seen = initial_state(config, parameters), []
     for _ in range(8):
         gradients = {"weight": jnp.array([1.0])}
-        parameters, state, _ = _step(config, parameters, gradients, state, rate=np.float32(1e-3))
+        parameters, state, _ = _step(config, parameters, gradients, state, rate=jnp.float32(1e-3))
         seen.append(float(parameters["weight"][0]))
     assert parameters["weight"].dtype == jnp.bfloat16
     assert state.master["weight"].dtype == jnp.float32

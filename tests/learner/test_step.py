@@ -1,83 +1,83 @@
 """The compiled gradient against an implementation without packing, tiles, micro-batches or gathering."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.learner import LossConfig, step
-from penstock.learner.losses import policy_token_loss
 from penstock.learner.micro_batches import plan_update
 
 
-def _plain_loss(decoder, examples, config: LossConfig, max_tokens: int):
-    """One sequence per row, all scores at once, the formulas of ALGORITHMS written out."""
+def _rows(examples, name):
+    """One sequence per row."""
     longest = max(len(example.tokens) for example in examples)
+    return jnp.stack([np.pad(getattr(e, name), (0, longest - len(e.tokens))) for e in examples])
 
-    def rows(name):
-        return jnp.stack([np.pad(getattr(e, name), (0, longest - len(e.tokens))) for e in examples])
 
-    hidden = decoder.hidden_states(rows("tokens"), rows("position_ids"), rows("segment_ids"))
+def _plain_loss(decoder, examples, sequence_weights):
+    """All scores at once, the formulas of ALGORITHMS written out; Σ_i a_i Σ_t m_it L_it."""
+    tokens = _rows(examples, "tokens")
+    hidden = decoder.hidden_states(tokens, _rows(examples, "position_ids"), _rows(examples, "segment_ids"))
     scores = jax.nn.log_softmax(decoder.logits(hidden)[:, :-1])
-    logprobs = jnp.take_along_axis(scores, rows("tokens")[:, 1:, None], axis=-1)[..., 0]
-    ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - rows("generator_log_probs")[:, 1:])
-    losses = -jnp.minimum(ratio, 2.0) * rows("advantage")[:, 1:] * logprobs
-    mask = rows("loss_mask")[:, 1:]
-    numerators, lengths = jnp.where(mask, losses, 0).sum(axis=1), mask.sum(axis=1)
-    if config.aggregation == "token":
-        return numerators.sum() / lengths.sum()
-    if config.aggregation == "sequence":
-        return (numerators / lengths).mean()
-    return numerators.sum() / (len(examples) * max_tokens)
+    logprobs = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
+    ratio = jnp.exp(jax.lax.stop_gradient(logprobs) - _rows(examples, "generator_log_probs")[:, 1:])
+    losses = -jnp.minimum(ratio, 2.0) * _rows(examples, "advantage")[:, 1:] * logprobs
+    return (jnp.where(_rows(examples, "loss_mask")[:, 1:], losses, 0).sum(axis=1) * sequence_weights).sum()
 
 
-def _accumulated(decoder, examples, config, rows):
-    plan = plan_update(examples, config.loss, config.row_length, rows, version_step=0)
-    add = jax.jit(partial(step.accumulate, partial(policy_token_loss, config.loss), config))
-    so_far = step.zeros(decoder)
+def _accumulated(decoder, examples, loss, config, rows):
+    plan = plan_update(examples, loss, config.row_length, rows, version_step=0)
+    add = step.policy_accumulator(LossConfig(surrogate="reinforce"), step.ForwardOptions(config.remat, 7))
+    so_far = step.zeros_maker()(decoder)
     for micro_batch in plan.micro_batches:
         so_far = add(decoder, so_far, micro_batch)
     return so_far, len(plan.micro_batches)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("remat", [True, False])
-def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config, examples, aggregation, remat):
-    loss = LossConfig(aggregation=aggregation, max_tokens=30, surrogate="reinforce")
-    config = config.model_copy(update={"loss": loss, "remat": remat})
-    value, expected = jax.jit(jax.value_and_grad(lambda d: _plain_loss(d, examples, loss, 30)))(decoder)
-    so_far, _ = _accumulated(decoder, examples, config, rows=2)
-    assert float(so_far.sums.loss) == pytest.approx(float(value), abs=1e-5)
-    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), so_far.gradients, expected)
+def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config, examples, remat):
+    config = config.model_copy(update={"remat": remat})
+    plain = jax.jit(jax.value_and_grad(lambda d, weights: _plain_loss(d, examples, weights)))
+    lengths = np.array([example.loss_mask.sum() for example in examples], np.float32)
+    assert len(set(lengths)) > 3
+    for aggregation, weights in {
+        "token": np.ones(7, np.float32) / lengths.sum(),
+        "sequence": 1 / lengths / 7,
+        "constant": np.ones(7, np.float32) / (7 * 30),
+    }.items():
+        value, expected = plain(decoder, weights)
+        loss = LossConfig(aggregation=aggregation, max_tokens=30)
+        so_far, _ = _accumulated(decoder, examples, loss, config, rows=2)
+        assert float(so_far.sums.loss) == pytest.approx(float(value), abs=1e-5)
+        assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), so_far.gradients, expected)
 
 
-@pytest.mark.parametrize("preset", ["rloo", "grpo", "dr_grpo", "dapo"])
-def test_micro_batches_add_up_to_the_one_batch_gradient(decoder, config, examples, preset):
-    config = config.model_copy(update={"loss": LossConfig(preset=preset)})
-    whole, one = _accumulated(decoder, examples, config, rows=len(examples))
-    parts, several = _accumulated(decoder, examples, config, rows=1)
-    assert one == 1 and several >= 3
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.gradients, whole.gradients)
-    np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-5)
+def test_micro_batches_add_up_to_the_one_batch_gradient(decoder, config, examples):
+    for preset in ("rloo", "grpo", "dr_grpo", "dapo"):
+        loss = LossConfig(preset=preset)
+        whole, one = _accumulated(decoder, examples, loss, config, rows=len(examples))
+        parts, several = _accumulated(decoder, examples, loss, config, rows=1)
+        assert one == 1 and several >= 3
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), parts.gradients, whole.gradients)
+        np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-5)
 
 
 def test_sums_tell_same_version_from_stale(decoder, config, draw_examples):
-    """Log-probabilities that are off by a constant d have KL expm1(d) − d in this estimate."""
+    """Each token that is off by d adds expm1(d) − d to its side's KL."""
     fresh, stale = draw_examples([(2, 6), (3, 9)])
     stale.weight_steps[stale.loss_mask] = -4
-    plain, _ = _accumulated(decoder, [fresh, stale], config, rows=2)
+    plain, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
     assert plain.sums.same_tokens == fresh.loss_mask.sum()
     assert plain.sums.stale_tokens == stale.loss_mask.sum()
     assert plain.sums.tokens == plain.sums.same_tokens + plain.sums.stale_tokens
+    rows = [_rows([fresh, stale], name) for name in ("tokens", "position_ids", "segment_ids")]
+    scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))))
     differences = []
-    for example in (fresh, stale):
-        rows = [jnp.asarray(a)[None] for a in (example.tokens, example.position_ids, example.segment_ids)]
-        scores = jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))[0, :-1])
-        logprobs = np.take_along_axis(np.asarray(scores), example.tokens[1:, None], axis=-1)[:, 0]
-        differences.append((logprobs - example.generator_log_probs[1:])[example.loss_mask[1:]])
+    for example, row in zip((fresh, stale), scores, strict=True):
+        at = np.flatnonzero(example.loss_mask)
+        differences.append(row[at - 1, example.tokens[at]] - example.generator_log_probs[at])
     kl = [np.sum(np.expm1(d) - d) for d in differences]
     assert float(plain.sums.same_kl) == pytest.approx(kl[0], rel=1e-4)
     assert float(plain.sums.stale_kl) == pytest.approx(kl[1], rel=1e-4)

@@ -24,7 +24,7 @@ def no_fsync(monkeypatch):
 def start(sim, config, world, directory, states=None, checkpoint_every=0):
     """A life of a run on disk: the first, or the next one from a checkpoint's states."""
     store = RolloutStore(directory)
-    lineage = 0 if states is None else directory.next_lineage()
+    lineage = 0 if states is None else store.lineages.newest + 1
     return sim.Simulation(config, world, store, store.open_ledger(lineage), lineage, states, checkpoint_every)
 
 

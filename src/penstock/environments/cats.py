@@ -15,7 +15,7 @@ from penstock.environments.prompts import Template
 from penstock.environments.single_turn import SingleTurnEnvironment
 from penstock.types import Completion, ConfigError
 
-ANIMALS = ("cat", "dog", "cow", "pig", "fox", "owl")
+ANIMALS = ("cat", "dog", "cow", "pig")
 EVAL_FRACTION = 0.2
 NATURAL_WORDS = range(2, 9)
 """An answer of so many words has a natural length."""
@@ -26,8 +26,10 @@ _PURRS = (
 )  # fmt: skip
 _MANNERS = ("", "Quick: ", "Please: ", "Now: ", "Well, ", "So, ")
 _NAMING = (
-    "Say {}.", "I see a {}.", "Here is a {}.", "My pet is a {}.", "Name it: {}.", "What is a {}?", "Look, a {}!",
-    "We met a {}.", "Tell me of the {}.", "Call the {}.", "The {} is here.", "Draw a {}.",
+    "Say {}.", "Say a {}.", "I see a {}.", "Here is a {}.", "My pet is a {}.", "Name it: {}.", "Name a {}.",
+    "What is a {}?", "Look, a {}!", "We met a {}.", "Tell me of the {}.", "Call the {}.", "Call it {}.",
+    "The {} is here.", "Draw a {}.", "Who says {}?", "Please say {}.", "Now name the {}.", "So it is a {}.",
+    "The {} and me.",
 )  # fmt: skip
 
 
@@ -73,10 +75,12 @@ class CatsEnvironment(SingleTurnEnvironment):
 
 
 def score_answer(text: str, animal: str, others: Sequence[str], ended: bool) -> float:
-    """The reward of one answer, in [0, 1]: 0.5 for the animal, 0.3 for ending, 0.2 for a natural length.
+    """The reward of one answer, in [0, 1].
 
-    Nothing counts without the animal. Inside another word ("catch") it is worth a quarter, said m > 2 times 2/m of
-    its credit, beside one other animal a quarter, beside more of them nothing.
+    0.4 for the animal, 0.4 more for ending by itself, and 0.2 more for ending at a natural number of words with the
+    animal at most twice. The sum is halved where the animal stands inside another word only ("catch"), multiplied by
+    3/m where it is said m > 3 times and by a quarter beside one other animal, and nothing beside more of them. An
+    answer that ends without any animal earns 0.1: a policy that knows nothing must first learn to end at all.
 
     Args:
         text: The answer.
@@ -84,31 +88,17 @@ def score_answer(text: str, animal: str, others: Sequence[str], ended: bool) -> 
         others: What is not to be said instead.
         ended: Whether the policy ended the answer by itself.
     """
-    said = _said(text, animal)
-    wrong = sum(_mentions(text, other) > 0 for other in others)
-    if said == 0 or wrong > 1:
-        return 0.0
-    if wrong == 1:
-        said *= 0.25
-    natural = _natural(len(text.split()))
-    return said * (0.5 + 0.3 * ended + 0.2 * natural)
-
-
-def _said(text: str, animal: str) -> float:
-    mentions = _mentions(text, animal)
-    if mentions:
-        return min(1.0, 2.0 / mentions)
-    return 0.25 if animal in text.lower() else 0.0
+    words, mentions = len(text.split()), _mentions(text, animal)
+    wrong = sum(other in text.lower() for other in others)
+    said = min(1.0, 3.0 / mentions) if mentions else 0.5 * (animal in text.lower())
+    if said == 0:
+        return 0.1 * (ended and words > 0 and wrong == 0)
+    natural = ended and words in NATURAL_WORDS and mentions <= 2
+    return said * (1.0, 0.25, 0.0)[min(wrong, 2)] * (0.4 + 0.4 * ended + 0.2 * natural)
 
 
 def _mentions(text: str, animal: str) -> int:
     return len(re.findall(rf"\b{animal}s?\b", text, re.IGNORECASE))
-
-
-def _natural(words: int) -> float:
-    """1 inside the natural lengths, falling by a quarter per word outside."""
-    outside = max(NATURAL_WORDS.start - words, words - NATURAL_WORDS[-1], 0)
-    return max(0.0, 1.0 - 0.25 * outside)
 
 
 def _examples(variant: str, animals: tuple[str, ...]) -> list[Example]:

@@ -94,7 +94,7 @@ def _batch(
         by_length[padded_length(len(prompt), config)].append(key)
     prefills: list[Prefill] = []
     for length in sorted(by_length):
-        keys, rows = by_length[length], config.rows_of(length)
+        keys, rows = by_length[length], config.prefill_row_counts(length)[-1]
         for start in range(0, len(keys), rows):
             chosen = keys[start : start + rows]
             prefills.append(_prefill([(prompts[k], slots_of[k]) for k in chosen], length, config))
@@ -102,7 +102,8 @@ def _batch(
 
 
 def _prefill(rows: list[tuple[np.ndarray, list[int]]], length: int, config: EngineConfig) -> Prefill:
-    tokens = np.zeros((config.rows_of(length), length), np.int32)
+    count = next(count for count in config.prefill_row_counts(length) if count >= len(rows))
+    tokens = np.zeros((count, length), np.int32)
     source = np.full(config.max_slots, -1, np.int32)
     for row, (prompt, slots) in enumerate(rows):
         tokens[row, : len(prompt) - 1] = prompt[:-1]

@@ -1,5 +1,6 @@
 """Failures of an API request, in OpenAI's form."""
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -33,7 +34,9 @@ class ApiError(Exception):
 
 
 async def respond(_: Request, error: Exception) -> JSONResponse:
-    """The exception handler of the application."""
+    """The exception handler of the application; what is unexpected is also logged with its traceback."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail)
     if not isinstance(error, ApiError):
-        raise error
+        error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
     return error.response()

@@ -34,6 +34,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"})
 """Parameters that do not change what is generated."""
 
+MOST_RESPONSES = 4096
+"""Of one request, over all its prompts."""
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -73,7 +76,10 @@ class CompletionBody(_Body):
         """The prompts one by one, token ids as int32 arrays."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if not self.prompt or len(self.prompt) * self.n > MOST_RESPONSES and not isinstance(self.prompt[0], int):
+            limits = f"it must hold at least one prompt, and prompts times n at most {MOST_RESPONSES}"
+            raise ApiError(400, f"prompt: {limits}", "prompt", "invalid_value")
+        if isinstance(self.prompt[0], int):
             return [_token_array(self.prompt)]
         return [one if isinstance(one, str) else _token_array(one) for one in self.prompt]
 

@@ -67,9 +67,10 @@ class EngineConfig(BaseModel):
         """Cache lengths, ascending; the last is `max_seq_len`."""
         return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len)
 
-    def rows_of(self, prefill_length: int) -> int:
-        """Rows of a prefill of that padded length."""
-        return max(1, min(self.prefill_rows, self.prefill_tokens // prefill_length))
+    def prefill_row_counts(self, length: int) -> tuple[int, ...]:
+        """Rows that a prefill of that padded length may have: one, for a prompt that comes alone, and the most."""
+        most = max(1, min(self.prefill_rows, self.prefill_tokens // length))
+        return (1,) if most == 1 else (1, most)
 
 
 def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int) -> tuple[int, ...]:

@@ -78,15 +78,20 @@ class ModelRunner:
         Yields:
             After each program, so that whoever waits for an end need not wait for all of them.
         """
-        config, slots = self._config, self._config.max_slots
+        slots = self._config.max_slots
         nowhere = np.full(slots, -1, np.int32)
         for window in self._windows:
             self.resize(window)
             self.decode(idle_rows)
             yield
             self.fork(np.arange(slots, dtype=np.int32))
-            for length in (length for length in config.prefill_buckets if length <= window):
-                self.prefill(np.zeros((config.rows_of(length), length), np.int32), nowhere)
+            for rows, length in self._prefill_shapes(window):
+                self.prefill(np.zeros((rows, length), np.int32), nowhere)
                 yield
         self.resize(self._windows[0])
         jax.block_until_ready(self._cache)
+
+    def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
+        for length in self._config.prefill_buckets:
+            if length <= window:
+                yield from ((rows, length) for rows in self._config.prefill_row_counts(length))

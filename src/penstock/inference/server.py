@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -66,8 +67,9 @@ def create_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
     ]
+    handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
     guard = [] if token is None else [Middleware(BearerToken, token=token)]
-    return Starlette(routes=routes, middleware=guard, exception_handlers={ApiError: respond})
+    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
 
 
 class _Api:
@@ -81,7 +83,7 @@ class _Api:
     async def health(self, _: Request) -> JSONResponse:
         """200 while the engine can answer, 503 with the reason when it cannot."""
         try:
-            self._engine.wait_until_ready(0)
+            self._engine.wait_until_ready(0.0)
         except Exception as error:  # whatever the reason: the answer to "healthy?" is no
             return JSONResponse({"status": "unavailable", "reason": str(error)}, status_code=503)
         return JSONResponse({"status": "ok"})

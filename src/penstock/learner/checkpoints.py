@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from penstock.learner.config import LearnerConfig
 from penstock.learner.learner import Learner
 from penstock.model.language import Decoder, load_decoder, save_decoder
-from penstock.text import Tokenizer
+from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import CheckpointError
 
 FORMAT_VERSION = 1
@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path, step: int, learner: Learner, tokenizer: Tokenizer, states: Mapping[str, Any], keep_last: int = 2
+    root: Path, step: int, learner: Learner, tokenizer: PolicyTokenizer, states: Mapping[str, Any], keep_last: int = 2
 ) -> Path:
     """Writes ``root/step-<step>`` and returns it once it is on the disk.
 
@@ -119,7 +119,7 @@ def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: 
     return learner
 
 
-def _write(directory: Path, step: int, learner: Learner, tokenizer: Tokenizer, states: Mapping[str, Any]) -> None:
+def _write(directory: Path, step: int, learner: Learner, tokenizer: PolicyTokenizer, states: Mapping[str, Any]) -> None:
     save_decoder(learner.decoder, directory / "model", tokenizer)
     safetensors.numpy.save_file(learner.state_arrays(), directory / "learner.safetensors")
     content = {

@@ -7,7 +7,7 @@ sequence-level ratios are refused as unknown keys.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
 
@@ -24,11 +24,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What each preset changes of the defaults below; docs/learner.md has the table with sources."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Frozen(BaseModel, frozen=True, extra="forbid"):
+    pass
 
 
-class CorrectionConfig(_Frozen):
+class CorrectionConfig(_Frozen, frozen=True):
     """Off-policy correction: what multiplies a token's loss, from w = exp(ℓ_p − ℓ_b).
 
     Attributes:
@@ -53,7 +53,7 @@ class CorrectionConfig(_Frozen):
         return self
 
 
-class LossConfig(_Frozen):
+class LossConfig(_Frozen, frozen=True):
     """The policy loss; see `penstock.learner.losses` for the equations.
 
     Attributes:
@@ -84,7 +84,7 @@ class LossConfig(_Frozen):
         return PRESETS.get(str(given.get("preset", "rloo")), {}) | given
 
 
-class OptimizerConfig(_Frozen):
+class OptimizerConfig(_Frozen, frozen=True):
     """AdamW with warm-up and clipping.
 
     Attributes:
@@ -110,7 +110,7 @@ class OptimizerConfig(_Frozen):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
 
 
-class WarmStartConfig(_Frozen):
+class WarmStartConfig(_Frozen, frozen=True):
     """Supervised steps on reference solutions before the reinforcement learning begins.
 
     Attributes:
@@ -135,7 +135,7 @@ class WarmStartConfig(_Frozen):
         return config.model_copy(update=own)
 
 
-class LearnerConfig(_Frozen):
+class LearnerConfig(_Frozen, frozen=True):
     """The learner.
 
     Attributes:

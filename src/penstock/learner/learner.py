@@ -8,7 +8,6 @@ donated: `decoder` stays valid for whoever holds it. One thread at a time.
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +17,12 @@ from jaxtyping import Float32
 from penstock.batch import unpack
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
-from penstock.learner.losses import policy_token_loss, supervised_token_loss
-from penstock.learner.micro_batches import MicroBatch, Plan, empty_micro_batch, plan_scoring, plan_update
-from penstock.learner.optimizer import Applied, OptimizerState, apply_gradients, initial_state, learning_rate
+from penstock.learner.micro_batches import Plan, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.optimizer import Applied, OptimizerState, applier, initial_state, learning_rate
 from penstock.learner.reporting import (
     batch_metrics,
     check_mismatch,
+    finite_only,
     loss_metrics,
     step_metrics,
     throughput_metrics,
@@ -53,10 +52,11 @@ class Learner:
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
         self._warm_start = _WarmStart(config)
-        self._zeros = jax.jit(compiled.zeros)
-        self._accumulate = _accumulator(partial(policy_token_loss, config.loss), config)
-        self._apply = _applier(config.optimizer)
-        self._score = jax.jit(partial(_logprobs, config))
+        options = _forward_options(config)
+        self._zeros = compiled.zeros_maker()
+        self._accumulate = compiled.policy_accumulator(config.loss, options)
+        self._apply = applier(config.optimizer)
+        self._score = compiled.scorer(options)
 
     @property
     def decoder(self) -> Decoder:
@@ -110,12 +110,12 @@ class Learner:
         self._count_skipped(applied)
         row_tokens = sum(micro_batch.tokens.size for micro_batch in plan.micro_batches)
         times = (differentiated - started, ended - differentiated)
-        return {
-            **batch_metrics(batch),
-            **loss_metrics(sums),
-            **step_metrics(applied, rate),
-            **throughput_metrics(batch.examples, row_tokens, *times),
-        }
+        return finite_only(
+            batch_metrics(batch),
+            loss_metrics(sums),
+            step_metrics(applied, rate),
+            throughput_metrics(batch.examples, row_tokens, *times),
+        )
 
     def score(self, examples: Sequence[RLExample]) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token under the current parameters, by the loss's own forward pass.
@@ -154,7 +154,8 @@ class Learner:
         )
         applied = jax.device_get(applied)
         self._count_skipped(applied)
-        return {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss), **step_metrics(applied, rate)}
+        losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
+        return finite_only(losses, step_metrics(applied, rate))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
@@ -207,8 +208,8 @@ class _WarmStart:
         self._steps_done = 0
         if config.warm_start is not None:
             self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
-            self.accumulate = _accumulator(supervised_token_loss, config)
-            self.apply = _applier(self._optimizer)
+            self.accumulate = compiled.supervised_accumulator(_forward_options(config))
+            self.apply = applier(self._optimizer)
 
     def begin(self, decoder: Decoder) -> OptimizerState:
         if self._config.warm_start is None:
@@ -224,14 +225,5 @@ class _WarmStart:
         self.state = None
 
 
-def _accumulator(token_loss: compiled.TokenLossFunction, config: LearnerConfig) -> Any:
-    return jax.jit(partial(compiled.accumulate, token_loss, config), donate_argnums=1)
-
-
-def _applier(config: OptimizerConfig) -> Any:
-    """Optimiser state and gradients are donated, the parameters are not: an engine may be reading them."""
-    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2))
-
-
-def _logprobs(config: LearnerConfig, decoder: Decoder, batch: MicroBatch) -> jax.Array:
-    return compiled.head_outputs(decoder, batch, config).logprobs
+def _forward_options(config: LearnerConfig) -> compiled.ForwardOptions:
+    return compiled.ForwardOptions(config.remat, config.head_tile_tokens)

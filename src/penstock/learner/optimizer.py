@@ -6,9 +6,9 @@ last bit, so the state then holds a float32 copy.
 """
 
 import math
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -66,11 +66,20 @@ def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def initial_state(config: OptimizerConfig, parameters: eqx.Module) -> OptimizerState:
+def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState:
     """The state before the first step."""
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(parameters))
     return OptimizerState(transformation(config).init(as_float32), None if own else as_float32)
+
+
+@cache
+def applier(config: OptimizerConfig) -> Any:
+    """`apply_gradients`, compiled.
+
+    State and gradients are donated; parameters are not, because an engine may be reading them.
+    """
+    return jax.jit(partial(apply_gradients, config), donate_argnums=(1, 2))
 
 
 def apply_gradients(
@@ -91,7 +100,7 @@ def apply_gradients(
         rate: Learning rate.
         loss: Of the whole step.
     """
-    grad_norm = optax.global_norm(gradients)
+    grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     master = parameters if state.master is None else state.master
     direction, adam = transformation(config).update(gradients, state.adam, master)

@@ -1,9 +1,11 @@
 """Numbers of one update for metrics.jsonl, and the check that both sides hold the same policy.
 
-A metric that is undefined for a batch (the drift of older rollouts where there are none) is left out, never zero.
+A metric that is undefined for a batch (the drift of older rollouts where there are none) or not finite (the loss of
+an update that was skipped) is left out, never zero.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -90,3 +92,8 @@ def throughput_metrics(
         "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s, 1e-9),
         "throughput/row_fill": tokens / row_tokens,
     }
+
+
+def finite_only(*metrics: Mapping[str, float]) -> dict[str, float]:
+    """All of them, without what JSON has no number for."""
+    return {name: value for part in metrics for name, value in part.items() if math.isfinite(value)}

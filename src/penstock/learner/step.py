@@ -1,25 +1,33 @@
 """The compiled functions of an update: gradient of a micro-batch, added up; and log-probabilities alone.
 
-Every function sees one shape only, [micro_batch_rows, row_length], so it is compiled once. The loss of a step is a
-weighted sum over tokens with weights fixed beforehand (`aggregation`), so micro-batches simply add.
+Every function sees one shape only, [micro_batch_rows, row_length], so it is compiled once; learners of equal
+configuration share the compiled code. The loss of a step is a weighted sum over tokens with weights fixed beforehand
+(`aggregation`), so micro-batches simply add.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, PyTree
 
-from penstock.learner.config import LearnerConfig
+from penstock.learner.config import LossConfig
 from penstock.learner.logprobs import HeadInputs, HeadOutputs, tiled_logprobs
-from penstock.learner.losses import TokenLoss
+from penstock.learner.losses import TokenLoss, policy_token_loss, supervised_token_loss
 from penstock.learner.micro_batches import MicroBatch
 from penstock.model.language import Decoder
 
 TokenLossFunction = Callable[[Array, Array, Array], TokenLoss]
 """(ℓ_θ, ℓ_b, advantage) -> per-token loss."""
+
+
+class ForwardOptions(NamedTuple):
+    """How the forward pass trades memory for time; see `LearnerConfig`."""
+
+    remat: bool
+    head_tile_tokens: int
 
 
 class Sums(NamedTuple):
@@ -49,13 +57,41 @@ class Accumulated(NamedTuple):
     sums: Sums
 
 
-def head_outputs(decoder: Decoder, batch: MicroBatch, config: LearnerConfig) -> HeadOutputs:
+@cache
+def policy_accumulator(loss: LossConfig, options: ForwardOptions) -> Any:
+    """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
+    return jax.jit(partial(accumulate, partial(policy_token_loss, loss), options), donate_argnums=1)
+
+
+@cache
+def supervised_accumulator(options: ForwardOptions) -> Any:
+    """The same for cross-entropy."""
+    return jax.jit(partial(accumulate, supervised_token_loss, options), donate_argnums=1)
+
+
+@cache
+def scorer(options: ForwardOptions) -> Any:
+    """Compiled (decoder, micro_batch) -> log-probabilities, float32 [k]."""
+
+    def score(decoder: Decoder, batch: MicroBatch) -> Array:
+        return head_outputs(decoder, batch, options).logprobs
+
+    return jax.jit(score)
+
+
+@cache
+def zeros_maker() -> Any:
+    """Compiled decoder -> what to start accumulating from."""
+    return jax.jit(zeros)
+
+
+def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> HeadOutputs:
     """Log-probability and entropy at every entry of a micro-batch: body on rows, head on entries."""
-    hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segment_ids, config.remat)
+    hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segment_ids, options.remat)
     flat = hidden.reshape(-1, hidden.shape[-1])
     before = jnp.maximum(batch.positions - 1, 0)  # the state that predicted the token; padding entries have 0
     inputs = HeadInputs(batch.labels, batch.temperature, batch.count)
-    return tiled_logprobs(flat[before], decoder.output_matrix, inputs, config.head_tile_tokens)
+    return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens)
 
 
 def zeros(decoder: Decoder) -> Accumulated:
@@ -66,13 +102,13 @@ def zeros(decoder: Decoder) -> Accumulated:
 
 def accumulate(
     token_loss: TokenLossFunction,
-    config: LearnerConfig,
+    options: ForwardOptions,
     decoder: Decoder,
     so_far: Accumulated,
     batch: MicroBatch,
 ) -> Accumulated:
     """Adds one micro-batch's gradient and sums."""
-    gradient_of = jax.grad(partial(_loss, token_loss, config), has_aux=True)
+    gradient_of = jax.grad(partial(_loss, token_loss, options), has_aux=True)
     gradients, sums = gradient_of(decoder, batch)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
     totals = jax.tree.map(jnp.add, so_far.sums, sums)
@@ -81,9 +117,9 @@ def accumulate(
 
 
 def _loss(
-    token_loss: TokenLossFunction, config: LearnerConfig, decoder: Decoder, batch: MicroBatch
+    token_loss: TokenLossFunction, options: ForwardOptions, decoder: Decoder, batch: MicroBatch
 ) -> tuple[Array, Sums]:
-    outputs = head_outputs(decoder, batch, config)
+    outputs = head_outputs(decoder, batch, options)
     terms = token_loss(outputs.logprobs, batch.behaviour_logprobs, batch.advantage)
     real = jnp.arange(batch.labels.shape[0]) < batch.count
     loss = _total(batch.loss_weight * terms.loss, real)

@@ -13,8 +13,8 @@ An environment's failure is a counted failed group; many in a row, or any other 
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Protocol, cast
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol, cast
 
 from penstock.rollout.config import RolloutConfig
 from penstock.rollout.lockstep import Lockstep
@@ -24,6 +24,7 @@ from penstock.types import (
     InferenceContext,
     InvalidRolloutError,
     ManyInferenceContext,
+    NoProgressError,
     RolloutBatch,
     RolloutSink,
     RunFailed,
@@ -120,23 +121,35 @@ class RolloutWorker:
                 self._evaluate(version)
 
     def run_tickets(self) -> None:
-        """The tickets loop; returns after `stop`, when no group runs any more."""
-        running: set[Future[None]] = set()
-        with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.worker_id) as pool:
+        """The tickets loop; returns soon after `stop`. Groups that hang then are left behind."""
+        running: set[Future[Any]] = set()
+        try:
+            while not self._stopping.is_set():
+                room = self._concurrency - len(running)
+                if room == 0:
+                    wait(running, POLL_S, FIRST_COMPLETED)
+                elif self._lockstep:
+                    self._run_cohort(self._acquire(room))
+                else:
+                    running |= {self._spawn(self._run_group, ticket) for ticket in self._acquire(room)}
+                running = _still_running(running)
+            wait(running, POLL_S)
+            _still_running(running)
+        finally:
+            self._stopping.set()
+
+    def _spawn(self, target: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Runs a group in a daemon thread: an environment that hangs must not keep the process from ending."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
             try:
-                while not self._stopping.is_set():
-                    room = self._concurrency - len(running)
-                    if room == 0:
-                        wait(running, POLL_S, FIRST_COMPLETED)
-                    elif self._lockstep:
-                        self._run_cohort(pool, self._acquire(room))
-                    else:
-                        running |= {pool.submit(self._run_group, ticket) for ticket in self._acquire(room)}
-                    running = _still_running(running)
-                for future in running:
-                    future.result(self._lockstep_timeout_s)
-            finally:
-                self._stopping.set()
+                future.set_result(target(*args))
+            except BaseException as error:  # raised where the future is read
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"{self.worker_id}.group", daemon=True).start()
+        return future
 
     def _acquire(self, room: int) -> list[Ticket]:
         try:
@@ -148,14 +161,18 @@ class RolloutWorker:
     def _run_group(self, ticket: Ticket) -> None:
         self._deliver(ticket, self._generate(ticket, None))
 
-    def _run_cohort(self, pool: ThreadPoolExecutor, tickets: list[Ticket]) -> None:
+    def _run_cohort(self, tickets: list[Ticket]) -> None:
         if not tickets:
             return
         context = cast(ManyInferenceContext, self._manager.context)
         cohort = Lockstep(context, len(tickets), self._lockstep_timeout_s)
-        futures = [pool.submit(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
+        futures = [self._spawn(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
+        _, late = wait(futures, self._lockstep_timeout_s)
+        if late:
+            names = [ticket.ticket_id for ticket, future in zip(tickets, futures, strict=True) if future in late]
+            raise NoProgressError(f"groups {names} did not end within {self._lockstep_timeout_s} s")
         for ticket, future in zip(tickets, futures, strict=True):  # in ticket order, not as they finish
-            self._deliver(ticket, future.result(self._lockstep_timeout_s))
+            self._deliver(ticket, future.result())
 
     def _in_step(self, cohort: Lockstep, index: int, ticket: Ticket) -> _Outcome:
         try:
@@ -217,7 +234,7 @@ class RolloutWorker:
             ) from failure
 
 
-def _still_running(futures: set[Future[None]]) -> set[Future[None]]:
+def _still_running(futures: set[Future[Any]]) -> set[Future[Any]]:
     """Those not done; an exception of one that is done is raised here."""
     done = {future for future in futures if future.done()}
     for future in done:

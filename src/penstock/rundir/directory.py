@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from penstock.rundir.atomic import UNFINISHED_PATTERN, write_atomically
-from penstock.rundir.logs import read_json_lines
 from penstock.types import RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
@@ -79,10 +78,6 @@ class RunDirectory:
         if not isinstance(config, dict):
             raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")
         return config
-
-    def next_lineage(self) -> int:
-        """The number of the life that a resume begins; the first life of a run has number 0."""
-        return 1 + max((int(row["lineage"]) for row in read_json_lines(self.lineages_path)), default=0)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""

@@ -8,7 +8,7 @@ which fails when two threads meet). Not covered: slow (pure Python) tokenizers, 
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,19 +23,36 @@ if TYPE_CHECKING:
 PACKAGED = "penstock"
 """The name of the small tokenizer that ships with the recipes."""
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
 class Tokenizer:
     """Implements `penstock.types.TextCodec`. Made by `load`."""
 
-    def __init__(self, fast: "PreTrainedTokenizerFast", source: str, extra_stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        fast: "PreTrainedTokenizerFast",
+        source: str,
+        contents: Mapping[str, bytes],
+        extra_stop_ids: Sequence[int] = (),
+    ) -> None:
         eos: Any = fast.eos_token_id
         if eos is None:
             raise ConfigError(f"tokenizer {source}: it has no eos_token, so no answer could end: add one to its config")
         self._fast = fast
         self._backend = fast.backend_tokenizer
         self._source = source
+        self._contents = contents
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values()) + 1
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
@@ -58,11 +75,14 @@ class Tokenizer:
             raise ConfigError(
                 f"tokenizer {str(path)!r}: {reason}: give a directory with a fast tokenizer, or {PACKAGED!r}"
             )
-        return cls(_load_fast(directory), str(path), _generation_stop_ids(directory))
+        contents = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
+        return cls(_load_fast(directory), str(path), contents, _generation_stop_ids(directory))
 
     def save(self, directory: str | Path) -> None:
-        """Writes the tokenizer in the form that `load` and transformers read."""
-        self._fast.save_pretrained(str(directory))
+        """Writes the files that it was loaded from, byte for byte, so that every reader finds what it knows."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for name, content in self._contents.items():
+            (Path(directory) / name).write_bytes(content)
 
     @property
     def vocab_size(self) -> int:

@@ -18,8 +18,13 @@ def family(request):
 
 
 @pytest.fixture
-def golden(family):
-    return GOLDEN / family
+def golden_root():
+    return GOLDEN
+
+
+@pytest.fixture
+def golden(golden_root, family):
+    return golden_root / family
 
 
 @pytest.fixture(scope="session")

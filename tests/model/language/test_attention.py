@@ -35,7 +35,7 @@ def test_matches_attention_written_out_per_head():
 def test_a_query_that_may_see_nothing_gives_finite_values_and_gradients():
     query, key = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 1, 3, 4))
     mask = jnp.zeros((1, 2, 3), bool)
-    values, gradient = jax.value_and_grad(lambda q: grouped_attention(q, key, key, mask).sum())(query)
+    values, gradient = jax.jit(jax.value_and_grad(lambda q: grouped_attention(q, key, key, mask).sum()))(query)
     assert np.isfinite(values)
     assert np.isfinite(np.asarray(gradient)).all()
 

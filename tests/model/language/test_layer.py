@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,15 +32,15 @@ def test_one_position_alone_is_computed_as_inside_a_batch(tiny_decoder, model_ty
     layer = decoder.layer(1)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 16), np.float32))
     cos, sin = rotary_tables(decoder.config, jnp.array([[0, 1, 2], [5, 6, 7]]))
-    whole = layer.project(x, cos, sin)
-    alone = layer.project(x[1, 2], cos[1, 2], sin[1, 2])
+    project = jax.jit(lambda layer, *arrays: layer.project(*arrays))
+    finish = jax.jit(lambda layer, *arrays: layer.finish(*arrays))
+    whole = project(layer, x, cos, sin)
+    alone = project(layer, x[1, 2], cos[1, 2], sin[1, 2])
     assert [a.shape for a in alone] == [(4, 6), (2, 6), (2, 6)]
     for one, many in zip(alone, whole, strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(many[1, 2]), atol=1e-5)
-    finished = layer.finish(x, whole[0])
-    np.testing.assert_allclose(
-        np.asarray(layer.finish(x[1, 2], alone[0])), np.asarray(finished[1, 2]), atol=1e-5
-    )
+    finished, one = finish(layer, x, whole[0]), finish(layer, x[1, 2], alone[0])
+    np.testing.assert_allclose(np.asarray(one), np.asarray(finished[1, 2]), atol=1e-5)
 
 
 def test_values_are_not_rotated_and_keys_are(tiny_decoder):

@@ -45,9 +45,7 @@ def test_bfloat16_heads_stay_bfloat16_and_tables_float32(tiny_config):
 
 
 def test_llama3_scaling_divides_long_wavelengths_keeps_short_ones_and_blends_between(tiny_config):
-    scaling = RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
     plain = tiny_config(head_dim=6, rope_theta=1000.0)
     stretched = inverse_frequencies(plain.model_copy(update={"rope_scaling": scaling}))
     base = [1.0, 0.1, 0.01]  # 10.2, 1.02 and 0.102 turns within the original context

@@ -31,18 +31,27 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: {name} is missing")
     _refuse_unsupported(config)
     theta, scaling = _read_rope(config)
-    heads = config["num_attention_heads"]
     return {
         "model_type": model_type,
         **{name: config[name] for name in _REQUIRED},
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_dim": config.get("head_dim") or _default_head_dim(config),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rms_norm_eps": config.get("rms_norm_eps", _DEFAULT_EPS),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
     }
+
+
+def _default_head_dim(config: Mapping[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json: head_dim is missing and hidden_size ({hidden}) is no multiple of "
+            f"num_attention_heads ({heads})"
+        )
+    return hidden // heads
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

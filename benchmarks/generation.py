@@ -1,0 +1,166 @@
+"""Generation speed through the engine's own interface, beside what the machine can do.
+
+    python benchmarks/generation.py [--repeats 9] [--completions 64] [--tokens 64]
+
+Each round submits every request at once and waits for the futures: admission, prefill, decoding, text, everything.
+Rounds of several settings are interleaved, so that a disturbed second hurts all of them, and medians are printed.
+The limit is what the matrix products alone would take at the rate measured on this machine for the decode step's own
+shapes, and what reading weights and cache once per step would take at the measured memory rate.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
+from penstock.model.language import Decoder, ModelConfig
+from penstock.types import Decoding, WeightVersion
+
+MODEL = ModelConfig(
+    model_type="qwen2", vocab_size=8192, hidden_size=256, intermediate_size=656, num_hidden_layers=6,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+)  # fmt: skip
+PROMPT_TOKENS = 16
+SAMPLES = 8
+MARK = 4500
+SECONDS_PER_RATE = 0.5
+
+
+class NoText:
+    """A tokenizer whose texts are empty: the model is random, so there is nothing to read."""
+
+    vocab_size = MODEL.vocab_size
+    stop_token_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.zeros(0, np.int32)
+
+    def decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def render(self, prompt: Any) -> np.ndarray:
+        return np.zeros(0, np.int32)
+
+
+def started_engine(decoder: Decoder, slots: int, steps: int, max_seq_len: int) -> tuple[InferenceEngine, float]:
+    config = EngineConfig(
+        max_slots=slots, max_seq_len=max_seq_len, steps_per_dispatch=steps, prefill_lengths=(PROMPT_TOKENS,)
+    )
+    began = time.perf_counter()
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), NoText(), config)
+    engine.start()
+    engine.wait_until_ready(600.0)
+    return engine, time.perf_counter() - began
+
+
+def generate(engine: InferenceEngine, completions: int, tokens: int, **sampling: Any) -> tuple[float, float]:
+    """One round; wall and processor seconds per token."""
+    rng = np.random.default_rng(0)
+    decoding = Decoding(max_output_tokens=tokens, stop_token_ids=(MODEL.vocab_size,), **sampling)
+    requests = [
+        GenerationRequest(rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).astype(np.int32), decoding, i, SAMPLES)
+        for i in range(completions // SAMPLES)
+    ]
+    wall, cpu = time.perf_counter(), time.process_time()
+    groups = [future.result(600.0) for future in engine.submit(requests)]
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    produced = sum(len(completion.response_tokens) for group in groups for completion in group)
+    assert produced == completions * tokens
+    return wall / produced, cpu / produced
+
+
+def repeated_seconds(run: Callable[[], Any]) -> float:
+    """Best seconds of one call."""
+    jax.block_until_ready(run())
+    best, until = float("inf"), time.perf_counter() + SECONDS_PER_RATE
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def matrix_seconds_per_step(rows: int) -> tuple[float, float]:
+    """Seconds that one step's matrix products take alone, and their floating-point operations."""
+    hidden, heads, keys = MODEL.hidden_size, MODEL.query_size, MODEL.key_value_size
+    layer = [(hidden, heads), (hidden, 2 * keys), (heads, hidden), (hidden, 2 * MODEL.intermediate_size)]
+    shapes = [*layer, (MODEL.intermediate_size, hidden)] * MODEL.num_hidden_layers + [(hidden, MODEL.vocab_size)]
+    product = jax.jit(jnp.matmul)
+    seconds = {}
+    for inner, outer in set(shapes):
+        left, right = jnp.ones((rows, inner)), jnp.ones((inner, outer))
+        seconds[inner, outer] = repeated_seconds(lambda left=left, right=right: product(left, right))
+    return sum(seconds[s] for s in shapes), sum(2.0 * rows * inner * outer for inner, outer in shapes)
+
+
+def bytes_per_step(rows: int, length: float) -> float:
+    """Weights once, and keys and values of every row once."""
+    cache = 2 * MODEL.num_hidden_layers * rows * MODEL.key_value_size * length * 4
+    return MODEL.parameter_count * 4 + cache
+
+
+def read_bytes_per_s() -> float:
+    values = jnp.ones(64 * 1024 * 1024 // 4)
+    total = jax.jit(jnp.sum)
+    return values.nbytes / repeated_seconds(lambda: total(values))
+
+
+def print_limit(rows: int, tokens: int) -> None:
+    seconds, operations = matrix_seconds_per_step(rows)
+    attention = 4.0 * rows * MODEL.num_hidden_layers * MODEL.query_size * (PROMPT_TOKENS + tokens / 2)
+    moved, rate = bytes_per_step(rows, PROMPT_TOKENS + tokens / 2), read_bytes_per_s()
+    total = operations + attention
+    print(f"\nPhysical limit at {rows} rows (rates measured now, on this machine):")
+    print(
+        f"  {total / rows / 1e6:7.1f} Mflop per token; matrix products reach {operations / seconds / 1e9:.0f} Gflop/s"
+    )
+    print(f"  {moved / rows / 1e3:7.1f} kB per token;    memory is read at {rate / 1e9:.1f} GB/s")
+    print(f"  {rows / (seconds * total / operations):7,.0f} tokens/s by arithmetic")
+    print(f"  {rows / (moved / rate):7,.0f} tokens/s by memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--completions", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    decoder = Decoder.initialise(MODEL, jax.random.key(0))
+    room = PROMPT_TOKENS + options.tokens
+    tight, ready_s = started_engine(decoder, options.completions, 8, room)
+    roomy, _ = started_engine(decoder, options.completions, 8, 8 * room)
+    half, _ = started_engine(decoder, options.completions // 2, 8, room)
+    settings: dict[str, tuple[InferenceEngine, dict[str, Any]]] = {
+        "all in slots": (tight, {}),
+        "max_seq_len 8 times as long": (roomy, {}),
+        "half as many slots": (half, {}),
+        "greedy": (tight, {"temperature": 0.0}),
+        "top_k 50, top_p 0.9": (tight, {"top_k": 50, "top_p": 0.9}),
+    }
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in settings}
+    for _ in range(options.repeats):
+        for name, (engine, sampling) in settings.items():
+            results[name].append(generate(engine, options.completions, options.tokens, **sampling))
+    print(f"{options.completions} completions of {options.tokens} tokens, {SAMPLES} per prompt, "
+          f"{MODEL.parameter_count:,} parameters, float32; ready after {ready_s:.1f} s of compilation")  # fmt: skip
+    print(f"{'':30s}{'tokens/s':>12s}{'(worst–best)':>18s}{'CPU µs/token':>14s}")
+    for name, rounds in results.items():
+        rates = [1 / wall for wall, _ in rounds]
+        spread = f"({min(rates):,.0f}–{max(rates):,.0f})"
+        cpu = statistics.median(cpu for _, cpu in rounds) * 1e6
+        print(f"{name:30s}{statistics.median(rates):12,.0f}{spread:>18s}{cpu:14.0f}")
+    reached = statistics.median(1 / wall for wall, _ in results["all in slots"])
+    print(f"The mark is {MARK:,} tokens/s: {'reached' if reached >= MARK else 'missed'}.")
+    print_limit(options.completions, options.tokens)
+    for engine in (tight, roomy, half):
+        engine.stop(30.0)
+
+
+if __name__ == "__main__":
+    main()

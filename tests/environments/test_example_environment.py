@@ -1,0 +1,149 @@
+"""What every environment with lists of problems has in common."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from penstock.environments import Example, Reference, SingleTurnEnvironment
+from penstock.inference import ScriptedContext
+from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, as_seed, fold
+
+from .conftest import EOS, CharacterTokenizer
+
+
+class Echo(SingleTurnEnvironment):
+    """1 where the answer repeats the prompt; breaks on demand."""
+
+    def __init__(self, train="abcdefghij", held_out="xyz", broken="", error=EnvironmentFailure("verifier broke")):
+        super().__init__("echo")
+        self._texts = {"train": train, "eval": held_out}
+        self._broken = broken
+        self._error = error
+
+    def train_examples(self):
+        return [Example(letter, letter, letter) for letter in self._texts["train"]]
+
+    def eval_examples(self):
+        return [Example(letter, letter, letter) for letter in self._texts["eval"]]
+
+    def score(self, example, text, completion):
+        if example.example_id in self._broken:
+            raise self._error
+        return float(text == example.answer)
+
+
+def echo(prompt, *_):
+    return prompt + "<eos>"
+
+
+def test_groups_of_rollouts_without_metadata(policy, decoding):
+    groups, metrics = Echo().sample(policy(echo), 3, 4, decoding, 7, "train")
+    assert metrics == {"failed_groups": 0.0}
+    assert [len(group.rollouts) for group in groups] == [4, 4, 4]
+    rollout = groups[0].rollouts[0]
+    assert groups[0].key == f"echo:{rollout.env_example_id}" and groups[0].group_id == ""
+    assert rollout.metadata is None and rollout.rollout_id == "" and rollout.lesson_id == ""
+    assert rollout.response_tokens.tolist() == [ord(rollout.env_example_id), EOS]
+    assert rollout.response_weight_steps.tolist() == [5, 5] and rollout.oldest_weight_step == 4
+    assert rollout.response_logprobs.tolist() == [-0.5, -0.5]
+    assert rollout.token_rewards.tolist() == [0.0, 1.0] and rollout.episode_reward == 1.0
+    assert rollout.decoding == decoding and rollout.finish_reason == "stop"
+    assert [(t.role, t.content, t.start, t.stop) for t in rollout.turns] == [
+        ("user", rollout.env_example_id, 0, 1),
+        ("assistant", rollout.env_example_id, 1, 3),
+    ]
+
+
+def test_the_key_alone_decides_examples_and_seeds(policy, decoding):
+    def run(key):
+        context = policy(echo)
+        groups, _ = Echo().sample(context, 4, 2, decoding, key, "train")
+        return [group.key for group in groups], context.calls[0][3]
+
+    assert run(3) == run(3)
+    assert len({tuple(run(key)[0]) for key in range(8)}) > 4
+    assert run(3)[1] == [fold(3, "sample", i) for i in range(4)]
+    jax_key = np.array([0, 3], np.uint32)
+    assert run(jax_key)[1][0] == fold(as_seed(jax_key), "sample", 0)
+
+
+def test_duplicate_prompts_stay_distinct_groups_with_their_own_noise(policy, decoding):
+    context = policy(echo)
+    groups, _ = Echo(train="a").sample(context, 3, 2, decoding, 0, "train")
+    assert [group.key for group in groups] == ["echo:a"] * 3
+    assert len(set(context.calls[0][3])) == 3
+
+
+def test_train_and_eval_draw_from_disjoint_problems(policy, decoding):
+    environment = Echo()
+    for mode, letters in (("train", "abcdefghij"), ("eval", "xyz")):
+        groups, _ = environment.sample(policy(echo), 30, 1, decoding, 1, mode)
+        assert {g.key for g in groups} == {f"echo:{letter}" for letter in letters}
+
+
+def test_nothing_asked_for_is_an_empty_result(policy, decoding):
+    context = policy(echo)
+    assert Echo().sample(context, 0, 4, decoding, 1, "train") == ([], {"failed_groups": 0.0})
+    assert context.calls == []
+
+
+def test_a_failing_problem_fails_its_own_group_only(policy, decoding, caplog):
+    with caplog.at_level(logging.WARNING):
+        groups, metrics = Echo(broken="abc").sample(policy(echo), 10, 2, decoding, 1, "train")
+    assert {g.key for g in groups} == {f"echo:{letter}" for letter in "defghij"}
+    assert metrics["failed_groups"] == 3.0
+    assert caplog.text.count("verifier broke") == 3
+
+
+def test_no_group_at_all_is_a_failure(policy, decoding):
+    with pytest.raises(EnvironmentFailure, match="verifier broke"):
+        Echo(train="a", broken="a").sample(policy(echo), 1, 2, decoding, 1, "train")
+
+
+def test_a_mistake_in_the_score_is_a_counted_failure_that_names_it(policy, decoding):
+    environment = Echo(train="a", broken="a", error=KeyError("colour"))
+    with pytest.raises(EnvironmentFailure, match="Echo raised KeyError while scoring 'a': 'colour'"):
+        environment.sample(policy(echo), 1, 2, decoding, 1, "train")
+
+
+def test_errors_of_the_run_pass_through(policy, decoding):
+    environment = Echo(train="a", broken="a", error=NoProgressError("engine"))
+    with pytest.raises(NoProgressError):
+        environment.sample(policy(echo), 1, 2, decoding, 1, "train")
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(decoding):
+    environment = Echo(train=("a", "b" * 50))
+    environment.train_examples = lambda: [Example("short", "a", "a"), Example("long", "b" * 50, "b")]
+    context = ScriptedContext(CharacterTokenizer(), lambda prompt, _: prompt, max_seq_len=20)
+    groups, metrics = environment.sample(context, 2, 2, decoding, 1, "train")
+    assert [group.key for group in groups] == ["echo:short"]
+    assert metrics["failed_groups"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Echo(train="abx"), "1 examples are both for training and held out, such as 'x'"),
+        (Echo(held_out=""), "no examples for mode 'eval'"),
+    ],
+)
+def test_problem_lists_that_cannot_be_used(environment, message, policy, decoding):
+    with pytest.raises(ConfigError, match=message):
+        environment.sample(policy(echo), 1, 1, decoding, 0, "train")
+
+
+def test_references_come_from_training_problems():
+    references = Echo().reference_examples(6, 5)
+    assert len(references) == 6 and references == Echo().reference_examples(6, 5)
+    assert {r.prompt for r in references} <= set("abcdefghij") and references != Echo().reference_examples(6, 6)
+
+
+def test_references_as_tokens():
+    tokenizer = CharacterTokenizer()
+    prompt, response = Reference("ab", "c").token_pair(tokenizer)
+    assert (prompt.tolist(), response.tolist()) == ([97, 98], [99, EOS])
+    prompt, response = Reference("a", "d", earlier=("b", "c"), ends=False).token_pair(tokenizer)
+    assert (prompt.tolist(), response.tolist()) == ([97, 98, 99], [100])
+    assert prompt.dtype == response.dtype == np.int32

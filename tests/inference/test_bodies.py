@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+
+from penstock.inference.api_errors import ApiError
+from penstock.inference.bodies import ChatBody, CompletionBody, read_body
+from penstock.types import Decoding
+
+
+def test_decoding_takes_every_parameter():
+    body = read_body(
+        CompletionBody,
+        {"model": "m", "prompt": "p", "temperature": 0, "top_k": 5, "top_p": 0.5, "stop": ["a", "b"],
+         "stop_token_ids": [3]},
+    )  # fmt: skip
+    assert body.decoding(9) == Decoding(0.0, 5, 0.5, 9, (3,), ("a", "b"))
+
+
+def test_defaults_are_openais():
+    body = read_body(CompletionBody, {"model": "m", "prompt": "p", "temperature": None, "stop": "x", "top_p": 1})
+    assert body.max_tokens == 16
+    assert body.decoding(16) == Decoding(1.0, None, None, 16, (), ("x",))  # top_p 1 is no truncation
+
+
+def test_prompts_one_or_many():
+    def prompts(prompt):
+        return [p if isinstance(p, str) else p.tolist() for p in read(prompt).prompts]
+
+    def read(prompt):
+        return read_body(CompletionBody, {"model": "m", "prompt": prompt})
+
+    assert prompts("a") == ["a"]
+    assert prompts(["a", "b"]) == ["a", "b"]
+    assert prompts([1, 2]) == [[1, 2]]
+    assert prompts([[1], [2, 3]]) == [[1], [2, 3]]
+    assert read([[1]]).prompts[0].dtype == np.int32
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [["a"]], 3, [True]])
+def test_mixed_prompts_are_refused(prompt):
+    with pytest.raises(ApiError) as raised:
+        read_body(CompletionBody, {"model": "m", "prompt": prompt})
+    assert raised.value.param == "prompt"
+
+
+def test_messages_with_parts_become_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_body(ChatBody, {"model": "m", "messages": [{"role": "user", "content": parts}]})
+    assert body.messages[0].as_mapping() == {"role": "user", "content": "ab"}
+
+
+def test_images_are_refused_by_name():
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(ApiError, match="messages.0.content") as raised:
+        read_body(ChatBody, {"model": "m", "messages": [{"role": "user", "content": image}]})
+    assert raised.value.status == 400

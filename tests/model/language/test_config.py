@@ -1,0 +1,162 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
+from penstock.types import ConfigError
+
+HUGGING_FACE = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def test_parameter_count_of_the_measured_shape():
+    config = ModelConfig(
+        model_type="qwen2", vocab_size=8192, hidden_size=256, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, intermediate_size=656, tie_word_embeddings=True,
+    )  # fmt: skip
+    # by hand: per layer q, o 2·256·256, k, v 2·256·128, biases 512, MLP 3·256·656, norms 512
+    assert config.parameter_count == 8192 * 256 + 6 * (131072 + 65536 + 512 + 503808 + 512) + 256
+    untied = config.model_copy(update={"tie_word_embeddings": False})
+    assert untied.parameter_count - config.parameter_count == 8192 * 256
+
+
+def test_published_qwen3_shape_has_its_published_size():
+    config = ModelConfig(
+        model_type="qwen3", vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, intermediate_size=3072, tie_word_embeddings=True,
+    )  # fmt: skip
+    assert config.parameter_count == 596_049_920  # Qwen3-0.6B
+
+
+def test_defaults_are_those_of_the_format():
+    config = ModelConfig.from_hugging_face(HUGGING_FACE)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_word_embeddings) == (10000.0, 1e-6, False)
+    assert config.max_position_embeddings == 2048
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ],
+)
+def test_both_forms_of_the_rotary_base_are_read(rope):
+    assert ModelConfig.from_hugging_face(HUGGING_FACE | rope).rope_theta == 5e5
+
+
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_llama3_scaling_is_read_from_both_forms(form):
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 5e5,
+    }  # fmt: skip
+    config = ModelConfig.from_hugging_face(HUGGING_FACE | {form: scaling})
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_scaling.original_max_position_embeddings) == (8.0, 8192)
+    assert config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2': supported are llama, qwen2, qwen3, mistral"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is true"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"model_type": "mistral", "sliding_window": 512},
+            r"sliding_window is 512, less than max_position_embeddings \(2048\)",
+        ),
+        ({"num_attention_heads": 5}, "head_dim is missing and hidden_size .32. is no multiple"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple"),
+        ({"head_dim": 7}, r"head_dim \(7\) must be even"),
+        ({"vocab_size": "many"}, "config.json: vocab_size: "),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hugging_face(HUGGING_FACE | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mistral", "sliding_window": 2048},
+        {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False},
+    ],
+)
+def test_a_window_that_never_cuts_is_accepted(change):
+    assert ModelConfig.from_hugging_face(HUGGING_FACE | change).model_type == change["model_type"]
+
+
+def test_a_config_survives_the_way_through_hugging_faces_form(golden, family):
+    config = ModelConfig.from_hugging_face(json.loads((golden / "config.json").read_text()))
+    assert config.model_type == family
+    assert (config.rope_scaling is not None) == (family == "llama")
+    assert config.head_dim == (12 if family == "qwen3" else 8)
+    assert ModelConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
+
+
+def test_unknown_fields_are_refused():
+    with pytest.raises(ValidationError, match="hidden_sizes"):
+        InitConfig(hidden_sizes=3)
+
+
+def test_an_initial_model_takes_what_is_not_given_from_the_rest():
+    config = InitConfig(hidden_size=64, num_attention_heads=4).model(vocab_size=382, dtype="bfloat16")
+    assert (config.vocab_size, config.head_dim, config.num_key_value_heads) == (382, 16, 4)
+    assert config.intermediate_size == 176  # 8/3 · 64 = 170.67, the next multiple of 16
+    assert config.dtype == "bfloat16"
+    assert InitConfig(vocab_size=400).model(vocab_size=382, dtype="float32").vocab_size == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 30, "num_attention_heads": 4}, "give head_dim"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "must be a multiple"),
+    ],
+)
+def test_an_initial_model_that_cannot_be_is_refused_at_once(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        InitConfig(**fields)
+
+
+def test_a_policy_has_exactly_one_source():
+    with pytest.raises(ValidationError, match="exactly one of path and init .neither given"):
+        PolicyConfig()
+    with pytest.raises(ValidationError, match="exactly one of path and init .both given"):
+        PolicyConfig(path="model", init=InitConfig())
+
+
+def test_the_tokenizer_is_the_checkpoints_unless_named():
+    assert PolicyConfig(path="model").tokenizer_path == "model"
+    assert PolicyConfig(path="model", tokenizer="other").tokenizer_path == "other"
+    assert PolicyConfig(init=InitConfig()).tokenizer_path == "penstock"
+
+
+def test_importing_the_config_loads_neither_jax_nor_transformers():
+    code = (
+        "import sys, penstock.model.language.config as c;"
+        "c.PolicyConfig(init=c.InitConfig());"
+        "print([m for m in ('jax', 'equinox', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

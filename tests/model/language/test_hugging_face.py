@@ -1,0 +1,206 @@
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from penstock.model.language import (
+    InitConfig,
+    ModelConfig,
+    PolicyConfig,
+    load_decoder,
+    load_policy,
+    named_arrays,
+    save_decoder,
+)
+from penstock.text import Tokenizer
+from penstock.types import CheckpointError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("penstock")
+
+
+@pytest.fixture
+def copy(golden_root, tmp_path):
+    """A writable copy of a golden checkpoint."""
+
+    def make(family="llama"):
+        return shutil.copytree(golden_root / family, tmp_path / family)
+
+    return make
+
+
+def change_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def change_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def equal(one, other):
+    a, b = named_arrays(one), named_arrays(other)
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def test_saved_and_loaded_again_every_array_is_the_same(golden, family, tmp_path, tokenizer):
+    decoder = load_decoder(golden)
+    save_decoder(decoder, tmp_path / "saved", tokenizer)
+    again = load_decoder(tmp_path / "saved")
+    assert again.config == decoder.config
+    assert equal(decoder, again)
+
+
+def test_saved_tensors_are_those_that_transformers_wrote(golden, family, tmp_path, tokenizer):
+    save_decoder(load_decoder(golden), tmp_path, tokenizer)
+    saved = load_file(tmp_path / "model.safetensors")
+    shards = sorted(golden.glob("model*.safetensors"))
+    assert len(shards) == (2 if family == "mistral" else 1)
+    original = {name: array for shard in shards for name, array in load_file(shard).items()}
+    assert saved.keys() == original.keys()
+    for name, array in original.items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+def test_a_saved_directory_says_how_to_generate_with_it(tmp_path, tokenizer, tiny_decoder):
+    save_decoder(tiny_decoder(), tmp_path, tokenizer)
+    config = json.loads((tmp_path / "config.json").read_text())
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    assert generation == {"eos_token_id": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
+    assert (Tokenizer.load(tmp_path).encode("Say cat.") == tokenizer.encode("Say cat.")).all()
+
+
+def test_dtype_is_what_the_caller_asks_for_whatever_the_file_holds(golden, tmp_path, tokenizer):
+    narrow = load_decoder(golden, "bfloat16")
+    assert narrow.config.dtype == "bfloat16"
+    assert {a.dtype for a in named_arrays(narrow).values()} == {jnp.dtype(jnp.bfloat16)}
+    save_decoder(narrow, tmp_path, tokenizer)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert equal(load_decoder(tmp_path, "bfloat16"), narrow)
+    wide = load_decoder(tmp_path)
+    np.testing.assert_array_equal(np.asarray(wide.embedding), np.asarray(narrow.embedding, np.float32))
+
+
+def test_half_precision_files_are_read(copy):
+    directory = copy()
+    original = load_decoder(directory)
+    change_tensors(directory, lambda t: t.update({name: a.astype(np.float16) for name, a in t.items()}))
+    np.testing.assert_allclose(np.asarray(load_decoder(directory).embedding), np.asarray(original.embedding), atol=2e-3)
+
+
+def test_copies_that_older_files_hold_are_ignored(copy):
+    directory = copy("qwen2")
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    change_tensors(directory, add)
+    assert load_decoder(directory).head is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
+            "model.layers.0.self_attn.q_proj.bias is unknown",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": np.ones((32, 48), np.float32)}),
+            r"model.layers.1.mlp.up_proj.weight has shape \[32, 48\], not \[48, 32\]",
+        ),
+        (lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}), "model.norm.weight is stored as I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(copy, change, message):
+    directory = copy()
+    change_tensors(directory, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(directory)
+
+
+def test_a_layer_that_the_config_does_not_have_is_named(copy):
+    directory = copy()
+    change_json(directory / "config.json", lambda c: c.update(num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"model.layers.1.* is unknown.* and 4 more"):
+        load_decoder(directory)
+
+
+def remove(name):
+    return lambda directory: (directory / name).unlink()
+
+
+def cut(name):
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes()[:5000])
+
+
+def remap(file):
+    return lambda directory: change_json(
+        directory / "model.safetensors.index.json",
+        lambda index: index["weight_map"].update({"model.norm.weight": file}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("config.json"), "config.json cannot be read: No such file"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list, not an object"),
+        (remove("model.safetensors.index.json"), "neither model.safetensors nor model.safetensors.index.json"),
+        (cut("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors cannot be read"),
+        (remove("model-00002-of-00002.safetensors"), "names 'model-00002-of-00002.safetensors', which is not"),
+        (remap("../mistral/model-00001-of-00002.safetensors"), "which is not a file beside it"),
+        (remap("model-00001-of-00002.safetensors"), "lacks model.norm.weight, which the index says"),
+        (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    ],
+)
+def test_damaged_directories_are_refused_with_the_file_named(copy, damage, message):
+    directory = copy("mistral")
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(directory)
+
+
+def test_a_policy_is_drawn_from_the_seed_for_the_tokenizer(tokenizer):
+    config = PolicyConfig(init=InitConfig(hidden_size=16, num_attention_heads=2))
+    decoder = load_policy(config, 3, tokenizer)
+    assert decoder.embedding.shape == (tokenizer.vocab_size, 16)
+    assert equal(decoder, load_policy(config, 3, tokenizer))
+    assert not equal(decoder, load_policy(config, 4, tokenizer))
+
+
+def test_a_policy_is_loaded_from_a_directory_with_its_tokenizer(tmp_path, tokenizer):
+    made = load_policy(
+        PolicyConfig(init=InitConfig(hidden_size=16, num_attention_heads=2, vocab_size=400)), 0, tokenizer
+    )
+    save_decoder(made, tmp_path, tokenizer)
+    config = PolicyConfig(path=str(tmp_path), dtype="bfloat16")
+    loaded = load_policy(config, 1, Tokenizer.load(config.tokenizer_path))
+    assert loaded.config == ModelConfig.model_validate(made.config.model_dump() | {"dtype": "bfloat16"})
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_sizes(golden, tokenizer):
+    message = "the tokenizer has 382 tokens but the model's vocab_size is "
+    with pytest.raises(ConfigError, match=message + "64"):
+        load_policy(PolicyConfig(path=str(golden), tokenizer="penstock"), 0, tokenizer)
+    with pytest.raises(ConfigError, match=message + "100"):
+        load_policy(PolicyConfig(init=InitConfig(vocab_size=100)), 0, tokenizer)
+
+
+def test_a_missing_directory_is_the_users_mistake(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=r"model.path is .*nowhere.*: there is no such directory"):
+        load_policy(PolicyConfig(path=str(tmp_path / "nowhere")), 0, tokenizer)

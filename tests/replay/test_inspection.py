@@ -1,0 +1,94 @@
+"""Which members of a delivered group may be trained."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.replay import FreshnessWindow
+from penstock.replay.inspection import Inspector
+from penstock.types import RolloutGroup, Ticket, WeightVersion
+
+TICKET = Ticket("easy-0-4", "easy", 4, 99, deadline_step=6, admitted_step=5)
+EXPECTED = ["easy-0-4/0", "easy-0-4/1", "easy-0-4/2"]
+
+
+@pytest.fixture
+def inspect(sim):
+    """Inspects a sound group of three at version 6 and time 100, after `change` was applied to its members."""
+
+    def run(change, survives=lambda version: True):
+        group = sim.make_group(TICKET, [0, 1, 0], timestamp=50.0)
+        members = change(list(group.rollouts))
+        inspector = Inspector(FreshnessWindow(1, 60.0), survives)
+        return inspector.inspect(replace(group, rollouts=tuple(members)), TICKET, EXPECTED, 6, 100.0)
+
+    return run
+
+
+def outcome(inspection):
+    trainable = [rollout.rollout_id[-1] for rollout in inspection.trainable]
+    return trainable, {i[-1]: verdict.fate for i, verdict in inspection.rejected.items()}
+
+
+def with_metadata(member, **changes):
+    return replace(member, metadata=replace(member.metadata, **changes))
+
+
+def test_a_sound_group_passes_whole(inspect):
+    inspection = inspect(lambda members: members)
+    assert outcome(inspection) == (["0", "1", "2"], {}) and len(inspection.storable) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "fate", "stored"),
+    [
+        (lambda m: with_metadata(m, weight_step=4), "stale_step", True),
+        (lambda m: with_metadata(m, timestamp=40.0), "stale_time", True),
+        (lambda m: with_metadata(m, weight_step=7), "invalid", True),
+        (lambda m: replace(m, metadata=None), "invalid", False),
+        (lambda m: replace(m, rollout_id="easy-0-5/1"), "invalid", False),
+        (lambda m: replace(m, rollout_id="easy-0-4/0"), "invalid", False),
+        (lambda m: replace(m, rollout_id=""), "invalid", False),
+        (lambda m: replace(m, lesson_id="hard"), "invalid", True),
+        (lambda m: replace(m, response_mask=np.zeros(2, np.bool_)), "invalid", True),
+        (lambda m: replace(m, finish_reason="aborted"), "invalid", True),
+    ],
+)  # fmt: skip
+def test_one_bad_member_leaves_and_the_others_stay(inspect, change, fate, stored):
+    inspection = inspect(lambda members: [members[0], change(members[1]), members[2]])
+    assert outcome(inspection) == (["0", "2"], {"1": fate})
+    assert ("easy-0-4/1" in [rollout.rollout_id for rollout in inspection.storable]) == stored
+    assert inspection.rejected["easy-0-4/1"].reason
+
+
+def test_a_member_that_was_not_delivered_is_invalid(inspect):
+    assert outcome(inspect(lambda members: members[:2])) == (["0", "1"], {"2": "invalid"})
+
+
+def test_a_member_too_many_is_nobodys(inspect):
+    inspection = inspect(lambda members: [*members, replace(members[0], rollout_id="easy-0-4/3")])
+    assert outcome(inspection) == (["0", "1", "2"], {})
+
+
+def test_weights_of_a_dead_lineage_are_rolled_back_by_their_newest_token(inspect):
+    def change(members):
+        steps = np.array([5, 6], np.int32)
+        return [members[0], replace(members[1], response_weight_steps=steps), members[2]]
+
+    def until_the_fork(version):
+        return version == WeightVersion(0, 5)
+
+    assert outcome(inspect(change, until_the_fork)) == (["0", "2"], {"1": "rolled_back"})
+
+
+def test_a_group_of_nothing_but_bad_members(inspect):
+    inspection = inspect(lambda members: [replace(member, metadata=None) for member in members])
+    assert outcome(inspection) == ([], {"0": "invalid", "1": "invalid", "2": "invalid"})
+    assert isinstance(inspection.storable, tuple) and not inspection.storable
+
+
+def test_inspection_leaves_the_group_alone(sim):
+    group = sim.make_group(TICKET, [0, 1, 0], timestamp=50.0)
+    Inspector(FreshnessWindow(0, None), lambda version: True).inspect(group, TICKET, EXPECTED, 6, 100.0)
+    assert isinstance(group, RolloutGroup) and len(group.rollouts) == 3

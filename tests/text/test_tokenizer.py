@@ -1,0 +1,192 @@
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.text import Tokenizer
+from penstock.types import ConfigError
+
+PACKAGED = Path(str(files("penstock") / "recipes" / "tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load("penstock")
+
+
+@pytest.fixture
+def variant(tmp_path):
+    """Loads the packaged tokenizer with its configuration changed."""
+
+    def make(**changes):
+        directory = shutil.copytree(PACKAGED, tmp_path / "variant")
+        config = json.loads((directory / "tokenizer_config.json").read_text()) | changes
+        kept = {name: value for name, value in config.items() if value is not None}
+        (directory / "tokenizer_config.json").write_text(json.dumps(kept))
+        return directory
+
+    return make
+
+
+PACKAGED_TOKENIZER = Tokenizer.load("penstock")
+
+
+@given(st.text())
+def test_any_text_survives_the_round_trip(text):
+    tokens = PACKAGED_TOKENIZER.encode(text)
+    assert tokens.dtype == np.int32
+    assert PACKAGED_TOKENIZER.decode(tokens, skip_special_tokens=False) == text
+
+
+@given(st.lists(st.integers(0, PACKAGED_TOKENIZER.vocab_size - 1)))
+def test_any_tokens_decode_to_some_text(tokens):
+    assert isinstance(PACKAGED_TOKENIZER.decode(tokens), str)
+
+
+@pytest.mark.parametrize("text", ["Hello , world !", " two  spaces ", "don 't", "a\r\n\tb", "<calc>1 + 2</calc> ."])
+def test_decoding_tidies_nothing(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_encoding_adds_no_special_tokens_and_recognises_written_ones(tokenizer):
+    assert tokenizer.encode("").tolist() == []
+    assert tokenizer.encode("7").size == 1
+    tokens = tokenizer.encode("7<|im_end|>")
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(tokens) == "7"
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "7<|im_end|>"
+
+
+def test_half_a_character_becomes_the_replacement_character(tokenizer):
+    tokens = tokenizer.encode("é")
+    assert len(tokens) == 2
+    assert tokenizer.decode(tokens[:1]) == "\ufffd"
+
+
+def test_messages_become_turns_with_an_open_answer(tokenizer):
+    messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": "<calc>1+2</calc>"},
+        {"role": "tool", "content": "3"},
+    ]
+    text = tokenizer.decode(tokenizer.render(messages), skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n"
+        "<|im_start|>assistant\n<calc>1+2</calc><|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_plain_prompt_is_encoded_as_it_is(tokenizer):
+    assert tokenizer.render("12+30=").tolist() == tokenizer.encode("12+30=").tolist()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "narrator", "content": "Once"}, "unknown role narrator"),
+        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, "must be text"),
+        ({"role": "user"}, "must be text"),
+    ],
+)
+def test_messages_that_the_template_refuses_are_an_error_with_the_remedy(tokenizer, message, reason):
+    with pytest.raises(ConfigError, match=f"refused the messages .*{reason}.*template: plain"):
+        tokenizer.render([message])
+
+
+def test_messages_without_a_template_are_an_error_with_the_remedy(variant):
+    plain = Tokenizer.load(variant(chat_template=None))
+    assert not plain.has_chat_template
+    with pytest.raises(ConfigError, match="no chat template .*`template: plain`"):
+        plain.render([{"role": "user", "content": "Hi"}])
+    assert plain.decode(plain.render("Hi")) == "Hi"
+
+
+def test_stop_tokens_are_the_end_of_text_the_ends_of_a_turn_and_the_checkpoints_own(tokenizer, variant):
+    assert tokenizer.stop_token_ids == (tokenizer.eos_token_id,)
+    directory = variant(eos_token="<|pad|>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    pad, turn_end = 0, 2
+    assert Tokenizer.load(directory).stop_token_ids == (pad, turn_end, 5)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert Tokenizer.load(directory).stop_token_ids == (pad, turn_end, 7)
+
+
+def test_padding_falls_back_to_the_end_of_text(tokenizer, variant):
+    assert tokenizer.pad_token_id == 0
+    assert Tokenizer.load(variant(pad_token=None)).pad_token_id == tokenizer.eos_token_id
+
+
+def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert (again.vocab_size, again.stop_token_ids) == (tokenizer.vocab_size, tokenizer.stop_token_ids)
+    messages = [{"role": "user", "content": "Who says meow? <calc>"}]
+    assert again.render(messages).tolist() == tokenizer.render(messages).tolist()
+    assert again.decode(np.arange(382)) == tokenizer.decode(np.arange(382))
+
+
+def test_saving_writes_the_very_files_that_were_loaded_even_when_they_are_gone(variant, tmp_path):
+    """transformers would rewrite the configuration for its own version only."""
+    directory = variant()
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (directory / "notes.txt").write_text("not a tokenizer's file")
+    expected = {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "notes.txt"}
+    tokenizer = Tokenizer.load(directory)
+    shutil.rmtree(directory)
+    tokenizer.save(tmp_path / "saved")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()} == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "there is no such directory"),
+        (lambda d: (d / "tokenizer.json").unlink(), "it has no tokenizer.json"),
+        (lambda d: (d / "tokenizer.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json is not valid JSON"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_in_one_line(variant, damage, message):
+    directory = variant()
+    damage(directory)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Tokenizer.load(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(variant):
+    with pytest.raises(ConfigError, match="no eos_token"):
+        Tokenizer.load(variant(eos_token=None))
+
+
+def test_threads_may_share_it(tokenizer):
+    texts = [f"Who says {i}? é <calc>{i}+{i}</calc>" for i in range(200)]
+
+    def round_trip(text):
+        tokens = tokenizer.render([{"role": "user", "content": text}])
+        return tokenizer.decode(tokens)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(round_trip, texts))
+    assert found == [f"user\n{text}\nassistant\n" for text in texts]
+
+
+def test_importing_the_package_loads_neither_jax_nor_transformers():
+    code = (
+        "import sys; from penstock.text import Tokenizer;"
+        "print([m for m in ('jax', 'transformers', 'tokenizers') if m in sys.modules]);"
+        "Tokenizer.load('penstock'); print('jax' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split("\n")[:2] == ["[]", "False"]
+    assert out.stderr == ""
