@@ -41,7 +41,12 @@ def test_two_turns_with_a_tool_between_them():
     assert rollout.episode_reward == 0.75
     assert rollout.finish_reason == "length"
     spans = [(turn.role, turn.content, turn.start, turn.stop) for turn in rollout.turns]
-    assert spans == [("user", "ask", 0, 3), ("assistant", "call", 3, 5), ("tool", "told", 5, 6), ("assistant", "answer", 6, 7)]
+    assert spans == [
+        ("user", "ask", 0, 3),
+        ("assistant", "call", 3, 5),
+        ("tool", "told", 5, 6),
+        ("assistant", "answer", 6, 7),
+    ]
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [([20], "aborted"), ([], "stop")])

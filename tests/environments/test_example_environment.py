@@ -11,11 +11,13 @@ from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, as_
 
 from .conftest import EOS, CharacterTokenizer
 
+VERIFIER_BROKE = EnvironmentFailure("verifier broke")
+
 
 class Echo(SingleTurnEnvironment):
     """1 where the answer repeats the prompt; breaks on demand."""
 
-    def __init__(self, train="abcdefghij", held_out="xyz", broken="", error=EnvironmentFailure("verifier broke")):
+    def __init__(self, train="abcdefghij", held_out="xyz", broken="", error=VERIFIER_BROKE):
         super().__init__("echo")
         self._texts = {"train": train, "eval": held_out}
         self._broken = broken

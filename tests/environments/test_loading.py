@@ -12,7 +12,9 @@ CATS = "penstock.environments.cats.CatsEnvironment"
 
 
 def test_loads_with_arguments():
-    environment = load_environment(EnvironmentSpec(CATS, {"variant": "named", "animals": ["cat", "hen"], "name": "pets"}))
+    environment = load_environment(
+        EnvironmentSpec(CATS, {"variant": "named", "animals": ["cat", "hen"], "name": "pets"})
+    )
     assert isinstance(environment, CatsEnvironment) and environment.name == "pets"
     assert {example.answer for example in environment.train_examples()} == {"cat", "hen"}
     assert isinstance(load_environment(EnvironmentSpec("penstock.environments.CatsEnvironment")), CatsEnvironment)
@@ -21,12 +23,28 @@ def test_loads_with_arguments():
 @pytest.mark.parametrize(
     ("env_class", "env_args", "message"),
     [
-        ("penstock.environments.cat.CatsEnvironment", {}, r"no module named .* \(did you mean 'penstock.environments.cats'\?\)"),
-        ("penstock.environments.cats.CatEnvironment", {}, r"has no 'CatEnvironment' \(did you mean 'CatsEnvironment'\?\)"),
+        (
+            "penstock.environments.cat.CatsEnvironment",
+            {},
+            r"no module named .* \(did you mean 'penstock.environments.cats'\?\)",
+        ),
+        (
+            "penstock.environments.cats.CatEnvironment",
+            {},
+            r"has no 'CatEnvironment' \(did you mean 'CatsEnvironment'\?\)",
+        ),
         ("CatsEnvironment", {}, "is not a path: write package.module.Name"),
         ("penstock.environments.cats.EVAL_FRACTION", {}, "is not a subclass of penstock.environments.Environment"),
-        ("penstock.environments.SingleTurnEnvironment", {"name": "x"}, "is abstract: it does not define eval_examples, score"),
-        (CATS, {"varaint": "named"}, r"env_args.varaint: .* has no such argument \(did you mean 'variant'\?\): it takes animals"),
+        (
+            "penstock.environments.SingleTurnEnvironment",
+            {"name": "x"},
+            "is abstract: it does not define eval_examples, score",
+        ),
+        (
+            CATS,
+            {"varaint": "named"},
+            r"env_args.varaint: .* has no such argument \(did you mean 'variant'\?\): it takes animals",
+        ),
         (CATS, {"variant": "dogs"}, "env_args.variant is 'dogs': input should be 'cat' or 'named'"),
         (CATS, {"animals": [1]}, "env_args.animals.0 is 1: input should be a valid string"),
         (CATS, {"animals": ["dog"]}, "env_args.animals is .'dog'.: it takes different single words, 'cat' among them"),

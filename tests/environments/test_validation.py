@@ -24,7 +24,9 @@ def rollout(**changes):
     return Rollout(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("rewards", [[1, 0.5], (1.0, 0.5), np.array([1, 0.5]), [np.float32(1), np.float64(0.5)], [True, 0.5]])
+@pytest.mark.parametrize(
+    "rewards", [[1, 0.5], (1.0, 0.5), np.array([1, 0.5]), [np.float32(1), np.float64(0.5)], [True, 0.5]]
+)
 def test_rewards_in_any_numeric_form(rewards):
     assert check_rewards(rewards, 2, "f") == [1.0, 0.5]
 
@@ -89,6 +91,10 @@ def test_malformed_groups_name_the_field(groups, message):
 
 def test_metrics():
     assert validate_metrics({"calls": np.float32(0.5), "n": 2}, "e") == {"calls": 0.5, "n": 2.0}
-    for metrics, message in (([1], "expected a dict"), ({"x": "y"}, "metric 'x'"), ({"x": float("nan")}, "not a finite")):
+    for metrics, message in (
+        ([1], "expected a dict"),
+        ({"x": "y"}, "metric 'x'"),
+        ({"x": float("nan")}, "not a finite"),
+    ):
         with pytest.raises(EnvironmentFailure, match=message):
             validate_metrics(metrics, "e")

@@ -27,14 +27,14 @@ def forward_logprobs(decoder, completion):
 
 def swap_after_first_dispatch(engine, monkeypatch, version, decoder):
     """Publishes while the first dispatch runs, as a learner would."""
-    decode, swapped = engine._runner.decode, []
+    decode, swapped = engine._batch._runner.decode, []
 
     def decode_and_swap(rows):
         if not swapped:
             swapped.append(engine.set_weights(version, decoder))
         return decode(rows)
 
-    monkeypatch.setattr(engine._runner, "decode", decode_and_swap)
+    monkeypatch.setattr(engine._batch._runner, "decode", decode_and_swap)
 
 
 def test_tokens_carry_the_version_that_sampled_them(engine, make_decoder, monkeypatch):
@@ -83,8 +83,8 @@ def test_a_prompt_cached_under_old_weights_is_not_lent_to_new_requests(engine, m
 
 
 def test_only_the_newest_of_several_published_versions_is_served(engine, make_decoder, monkeypatch):
-    loaded, load = [], engine._runner.load
-    monkeypatch.setattr(engine._runner, "load", lambda decoder: (loaded.append(decoder), load(decoder))[1])
+    loaded, load = [], engine._batch._runner.load
+    monkeypatch.setattr(engine._batch._runner, "load", lambda decoder: (loaded.append(decoder), load(decoder))[1])
     first, second = make_decoder(1), make_decoder(2)
     with engine._changed:  # the engine cannot look in between
         engine.set_weights(WeightVersion(0, 1), first)

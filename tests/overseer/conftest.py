@@ -12,9 +12,7 @@ from penstock.overseer.config_loading import build_config
 TINY: dict[str, Any] = {
     "seed": 3,
     "steps": 3,
-    "model": {
-        "init": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    },
+    "model": {"init": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}},
     "curriculum": {
         "lessons": {
             "cats": {

@@ -1,8 +1,10 @@
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from penstock.overseer.supervision import Crew, Watchdog
+from penstock.overseer.supervision import Crew, Watchdog, last_resort
 from penstock.types import NoProgressError
 
 
@@ -50,3 +52,21 @@ def test_silence_past_the_limit_names_who_owes_progress_and_dumps_every_stack(tm
     with pytest.raises(NoProgressError, match=r"10 s \(overseer.no_progress_s\): rollout-worker-0 owes a batch"):
         watchdog.check()
     assert "test_silence_past_the_limit" in stacks.read_text()
+
+
+def test_the_last_resort_ends_a_process_whose_supervisor_hangs(tmp_path):
+    program = (
+        "import sys, threading; from pathlib import Path; from penstock.overseer.supervision import last_resort\n"
+        "with last_resort(0.2, Path(sys.argv[1])):\n"
+        "    lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
+    )
+    stacks = tmp_path / "stacks.txt"
+    ended = subprocess.run([sys.executable, "-c", program, str(stacks)], timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "line 3" in stacks.read_text()
+
+
+def test_the_last_resort_leaves_no_trace_of_a_run_that_ended_by_itself(tmp_path):
+    with last_resort(60.0, tmp_path / "stacks.txt") as alive:
+        alive()
+    assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 
-from penstock.learner import Learner
 from penstock.overseer import train
-from penstock.overseer.training_loop import TrainingLoop
 from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
 from tests.overseer.conftest import tiny
@@ -96,7 +94,9 @@ def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path
 def train_results(run: Path):
     from penstock.overseer.conductor import _read_results
 
-    return _read_results(json.loads((run / "checkpoints" / "step-4" / "state.json").read_text())["states"]["run"]["results"])
+    return _read_results(
+        json.loads((run / "checkpoints" / "step-4" / "state.json").read_text())["states"]["run"]["results"]
+    )
 
 
 def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
@@ -107,7 +107,11 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
     class Perturbed(original):
         def __init__(self, decoder, config, total_steps):
             norm = decoder.final_norm.at[0].add(0.5)
-            super().__init__(type(decoder)(decoder.embedding, decoder.layers, norm, decoder.head, decoder.config), config, total_steps)
+            super().__init__(
+                type(decoder)(decoder.embedding, decoder.layers, norm, decoder.head, decoder.config),
+                config,
+                total_steps,
+            )
 
     monkeypatch.setattr(local, "Learner", Perturbed)
     with pytest.raises(MismatchError, match="disagree about log-probabilities by up to .* at start-up"):
@@ -147,7 +151,9 @@ def test_bad_input_is_found_before_anything_is_written(run_dir: Path):
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_error(run_dir: Path):
     lesson = {"environment": {"env_class": "tests.overseer.environments.RaisingEnvironment"}}
-    config = tiny({"curriculum": {"lessons": {"cats": lesson}, "eval_n_examples": 1}, "rollout": {"max_consecutive_failures": 4}})
+    config = tiny(
+        {"curriculum": {"lessons": {"cats": lesson}, "eval_n_examples": 1}, "rollout": {"max_consecutive_failures": 4}}
+    )
     with pytest.raises(RunFailed, match="groups in a row failed.*ZeroDivisionError"):
         train(config, run_dir, quiet=True)
 
@@ -160,7 +166,9 @@ def test_an_environment_that_raises_now_and_then_is_counted_and_the_run_complete
     assert ledger["trained"] == 27
 
 
-def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
     import penstock.overseer.local as local
 
     def broken(self) -> None:
@@ -175,7 +183,9 @@ def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(run_dir
 
 def test_a_hanging_environment_ends_the_run_naming_what_is_waited_for(run_dir: Path):
     lesson = {"environment": {"env_class": "tests.overseer.environments.HangingEnvironment"}}
-    config = tiny({"curriculum": {"lessons": {"cats": lesson}}, "overseer": {"no_progress_s": 6.0, "stop_timeout_s": 1.0}})
+    config = tiny(
+        {"curriculum": {"lessons": {"cats": lesson}}, "overseer": {"no_progress_s": 6.0, "stop_timeout_s": 1.0}}
+    )
     with pytest.raises(NoProgressError, match=r"cats 6|owes|rollout"):
         train(config, run_dir, quiet=True)
 
@@ -205,4 +215,6 @@ def test_a_stop_request_checkpoints_the_last_update_and_can_be_resumed(run_dir: 
 def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     summary = train(tiny({"async": False, "learner": {"optimizer": {"learning_rate": 0.0}}}), run_dir, quiet=True)
     assert summary.after["cats"].rewards == summary.before["cats"].rewards
-    np.testing.assert_equal(weights(run_dir, 0), weights(run_dir, 3)) if (run_dir / "checkpoints/step-0").exists() else None
+    np.testing.assert_equal(weights(run_dir, 0), weights(run_dir, 3)) if (
+        run_dir / "checkpoints/step-0"
+    ).exists() else None

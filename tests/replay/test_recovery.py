@@ -88,7 +88,33 @@ def test_cohorts_sampled_under_the_forks_weights_are_not_generated_again(sim, tm
     assert {i.rpartition("/")[0] for i in rolled_back} == set(dead.trained[4].batch.group_ids)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_group_that_the_curriculum_knew_at_the_checkpoint_is_not_told_again(sim, tmp_path):
+    """Delivered before the checkpoint, delivered after it, and never delivered: told never, once, once."""
+    config = config_of(1, seal_rollouts=1)
+    disk = sim.MemoryStore(tmp_path / "lineages.jsonl")
+    dead = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger())
+    before, after, running, _ = dead.issuer.acquire(4, 0)
+
+    def rewards(ticket):
+        return [0.0, 1.0, 0.5][: sim.GROUP_SIZES[ticket.lesson_id]]
+
+    sim.deliver(dead.buffer, sim.make_group(before, rewards(before), timestamp=dead.now))
+    with dead.buffer.boundary():
+        states = {"curriculum": dead.curriculum.state(), "issuer": dead.issuer.state(), "replay": dead.buffer.state()}
+    sim.deliver(dead.buffer, sim.make_group(after, rewards(after), timestamp=dead.now))
+
+    resumed = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger(1), 1, states)
+    assert resumed.curriculum.groups == [after.ticket_id]
+    again, _ = resumed.issuer.acquire(4, 0)
+    assert (again.lesson_id, again.index, again.seed) == (running.lesson_id, running.index, running.seed)
+    assert again.ticket_id != running.ticket_id
+    sim.deliver(resumed.buffer, sim.make_group(again, rewards(again), timestamp=dead.now, lineage=1))
+    assert resumed.curriculum.groups == [after.ticket_id, again.ticket_id]
+    assert resumed.buffer.try_next_batch(0).group_ids == (before.ticket_id, after.ticket_id)
+    resumed.buffer.check_ledger()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     s=st.integers(0, 3),
     samples=st.sampled_from([1, 2]),
@@ -200,10 +226,15 @@ def test_an_outstanding_group_comes_back_unless_it_saw_later_weights():
     }
 
 
+def test_weights_of_a_branch_that_was_left_do_not_come_back():
+    history = History({"a-1-0": 1}, dict([sealed("a-1-0/0", lineage=1, step=2)]), {}, [])
+    assert plan(history, ["a-0-0"], drawn=1).fates == {"rolled_back": 1}
+
+
 def test_of_two_lives_that_finished_a_ticket_one_group_comes_back():
     history = History(
         started={"a-0-0": 1, "a-2-0": 1},
-        sealed=dict([sealed("a-0-0/0", step=1), sealed("a-2-0/0", step=1)]),
+        sealed=dict([sealed("a-0-0/0", step=1), sealed("a-2-0/0", step=1)]),  # both under weights that survive
         fates={},
         batches=[],
     )

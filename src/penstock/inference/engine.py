@@ -10,20 +10,17 @@ chunked prefill, fewer rows than slots in one dispatch.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import jax
 
-from penstock.inference.admission import Admission, PrefixIndex, plan_admission
 from penstock.inference.config import EngineConfig
 from penstock.inference.meter import Meter
 from penstock.inference.requests import GenerationRequest, check_request
 from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.runner import ModelRunner
-from penstock.inference.slots import SlotTable
+from penstock.inference.running_batch import RunningBatch
 from penstock.model.language import Decoder
 from penstock.types import (
     Completion,
@@ -58,10 +55,8 @@ class InferenceEngine:
         self._tokenizer, self._config = tokenizer, config
         self._vocab_size = decoder.config.vocab_size
         self._signature = _signature(decoder)
-        self._runner = ModelRunner(decoder, config)
-        self._slots = SlotTable(config.max_slots, self._vocab_size, config.max_stop_token_ids)
-        self._prefixes = PrefixIndex()
         self._meter = Meter()
+        self._batch = RunningBatch(decoder, config, self._meter)
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[Response] = deque()
         self._served = version
@@ -69,7 +64,7 @@ class InferenceEngine:
         self._open_responses, self._fresh_start = 0, False
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
-        self._running_rows, self._cached_tokens = 0, 0
+        self._running, self._cached_tokens = 0, 0
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
 
     @property
@@ -153,7 +148,7 @@ class InferenceEngine:
         capacity = self._config.max_slots * self._config.max_seq_len
         with self._changed:
             gauges = {
-                "running": float(self._running_rows),
+                "running": float(self._running),
                 "waiting": float(len(self._waiting)),
                 "kv_used": self._cached_tokens / capacity,
             }
@@ -192,7 +187,7 @@ class InferenceEngine:
             self._fail(error)
 
     def _warm_up(self) -> None:
-        for _ in self._runner.warm_up(self._slots.rows):
+        for _ in self._batch.warm_up():
             if self._stopping:
                 return
         with self._changed:
@@ -202,7 +197,7 @@ class InferenceEngine:
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; False when the engine is to stop."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._next_weights or self._slots.running):
+            while not (self._stopping or self._waiting or self._next_weights or self._batch.running):
                 self._changed.wait(IDLE_WAKE_S)
             return not self._stopping
 
@@ -210,89 +205,42 @@ class InferenceEngine:
         self._take_weights()
         self._drop_cancelled()
         self._admit()
-        if self._slots.running:
-            self._decode()
-        self._gauge()
+        ended = self._batch.decode(self._served)
+        self._close(len(ended))
+        for response in ended:
+            response.finish(self._tokenizer, self._served)
 
     def _take_weights(self) -> None:
         with self._changed:
             if self._next_weights is None:
                 return
             (self._served, decoder), self._next_weights = self._next_weights, None
-        self._runner.load(decoder)
-        self._prefixes.clear()
-        self._meter.add(weight_swaps=1)
+        self._batch.load(decoder)
 
     def _drop_cancelled(self) -> None:
         with self._changed:
             kept = deque(r for r in self._waiting if not r.pending.future.cancelled())
             dropped, self._waiting = len(self._waiting) - len(kept), kept
-        for slot, response in self._slots.occupied():
-            if response.pending.future.cancelled():
-                self._slots.release(slot)
-                dropped += 1
-        self._close(dropped)
+        self._close(dropped + self._batch.drop_cancelled())
 
     def _admit(self) -> None:
         with self._changed:
             fresh_start, self._fresh_start = self._fresh_start, False
-            count = min(self._slots.free, len(self._waiting))
+            count = min(self._batch.free, len(self._waiting))
             arrivals = [self._waiting.popleft() for _ in range(count)]
-        if fresh_start:  # nothing that was before may show in what follows
-            self._prefixes.clear()
-        assigned = [(self._slots.assign(response), response) for response in arrivals]
-        admission = plan_admission(assigned, self._prefixes, self._config)
-        self._fit_window(admission, fresh_start)
-        self._fill(admission)
-        for _, response in assigned:
-            response.prefilled_by = self._served if len(response.prompt) > 1 else None
-
-    def _fit_window(self, admission: Admission, fresh_start: bool) -> None:
-        """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
-        lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
-        needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
-        if needed > self._runner.window or fresh_start:
-            self._runner.resize(self._bucket(needed))
-        elif self._bucket(2 * needed) < self._runner.window:
-            self._runner.resize(self._bucket(2 * needed))
-            self._prefixes.clear()
-
-    def _bucket(self, needed: int) -> int:
-        windows = self._config.window_buckets
-        return next((window for window in windows if window >= needed), windows[-1])
-
-    def _fill(self, admission: Admission) -> None:
-        if admission.fork is not None:
-            self._runner.fork(admission.fork)
-        for prefill in admission.prefills:
-            self._runner.prefill(prefill.tokens, prefill.source)
-            self._meter.add(prefill_tokens=prefill.tokens.size)
-
-    def _decode(self) -> None:
-        started = time.monotonic()
-        sampled = self._runner.decode(self._slots.rows)
-        ended = self._slots.advance(sampled, self._served)
-        self._close(len(ended))
-        for slot, response in ended:
-            self._slots.release(slot)
-            response.finish(self._tokenizer, self._served)
-        self._meter.add(responses=len(ended))
-        self._meter.add_dispatch(started, int(sampled.count.sum()))
+        self._batch.admit(arrivals, self._served, fresh_start)
 
     def _close(self, responses: int) -> None:
         """Before anybody learns that they ended: whoever then submits finds an idle engine."""
         with self._changed:
             self._open_responses -= responses
-
-    def _gauge(self) -> None:
-        with self._changed:
-            self._running_rows, self._cached_tokens = self._slots.running, self._slots.cached_tokens
+            self._running, self._cached_tokens = self._batch.running, self._batch.cached_tokens
 
     def _unfinished(self) -> Iterable[Response]:
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
-        return [*(response for _, response in self._slots.occupied()), *waiting]
+        return [*self._batch.responses, *waiting]
 
     def _abort(self) -> None:
         self._end(lambda response: response.finish(self._tokenizer, self._served))

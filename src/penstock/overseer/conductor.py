@@ -23,7 +23,7 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.warm_start import warm_start
 from penstock.rundir import RunDirectory
-from penstock.types import RolloutBatchStats, Stopped
+from penstock.types import NoProgressError, RolloutBatchStats, Stopped
 
 Results = dict[str, RolloutBatchStats]
 
@@ -68,6 +68,7 @@ class Conductor:
             self._prepare(parts)
             self._train(parts)
             self._phase("evaluating the trained policy")
+            parts.manager.update_model(parts.loop.version, named_arrays(parts.learner.decoder))
             self.results["after"] = self._evaluate(parts, "after")
         except Stopped:
             if not self._stopping.is_set():
@@ -99,8 +100,13 @@ class Conductor:
 
     @property
     def complete(self) -> bool:
-        """Whether the last step was reached."""
-        return self._parts is not None and self.step >= self._config.steps
+        """Whether the last step was reached, or every lesson has graduated and that is where the run stops."""
+        return self._parts is not None and (self.step >= self._config.steps or self._graduated)
+
+    @property
+    def _graduated(self) -> bool:
+        stops = self._config.curriculum.when_complete == "stop"
+        return stops and self._parts is not None and self._parts.curriculum.complete
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -157,14 +163,21 @@ class Conductor:
         self._phase("training")
         started = time.monotonic()
         parts.loop.publish()
-        self._crew.start("rollout-worker-0.weights", parts.worker.run_weights)
-        self._crew.start("rollout-worker-0.tickets", parts.worker.run_tickets)
+        for name, loop in (("weights", parts.worker.run_weights), ("tickets", parts.worker.run_tickets)):
+            self._crew.start(f"{parts.worker.worker_id}.{name}", loop)
         try:
             parts.loop.run()
         finally:
             self.training_s = time.monotonic() - started
-            parts.worker.stop()
-            parts.buffer.close()
+            self._stop_worker(parts)
+
+    def _stop_worker(self, parts: Components) -> None:
+        parts.worker.stop()
+        parts.buffer.close()
+        names = [f"{parts.worker.worker_id}.{name}" for name in ("weights", "tickets")]
+        left = self._crew.join(self._config.overseer.stop_timeout_s, names)
+        if left:
+            self._log.event("still_running", threads=left)
 
     def _evaluate(self, parts: Components, when: str) -> Results:
         results = parts.evaluator.evaluate(parts.learner.step)
@@ -173,10 +186,13 @@ class Conductor:
         return results
 
     def _shut_down(self) -> None:
-        if self._parts is not None:
-            self._parts.worker.stop()
-            self._parts.buffer.close()
+        if self._parts is None:
+            return
+        try:
             self._parts.manager.shutdown()
+        except NoProgressError as error:  # must not hide what ended the run
+            self._log.event("still_running", message=str(error))
+        self._parts.store.close()
 
     # --- what others are told ------------------------------------------------------------------------------------
 
@@ -192,6 +208,8 @@ class Conductor:
             **parts.curriculum.metrics(),
         }
         self._log.metrics(step, values)
+        if self._graduated:
+            parts.loop.stop()
         progress.step = step
         progress.rewards.append(values.get("train/reward_mean", 0.0))
         progress.staleness = values.get("replay/staleness_mean", 0.0)

@@ -9,13 +9,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew, Watchdog
+from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
 from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
 
@@ -57,31 +58,32 @@ class Overseer:
             PenstockError: the run failed; whatever any thread raised, unchanged.
         """
         self._log.event("start", pid=os.getpid(), lineage=self._conductor.start.lineage)
-        try:
-            with self._view, self._interrupts():
-                self._crew.start("conductor", self._conductor.run)
-                self._supervise()
-        except BaseException as error:
-            self._log.event("failure", error=type(error).__name__, message=str(error))
-            self._conductor.stop()
-            self._write_status("failed")
-            raise
+        stacks_path = self._directory.path / "stacks.txt"
+        with last_resort(self._config.no_progress_s + LAST_RESORT_S, stacks_path) as alive:
+            try:
+                with self._view, self._interrupts():
+                    self._crew.start("conductor", self._conductor.run)
+                    self._supervise(stacks_path, alive)
+            except BaseException as error:
+                self._log.event("failure", error=type(error).__name__, message=str(error))
+                self._conductor.stop()
+                self._write_status("failed")
+                raise
         left = self._crew.join(self._config.stop_timeout_s)
         self._log.event("end", still_running=left)
         self._write_status("finished" if self._conductor.complete else "stopped")
 
-    def _supervise(self) -> None:
+    def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
         watchdog = Watchdog(
-            self._config.no_progress_s,
-            self._conductor.counters,
-            self._conductor.who_owes_progress,
-            self._directory.path / "stacks.txt",
+            self._config.no_progress_s, self._conductor.counters, self._conductor.who_owes_progress, stacks_path
         )
         status_due = 0.0
         while self._crew.alive("conductor"):
             self._crew.wake.wait(SUPERVISION_S)
+            self._crew.wake.clear()
             self._crew.raise_if_failed()
             watchdog.check()
+            alive()
             self._conductor.refresh()
             self._view.tick()
             if time.monotonic() >= status_due:

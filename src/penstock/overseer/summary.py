@@ -20,7 +20,8 @@ class RunSummary:
     Attributes:
         run_dir: The run directory.
         step: The version reached.
-        steps: The version asked for; a smaller `step` means the run was interrupted and can be resumed.
+        steps: The version asked for.
+        complete: Whether the run reached its goal; otherwise it was interrupted and can be resumed.
         elapsed_s: Wall seconds, start-up included.
         training_s: Seconds from the first admitted group to the last update.
         untrained: Held-out results of the model as initialised or loaded, by lesson.
@@ -32,17 +33,13 @@ class RunSummary:
     run_dir: Path
     step: int
     steps: int
+    complete: bool
     elapsed_s: float
     training_s: float
     untrained: Results = field(default_factory=dict)
     before: Results = field(default_factory=dict)
     after: Results = field(default_factory=dict)
     lessons: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run reached its last step."""
-        return self.step >= self.steps
 
 
 def interval_text(stats: RolloutBatchStats) -> str:
@@ -82,6 +79,8 @@ def _table(summary: RunSummary) -> Table:
 
 def _next_commands(summary: RunSummary, recipe: str) -> list[str]:
     checkpoint = summary.run_dir / "checkpoints" / f"step-{summary.step}"
+    if not checkpoint.is_dir():
+        return []  # interrupted before the first checkpoint
     commands = [
         f"penstock eval {checkpoint} --recipe {recipe}",
         f"penstock serve {checkpoint}",

@@ -1,14 +1,16 @@
 """Watching threads: an exception in any of them ends the run with that error, and silence ends it too.
 
 A thread that hangs cannot be killed. When progress stops for longer than the limit, `Watchdog.check` writes every
-thread's stack to a file (`faulthandler`, which needs no cooperation of the hanging thread) and raises an error that
-names who owes the progress.
+thread's stack to a file and raises an error that names who owes the progress. Should the supervising thread itself
+hang, on a lock that another one never releases, `last_resort` ends the process: `faulthandler` needs no cooperation
+of any Python thread.
 """
 
 import faulthandler
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.types import NoProgressError
@@ -49,12 +51,13 @@ class Crew:
         """Whether a thread was started and still runs."""
         return name in self._threads and self._threads[name].is_alive()
 
-    def join(self, timeout_s: float) -> list[str]:
-        """Waits for all threads within one limit; returns the names of those that still run."""
+    def join(self, timeout_s: float, names: Collection[str] | None = None) -> list[str]:
+        """Waits for threads, all by default, within one limit; returns the names of those that still run."""
         deadline = time.monotonic() + timeout_s
-        for thread in list(self._threads.values()):
+        chosen = {name: thread for name, thread in self._threads.items() if names is None or name in names}
+        for thread in chosen.values():
             thread.join(max(0.0, deadline - time.monotonic()))
-        return [name for name, thread in self._threads.items() if thread.is_alive()]
+        return [name for name, thread in chosen.items() if thread.is_alive()]
 
 
 class Watchdog:
@@ -94,9 +97,30 @@ class Watchdog:
         if counters != self._seen:
             self._seen, self._moved = counters, now
         elif now - self._moved > self._limit_s:
-            with self._stacks_path.open("w") as stacks:
+            with self._stacks_path.open("a") as stacks:
                 faulthandler.dump_traceback(stacks, all_threads=True)
             raise NoProgressError(
                 f"nothing moved for {self._limit_s:g} s (overseer.no_progress_s): {self._owes()}; "
                 f"every thread's stack is in {self._stacks_path}"
             )
+
+
+LAST_RESORT_S = 60.0
+"""How much longer than the watchdog the last resort waits."""
+
+
+@contextmanager
+def last_resort(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
+    """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1."""
+    with stacks_path.open("w") as stacks:
+
+        def alive() -> None:
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+
+        alive()
+        try:
+            yield alive
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    if stacks_path.stat().st_size == 0:
+        stacks_path.unlink()

@@ -62,6 +62,7 @@ def train(
         directory.path,
         conductor.step,
         config.steps,
+        conductor.complete,
         time.monotonic() - started,
         conductor.training_s,
         lessons=conductor.lessons,

@@ -105,11 +105,7 @@ class _Planner:
 
     def _is_valid(self, rollout_id: str) -> bool:
         sealed = self._history.sealed.get(rollout_id)
-        return (
-            sealed is not None
-            and sealed.newest_version.step <= self._checkpoint.step
-            and self._checkpoint.survives(sealed.newest_version)
-        )
+        return sealed is not None and self._checkpoint.survives(sealed.newest_version)
 
     def _bring_back(self, group: str, ids: list[str]) -> None:
         valid = [rollout_id for rollout_id in ids if self._is_valid(rollout_id)]

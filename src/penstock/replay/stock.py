@@ -81,7 +81,6 @@ class Stock:
         entry = self._issuer.outstanding.get(group_id)
         if entry is not None and entry.phase == "waiting":
             self._issuer.outstanding.set_trainable(group_id)
-            self._issuer.changed.notify_all()
 
     def settle(self, ids: Collection[str], fate: Fate, reason: str) -> None:
         """Rollouts meet their fate."""

@@ -79,9 +79,7 @@ class InferenceContext(Protocol):
 class ManyInferenceContext(InferenceContext, Protocol):
     """An inference context that takes several callers' requests in one atomic submission."""
 
-    def generate_many(
-        self, calls: Sequence[GenerationCall]
-    ) -> list[list[list[Completion]] | EnvironmentFailure]:
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
         """`generate` for each call, in order; the engine sees all of them at once.
 
         A call that cannot be served has its failure in its place and harms no other.

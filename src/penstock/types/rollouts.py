@@ -105,9 +105,7 @@ class Rollout:
             object.__setattr__(self, "response_mask", np.ones(np.shape(self.response_tokens), np.bool_))
         _check_array("prompt_tokens", self.prompt_tokens, np.int32, None)
         if len(self.prompt_tokens) == 0:
-            raise InvalidRolloutError(
-                "prompt_tokens is empty: a policy needs at least one token to condition on"
-            )
+            raise InvalidRolloutError("prompt_tokens is empty: a policy needs at least one token to condition on")
         _check_array("response_tokens", self.response_tokens, np.int32, None)
         length = len(self.response_tokens)
         for name in ("response_logprobs", "token_rewards"):

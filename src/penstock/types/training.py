@@ -31,9 +31,7 @@ class Ticket:
     admitted_step: int
 
 
-Fate = Literal[
-    "trained", "stale_step", "stale_time", "evicted", "filtered", "invalid", "aborted", "rolled_back"
-]
+Fate = Literal["trained", "stale_step", "stale_time", "evicted", "filtered", "invalid", "aborted", "rolled_back"]
 """A rollout's terminal state; see docs/replay.md. Before it, a rollout is `in_flight` or `waiting`."""
 
 
