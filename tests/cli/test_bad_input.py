@@ -28,7 +28,7 @@ def expect_refusal(done, *parts: str) -> None:
         (["train", "cats", "learning_rate=1"], ["unknown key learning_rate"]),
         (["train", "cats", "steps=many"], ["cats: steps is 'many': it must be a whole number"]),
         (["train", "cats", "replay.groups_per_batch=0"], ["replay.groups_per_batch is 0: it must be"]),
-        (["train", "cats", "steps.x=1"], ["steps is 60, which has no keys"]),
+        (["train", "cats", "steps.x=1"], [", which has no keys: remove .x from the path"]),
         (["train", "cats", "dogs"], ["'dogs' beside 'cats' is not of the form key=value"]),
         (["train", "cats", "steps=[1"], ["override 'steps=[1'", "not valid YAML"]),
         (["train"], ["the recipe is missing"]),

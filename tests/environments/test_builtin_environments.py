@@ -12,7 +12,7 @@ from penstock.environments import load_environment
 from penstock.environments.prompts import prompt_text
 from penstock.types import EnvironmentSpec, generator
 
-PROBLEMS = str(Path(__file__).parent / "data" / "word_problems.jsonl")
+PROBLEMS = str(Path(__file__).parents[2] / "examples" / "data" / "word_problems.jsonl")
 SPECS = {
     "cats": ("cats.CatsEnvironment", {}),
     "named": ("cats.CatsEnvironment", {"variant": "named"}),

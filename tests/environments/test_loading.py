@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from penstock.environments import CatsEnvironment, load_environment
-from penstock.environments.loading import load_attribute
+from penstock.environments.importing import load_attribute
 from penstock.types import ConfigError, EnvironmentSpec
 
 CATS = "penstock.environments.cats.CatsEnvironment"

@@ -1,6 +1,6 @@
 """A tiny model and batches for the tests of `penstock.learner`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -11,6 +11,13 @@ from penstock.model.language import Decoder, ModelConfig
 from penstock.types import RLExample, TrainingBatch
 
 VOCAB = 41
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes() -> Iterator[None]:
+    """Implicit promotion is an error: a float64 or a stray int would change what a formula means."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(scope="session")

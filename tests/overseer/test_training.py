@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
+import yaml
 
 from penstock.overseer import train
 from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
@@ -207,6 +208,9 @@ def test_a_stop_request_checkpoints_the_last_update_and_can_be_resumed(run_dir: 
     assert read_status(run_dir / "status.json")["state"] == "stopped"
     resumed = train(tiny({"steps": 4}), run_dir, resume=True, quiet=True)
     assert resumed.complete
+    [resume] = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "resume"]
+    assert resume["changes"] == {"steps": [50, 4]}
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["steps"] == 4
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["trained"] == 4 * 9
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")

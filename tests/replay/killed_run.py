@@ -50,7 +50,6 @@ def main(path: str, steps: int) -> None:
     directory = RunDirectory(path)
     if directory.config_path.exists():
         directory = RunDirectory.open_existing(path)
-        directory.remove_unfinished()
     else:
         directory = RunDirectory.create(path, {})
     states = newest_checkpoint(directory)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.environments.loading import nearest
+from penstock.environments.importing import nearest
 from penstock.types import ConfigError
 
 Row = Mapping[str, Any]

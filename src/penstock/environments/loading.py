@@ -4,22 +4,15 @@ Arguments are checked against the constructor's signature before it runs: their 
 where the annotations allow it, their types.
 """
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import os
-import pkgutil
-import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from penstock.environments.base import Environment
+from penstock.environments.importing import load_attribute, nearest
 from penstock.types import ConfigError, PenstockError
 
 
@@ -57,77 +50,6 @@ def load_environment(spec: SpecLike) -> Environment:
         raise
     except Exception as error:  # the constructor's own checks
         raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
-
-
-def load_attribute(path: str, field: str) -> Any:
-    """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
-
-    Modules beside the current directory are found as they are by ``python -m``.
-
-    Args:
-        path: For example ``my_package.rewards.exact`` or ``rewards.py:exact``.
-        field: The config field, for the message.
-
-    Raises:
-        ConfigError: no such file, module or attribute, or the module's import failed.
-    """
-    if ".py:" in path:
-        file, _, name = path.rpartition(":")
-        module = _import_file(Path(file).expanduser(), path, field)
-    else:
-        module_name, _, name = path.rpartition(".")
-        if not module_name or not name:
-            raise ConfigError(f"{field} {path!r} is not a path: write package.module.Name or path/to/file.py:Name")
-        module = _import_module(module_name, path, field)
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        names = [known for known in dir(module) if not known.startswith("_")]
-        raise ConfigError(f"{field} {path!r}: {module.__name__} has no {name!r}{nearest(name, names)}") from error
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean …?)"`` where something known is spelled alike, else nothing."""
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
-
-
-def _import_file(file: Path, path: str, field: str) -> ModuleType:
-    if not file.is_file():
-        siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise ConfigError(f"{field} {path!r}: no file {file.absolute()}{nearest(file.name, siblings)}")
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{field} {path!r}: {file} cannot be imported as Python")
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
-        raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def _import_module(module_name: str, path: str, field: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{field} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
-        hint = nearest(module_name, _siblings(error.name))
-        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{hint}") from error
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _siblings(missing: str) -> list[str]:
-    parent = missing.rpartition(".")[0]
-    if not parent:
-        return [module.name for module in pkgutil.iter_modules()]
-    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(importlib.import_module(parent).__path__)]
 
 
 def _checked_arguments(cls: type, path: str, arguments: dict[str, Any]) -> dict[str, Any]:

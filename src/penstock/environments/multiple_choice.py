@@ -66,7 +66,7 @@ def score_choice(text: str, letter: str, letters: str, ended: bool) -> float:
         letters: All that were offered.
         ended: Whether the policy ended the answer by itself.
     """
-    match = re.match(rf"\s*\(?([{letters}])(?!\w)[).]?\s*", text)
+    match = re.match(rf"\s*\(?([{letters}])(?!\w)[).]*\s*", text)
     if match is None:
         return 0.0
     if match.group(1) != letter:

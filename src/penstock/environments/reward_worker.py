@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from penstock.environments.loading import load_attribute
+from penstock.environments.importing import load_attribute
 from penstock.environments.validation import check_rewards
 from penstock.types import PenstockError
 

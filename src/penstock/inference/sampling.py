@@ -55,29 +55,39 @@ def sample(
     vocab = logits.shape[1]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     shifted = scaled - jnp.max(scaled, axis=1, keepdims=True)
-    weights = jnp.exp(shifted)
-    log_total = jnp.log(jnp.sum(_blocks(weights), axis=(1, 2)))
-    kept = lax.cond(jnp.any((top_k < vocab) | (top_p < 1.0)), lambda w: truncate(w, top_k, top_p), lambda w: w, weights)
-    drawn = draw(kept, uniform)
-    tokens = lax.cond(
-        jnp.any(temperature == 0),
-        lambda: jnp.where(temperature == 0, jnp.argmax(shifted, axis=1).astype(jnp.int32), drawn),
-        lambda: drawn,
+    weights = _blocks(jnp.exp(shifted))
+    sums = jnp.sum(weights, axis=2)
+    kept, kept_sums = lax.cond(
+        jnp.any((top_k < vocab) | (top_p < 1.0)),
+        lambda: _with_sums(truncate(weights, top_k, top_p)),
+        lambda: (weights, sums),
     )
-    return tokens, jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - log_total
+    drawn = draw(kept, kept_sums, uniform)
+    greedy = temperature == 0
+    tokens = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, _mode(shifted), drawn), lambda: drawn)
+    logprobs = jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - jnp.log(jnp.sum(sums, axis=1))
+    return tokens, logprobs
 
 
-def draw(weights: Float32[Array, "rows vocab"], uniform: Float32[Array, " rows"]) -> Int32[Array, " rows"]:
-    """The token at which the cumulative sum of a row's weights passes uniform · total; never one of weight 0."""
-    blocks = _blocks(weights)
-    sums = jnp.sum(blocks, axis=2)
+def draw(
+    weights: Float32[Array, "rows blocks width"],
+    sums: Float32[Array, "rows blocks"],
+    uniform: Float32[Array, " rows"],
+) -> Int32[Array, " rows"]:
+    """The entry at which the cumulative sum of a row's weights passes uniform · total; never one of weight 0.
+
+    Args:
+        weights: A row's weights, block by block.
+        sums: Of each block.
+        uniform: In [0, 1).
+    """
     cumulative = jnp.cumsum(sums, axis=1)
     target = uniform * cumulative[:, -1]
     block = _first_beyond(cumulative, sums, target)
-    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    chosen = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
     before = jnp.take_along_axis(cumulative - sums, block[:, None], axis=1)[:, 0]
     within = _first_beyond(jnp.cumsum(chosen, axis=1), chosen, target - before)
-    return block * blocks.shape[2] + within
+    return block * weights.shape[2] + within
 
 
 def _first_beyond(
@@ -95,33 +105,48 @@ def _first_beyond(
 
 
 def truncate(
-    weights: Float32[Array, "rows vocab"], top_k: Int32[Array, " rows"], top_p: Float32[Array, " rows"]
-) -> Float32[Array, "rows vocab"]:
+    weights: Float32[Array, "rows blocks width"], top_k: Int32[Array, " rows"], top_p: Float32[Array, " rows"]
+) -> Float32[Array, "rows blocks width"]:
     """Sets to zero what top-k, and then top-p among the rest, leave out."""
     bits = lax.bitcast_convert_type(weights, jnp.uint32)
     kept_k = jnp.where(bits >= _threshold(bits, jnp.ones_like(weights), top_k.astype(jnp.float32)), weights, 0.0)
-    mass = top_p * jnp.sum(kept_k, axis=1)
+    mass = top_p * jnp.sum(kept_k, axis=(1, 2))
     kept_p = jnp.where(bits >= _threshold(bits, kept_k, mass), kept_k, 0.0)
-    return jnp.where((top_p < 1.0)[:, None], kept_p, kept_k)
+    return jnp.where((top_p < 1.0)[:, None, None], kept_p, kept_k)
 
 
 def _threshold(
-    bits: UInt32[Array, "rows vocab"], amounts: Float32[Array, "rows vocab"], needed: Float32[Array, " rows"]
-) -> UInt32[Array, "rows 1"]:
+    bits: UInt32[Array, "rows blocks width"],
+    amounts: Float32[Array, "rows blocks width"],
+    needed: Float32[Array, " rows"],
+) -> UInt32[Array, "rows 1 1"]:
     """The greatest bit pattern b with Σ amounts[bits ≥ b] ≥ needed, bit by bit from the highest.
 
     Non-negative floats are ordered as their bit patterns are.
     """
 
-    def enough(candidate: Array) -> Bool[Array, "rows 1"]:
-        amount = jnp.sum(jnp.where(bits >= candidate, amounts, 0.0), axis=1, keepdims=True)
-        return amount >= needed[:, None]
+    def enough(candidate: Array) -> Bool[Array, "rows 1 1"]:
+        amount = jnp.sum(jnp.where(bits >= candidate, amounts, 0.0), axis=(1, 2), keepdims=True)
+        return amount >= needed[:, None, None]
 
     def refine(i: Array, threshold: Array) -> Array:
         candidate = threshold | (jnp.uint32(1) << (SIGNIFICANT_BITS - 1 - i).astype(jnp.uint32))
         return jnp.where(enough(candidate), candidate, threshold)
 
-    return lax.fori_loop(0, SIGNIFICANT_BITS, refine, jnp.zeros((bits.shape[0], 1), jnp.uint32))
+    return lax.fori_loop(0, SIGNIFICANT_BITS, refine, jnp.zeros((bits.shape[0], 1, 1), jnp.uint32))
+
+
+def _mode(shifted: Float32[Array, "rows vocab"]) -> Int32[Array, " rows"]:
+    """The first token whose logit is the greatest, which `shifted` makes 0; a minimum is quicker than arg-max."""
+    vocab = shifted.shape[1]
+    first = jnp.min(jnp.where(shifted >= 0, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=1)
+    return jnp.minimum(first, vocab - 1)
+
+
+def _with_sums(
+    weights: Float32[Array, "rows blocks width"],
+) -> tuple[Float32[Array, "rows blocks width"], Float32[Array, "rows blocks"]]:
+    return weights, jnp.sum(weights, axis=2)
 
 
 def _blocks(weights: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks width"]:

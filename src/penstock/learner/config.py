@@ -159,7 +159,7 @@ class LearnerConfig(_Frozen, frozen=True):
     row_length: int = Field(default=512, ge=2)
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
-    head_tile_tokens: int = Field(default=512, ge=1)
+    head_tile_tokens: int = Field(default=256, ge=1)
     mismatch_limit: float = Field(default=1e-4, gt=0)
     max_non_finite_updates: int = Field(default=5, ge=1)
     allow_truncated_sampling: bool = False

@@ -5,8 +5,10 @@ that a mistake costs nothing and leaves nothing behind.
 """
 
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from penstock.environments import Environment, load_environment
 from penstock.learner import latest_checkpoint, load_checkpoint
@@ -53,6 +55,8 @@ def train(
     directory, start = _resume(run_dir) if resume else _begin(config, run_dir, recipe)
     progress = Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
     log, crew = RunLog(directory, config, progress), Crew()
+    if resume:
+        _record_changes(directory, config, log)
     conductor = Conductor(config, directory, crew, log, start, environments)
     try:
         Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
@@ -79,6 +83,21 @@ def _begin(config: RunConfig, run_dir: Path | str | None, recipe: str) -> tuple[
     start = Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()}), start
+
+
+def _record_changes(directory: RunDirectory, config: RunConfig, log: RunLog) -> None:
+    """Puts what differs from the recorded config into the event log, and the new config in its place."""
+    old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
+    changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    log.event("resume", changes=changes)
+    directory.write_config(config.dump() | {"versions": _versions()})
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _versions() -> dict[str, str]:

@@ -166,7 +166,7 @@ class ReplayBuffer:
         formed = self._stock.form_batch(step)
         if formed is not None:
             self._waiting_since = None
-            self.check_ledger()
+            self._ledger.check()
             formed.metrics.update(self.metrics())
         return formed
 
@@ -213,7 +213,7 @@ class ReplayBuffer:
             return describe_wait(self._issuer, self._config.groups_per_batch, self._clock())
 
     def check_ledger(self) -> None:
-        """Compares the ledger with what is actually held, id by id.
+        """Compares the ledger with what is actually held, id by id; done at every checkpoint.
 
         Raises:
             RunFailed: they differ; the message names rollouts.
@@ -239,6 +239,7 @@ class ReplayBuffer:
         """See `Checkpointable.state`. What was delivered and what was decided is flushed to the disk first."""
         with self._sealer.paused():
             self._seal()
+            self.check_ledger()
             self._ledger.sync()
             groups = list(self._stock.groups())
             return {

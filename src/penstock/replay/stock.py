@@ -5,6 +5,7 @@ Everything here happens with the buffer's lock held, and nothing touches a file 
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.batch import BatchMaker
 from penstock.replay.config import ReplayConfig
@@ -100,7 +101,7 @@ class Stock:
         short = max(0, wanted - self._issuer.outstanding.trainable)
         if self._issuer.outstanding.missing(step) or short > len(self._reusable):
             return None
-        for group_id in list(self._reusable)[:short]:
+        for group_id in list(islice(self._reusable, short)):
             if not self.waiting.get(group_id).offered:
                 self.offer(group_id)
         for group_id in self._issuer.outstanding.must_take(step):

@@ -68,7 +68,11 @@ class RolloutStore:
         self.lineages = Lineages(directory.lineages_path)
 
     def open_ledger(self, lineage: int = 0) -> Ledger:
-        """A ledger that writes ``tickets.jsonl`` and ``fates.jsonl``; close it with `close`."""
+        """Makes this process the run's writer: a ledger that writes ``tickets.jsonl`` and ``fates.jsonl``.
+
+        What a killed writer left unfinished is deleted. `close` closes the logs.
+        """
+        self._directory.remove_unfinished()
         tickets = JsonLinesLog(self._directory.tickets_path)
         fates = JsonLinesLog(self._directory.fates_path)
         self._logs += [tickets, fates]

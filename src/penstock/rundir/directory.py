@@ -48,7 +48,7 @@ class RunDirectory:
         for folder in _FOLDERS:
             (directory.path / folder).mkdir(parents=True, exist_ok=True)
         # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
-        write_atomically(directory.config_path, yaml.safe_dump(dict(config), sort_keys=False))
+        directory.write_config(config)
         return directory
 
     @classmethod
@@ -79,18 +79,20 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")
         return config
 
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes or replaces the resolved config; plain values only."""
+        write_atomically(self.config_path, yaml.safe_dump(dict(config), sort_keys=False))
+
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
         write_atomically(self.status_path, json.dumps(dict(status), indent=1) + "\n", durable=False)
 
     def remove_unfinished(self) -> list[Path]:
-        """Deletes the unfinished files of a killed writer and says which; for a run that nobody writes."""
-        found = [
-            path
-            for folder in (self.path, *(self.path / name for name in _FOLDERS))
-            for path in folder.glob(UNFINISHED_PATTERN)
-            if path.is_file()
-        ]
+        """Deletes rollout and batch files that a killed writer left unfinished, and says which.
+
+        Only for the process that writes them from here on.
+        """
+        found = [path for folder in (self.rollouts, self.batches) for path in folder.glob(UNFINISHED_PATTERN)]
         for path in found:
             path.unlink()
         return found

@@ -1,0 +1,203 @@
+"""A user's own problems and rewards."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.environments import JsonlEnvironment
+from penstock.environments.jsonl import reward_arguments
+from penstock.types import ConfigError, EnvironmentFailure
+
+PROBLEMS = str(Path(__file__).parents[2] / "examples" / "data" / "word_problems.jsonl")
+CHAT = [{"role": "user", "content": "What is 1+2?"}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rewards_file(tmp_path, body):
+    path = tmp_path / "rewards.py"
+    path.write_text(body)
+    return f"{path}:reward"
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(path=PROBLEMS, **arguments):
+        made.append(JsonlEnvironment(path, **{"prompt_column": "question", **arguments}))
+        return made[-1]
+
+    yield build
+    for environment in made:
+        environment.close()
+
+
+def test_word_problems_graded_by_their_final_answer(make, policy, decoding):
+    environment = make(prompt_format="Question: {question}\nAnswer:")
+    assert len(environment.train_examples()) + len(environment.eval_examples()) == 20
+
+    def solve(prompt, j, seed):
+        answer = answers[prompt.removeprefix("Question: ").removesuffix("\nAnswer:")]
+        return f"it is #### {answer if j else 'unknown'}<eos>"
+
+    rows = [json.loads(line) for line in Path(PROBLEMS).read_text().splitlines()]
+    answers = {row["question"]: row["answer"].rpartition("#### ")[2] for row in rows}
+    groups, _ = environment.sample(policy(solve), 16, 2, decoding, 0, "train")
+    assert [group.rewards.tolist() for group in groups] == [[0.0, 1.0]] * 16
+
+
+def test_the_split_is_by_prompt_and_never_moves(tmp_path, make):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(100)]
+    before = make(write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
+    after = make(write(tmp_path / "b.jsonl", [*rows[::-1], {"question": "new", "answer": "1"}]), eval_fraction=0.2)
+    held_out = {e.prompt for e in before.eval_examples()}
+    assert 8 <= len(held_out) <= 35
+    assert held_out <= {e.prompt for e in after.eval_examples()} <= held_out | {"new"}
+
+
+def test_rows_with_equal_prompts_stay_on_one_side_and_apart(tmp_path, make):
+    rows = [{"question": f"q{i % 10}", "answer": str(i % 20)} for i in range(40)]
+    environment = make(write(tmp_path / "a.jsonl", rows), eval_fraction=0.3)
+    train, held_out = environment.train_examples(), environment.eval_examples()
+    assert not {e.prompt for e in train} & {e.prompt for e in held_out}
+    ids = [e.example_id for e in [*train, *held_out]]
+    assert len(set(ids)) == 40
+
+
+def test_a_file_of_held_out_problems_wins_over_training(tmp_path, make, caplog):
+    train = write(tmp_path / "t.jsonl", [{"question": q, "answer": "1"} for q in "abcd"])
+    held_out = write(tmp_path / "e.jsonl", [{"question": q, "answer": "1"} for q in "dx"])
+    with caplog.at_level(logging.WARNING):
+        environment = make(train, eval_path=held_out)
+    assert [e.prompt for e in environment.train_examples()] == ["a", "b", "c"]
+    assert [e.prompt for e in environment.eval_examples()] == ["d", "x"]
+    assert "1 training rows have held-out prompts: left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "rendered"),
+    [
+        ("Hi", "auto", "Hi"),
+        ("Hi", "chat", "[user]Hi\n[assistant]"),
+        (CHAT, "auto", "[user]What is 1+2?\n[assistant]"),
+        (CHAT, "plain", "What is 1+2?"),
+    ],
+)
+def test_templates(tmp_path, make, policy, decoding, prompt, template, rendered):
+    path = write(tmp_path / "a.jsonl", [{"question": prompt, "answer": "3"}])
+    environment = make(
+        path, eval_path=write(tmp_path / "e.jsonl", [{"question": "x", "answer": "1"}]), template=template
+    )
+    context = policy("3<eos>")
+    environment.sample(context, 1, 1, decoding, 0, "train")
+    assert context.tokenizer.decode(context.calls[0][0][0]) == rendered
+
+
+def test_a_users_function_sees_trls_arguments(tmp_path, make, policy, decoding):
+    reward = rewards_file(
+        tmp_path,
+        "def reward(prompts, completions, completion_ids, level, answer, finish_reason, **columns):\n"
+        "    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 3\n"
+        "    assert prompts[0] == 'two?' and answer == ['2'] * 3 and list(columns) == ['question'], columns\n"
+        "    assert completion_ids[0] == [ord('a'), 3] and finish_reason == ['stop'] * 3\n"
+        "    return [len(text) / 10 + l for text, l in zip(completions, level)]\n",
+    )
+    path = write(tmp_path / "a.jsonl", [{"question": q, "answer": "2", "level": 1} for q in ("two?", "three?")])
+    environment = make(
+        path, eval_path=write(tmp_path / "e.jsonl", [{"question": "three?", "answer": 3}]), reward=reward
+    )
+    groups, _ = environment.sample(policy(lambda p, j, s: "a" * (j + 1) + "<eos>"), 1, 3, decoding, 0, "train")
+    assert groups[0].rewards.tolist() == pytest.approx([1.1, 1.2, 1.3])
+
+
+def test_messages_stay_messages_for_the_function(policy, decoding):
+    from penstock.environments import Example
+
+    context = policy("3<eos>")
+    ((completion,),) = context.generate([context.tokenizer.encode("x")], 1, decoding, [0])
+    arguments = reward_arguments(Example("1", CHAT, "3", {"question": CHAT, "prompts": "mine"}), [completion])
+    assert arguments["prompts"] == [CHAT]
+    assert arguments["completions"] == [[{"role": "assistant", "content": "3"}]]
+    assert arguments["answer"] == ["3"]
+
+
+def test_a_broken_function_fails_the_group_with_a_clear_line(tmp_path, make, policy, decoding):
+    reward = rewards_file(
+        tmp_path,
+        "def reward(completions, **columns):\n"
+        "    return [float('nan') if text == 'bad' else 1.0 for text in completions]\n",
+    )
+    environment = make(reward=reward)
+    bad = set()
+
+    def sometimes(prompt, j, seed):
+        bad.add(prompt) if len(bad) < 2 else None
+        return "bad<eos>" if prompt in bad else "good<eos>"
+
+    groups, metrics = environment.sample(policy(sometimes), 6, 2, decoding, 0, "train")
+    assert len(groups) == 4 and metrics["failed_groups"] == 2.0
+    with pytest.raises(EnvironmentFailure, match="rewards.py:reward returned nan as reward 0: it must return"):
+        environment.sample(policy("bad<eos>"), 1, 2, decoding, 0, "train")
+
+
+def test_the_reward_of_cut_answers(make, policy, decoding):
+    said = "it is #### 1"
+    for truncated_reward, expected in ((None, 0.0), (-0.5, -0.5)):
+        environment = make(truncated_reward=truncated_reward)
+        groups, _ = environment.sample(policy(said), 1, 2, decoding, 0, "train")
+        assert groups[0].rewards.tolist() == [expected] * 2
+
+
+def test_references_are_the_answers(make):
+    references = make(prompt_format="Q: {question}\nA:").reference_examples(5, 0)
+    assert all(r.prompt.startswith("Q: ") and "#### " in r.response for r in references)
+
+
+def test_without_an_answer_column(tmp_path, make):
+    path = write(tmp_path / "a.jsonl", [{"question": q} for q in "abcdefgh"])
+    environment = make(path, answer_column=None, reward=rewards_file(tmp_path, "def reward(**c):\n    return [1.0]\n"))
+    with pytest.raises(ConfigError, match="has no reference solutions"):
+        environment.reference_examples(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_column": "qestion"}, r"prompt_column 'qestion': in row 1 of .*did you mean 'question'"),
+        (
+            {"answer_column": "solution"},
+            "answer_column 'solution': in row 1 of .* does not exist.*: there are question, answer",
+        ),
+        (
+            {"prompt_format": "{query}"},
+            r"'\{query\}' does not fit row 1 of .*: KeyError\('query'\); its columns are question, answer",
+        ),
+        ({"eval_fraction": 1.5}, "eval_fraction is 1.5: it takes a number between 0 and 1"),
+        ({"reward_processes": 0}, "reward_processes and env_args.reward_timeout_s must be positive"),
+        (
+            {"reward": "penstock.environments.rewards.final_anser"},
+            r"has no 'final_anser' \(did you mean 'final_answer'\?\)",
+        ),
+        ({"reward": "nowhere.f"}, "reward 'nowhere.f': no module named 'nowhere'"),
+        ({"path": "nowhere.jsonl"}, "env_args.path 'nowhere.jsonl': no such file"),
+        ({"eval_path": PROBLEMS}, "every prompt is also in env_args.eval_path"),
+        ({"max_rows": 1}, "has only one distinct prompt"),
+    ],
+)
+def test_bad_input_is_one_clear_line(make, arguments, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        make(**arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", [3, [], ["a"], [{"role": "user"}]])
+def test_prompts_that_are_neither_text_nor_messages(tmp_path, make, prompt):
+    path = write(tmp_path / "a.jsonl", [{"question": prompt, "answer": "1"}])
+    with pytest.raises(ConfigError, match="expected text, or a list of messages with role and content"):
+        make(path)

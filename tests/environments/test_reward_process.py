@@ -1,0 +1,186 @@
+"""Reward functions in processes of their own."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from penstock.environments.reward_process import RewardPool, RewardProcess
+from penstock.types import ConfigError, EnvironmentFailure
+
+SOURCE = """
+import asyncio, os, subprocess, sys, time
+
+def length(completions, **columns):
+    print("hello from the function")
+    return [float(len(text)) for text in completions]
+
+def strict(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+async def slowly(completions, **columns):
+    await asyncio.sleep(0.01)
+    return [1.0 for _ in completions]
+
+def by_word(completions, **columns):
+    word = completions[0]
+    if word == "hang":
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+    if word == "exit":
+        print("leaving now", file=sys.stderr, flush=True)
+        os._exit(7)
+    if word == "raise":
+        raise ValueError("bad answer")
+    if word == "nan":
+        return [float("nan")] * len(completions)
+    if word == "none":
+        return None
+    if word == "short":
+        return [1.0]
+    if word == "object":
+        return [object()] * len(completions)
+    if word == "stdin":
+        return [float(len(sys.stdin.read()))] * len(completions)
+    if word == "pid":
+        return [float(os.getpid())] * len(completions)
+    return [0.5] * len(completions)
+
+NOT_A_FUNCTION = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.fixture
+def pool(source):
+    made = []
+
+    def make(name="by_word", processes=1, timeout_s=20.0):
+        made.append(RewardPool(f"{source}:{name}", processes, timeout_s, 60.0))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def completions(*texts):
+    return {"prompts": ["p"] * len(texts), "completions": list(texts), "answer": ["ab"] * len(texts)}
+
+
+def test_functions_sync_async_and_without_spare_arguments(pool):
+    assert pool("length").score(completions("a", "bcd")) == [1.0, 3.0]
+    assert pool("slowly").score(completions("a", "b")) == [1.0, 1.0]
+    assert pool("strict").score(completions("ab", "b")) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("raise", r"rewards.py:by_word raised ValueError: bad answer"),
+        ("nan", r"rewards.py:by_word returned nan as reward 0: it must return a list of 2 finite numbers"),
+        ("none", "by_word returned None: it must return"),
+        ("short", "by_word returned 1 rewards for 2 completions"),
+        ("object", r"by_word returned <object object.*\(object\) as reward 0"),
+    ],
+)
+def test_what_a_function_does_wrong_is_one_line_and_the_process_lives(pool, word, message):
+    scoring = pool()
+    (pid,) = scoring.score(completions("pid"))
+    with pytest.raises(EnvironmentFailure, match=message) as failure:
+        scoring.score(completions(word, word))
+    assert "\n" not in str(failure.value)
+    assert scoring.score(completions("pid")) == [pid]
+
+
+def test_a_crash_says_the_exit_code_and_the_last_words_and_the_next_call_works(pool):
+    scoring = pool()
+    with pytest.raises(EnvironmentFailure, match=r"ended its process \(exit code -?\d+\); it last wrote: leaving now"):
+        scoring.score(completions("exit"))
+    assert scoring.score(completions("fine")) == [0.5]
+
+
+def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
+    scoring = pool(processes=2, timeout_s=3.0)
+    scoring.score(completions("warm"))
+    outcome = []
+
+    def hang():
+        try:
+            scoring.score(completions("hang"))
+        except EnvironmentFailure as failure:
+            outcome.append(str(failure))
+
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    assert scoring.score(completions("fine")) == [0.5]  # others go on meanwhile
+    hanging.join(30)
+    (message,) = outcome
+    assert "took longer than 3 s to score and was stopped: make it faster or raise reward_timeout_s" in message
+    assert scoring.score(completions("fine")) == [0.5]
+
+
+def test_prints_are_shown_and_standard_input_is_not_the_functions(pool, caplog):
+    with caplog.at_level(logging.INFO):
+        scoring = pool("length")
+        assert scoring.score(completions("abc")) == [3.0]
+        scoring.close()
+    assert "hello from the function" in caplog.text
+    assert pool().score(completions("stdin")) == [0.0]
+
+
+def test_a_request_larger_than_the_pipe(pool):
+    text = "x" * 300_000
+    assert pool("length").score(completions(text, text)) == [300_000.0] * 2
+
+
+def test_a_function_that_does_not_exist_is_a_config_error(source):
+    for name, message in (
+        ("lenght", r"has no 'lenght' \(did you mean 'length'\?\)"),
+        ("NOT_A_FUNCTION", "is a int: it must be a function"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RewardProcess(f"{source}:{name}", 60.0)
+    with pytest.raises(ConfigError, match=r"no file .*other\.py"):
+        RewardProcess(source.replace("rewards.py", "other.py") + ":f", 60.0)
+
+
+def test_imports_that_take_too_long_are_a_config_error(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(ConfigError, match="took longer than 1 s to start and was stopped"):
+        RewardProcess(f"{path}:f", 1.0)
+
+
+def test_a_busy_pool_has_a_limit_and_a_closed_one_says_so(pool):
+    scoring = pool()
+    scoring.close()
+    with pytest.raises(EnvironmentFailure, match="its environment is closed"):
+        scoring.score(completions("fine"))
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced(pool):
+    scoring = pool()
+    (pid,) = scoring.score(completions("pid"))
+    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while _exists(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert scoring.score(completions("fine")) == [0.5]
+
+
+def _exists(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,21 @@
+"""docs/formats.md describes every column, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.rundir import EXAMPLE_SCHEMA, ROLLOUT_SCHEMA
+
+PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+
+
+@pytest.mark.parametrize(("heading", "schema"), [("## rollouts/", ROLLOUT_SCHEMA), ("## batches/", EXAMPLE_SCHEMA)])
+def test_the_tables_are_the_schemas(heading, schema):
+    section = PAGE.read_text().partition(heading)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)
+    assert [name for name, _ in rows] == schema.names
+    for (name, text), field in zip(rows, schema, strict=True):
+        assert ("null" in text) == field.nullable, name
+        kind = text.replace("&lt;", "<").replace("&gt;", ">").split(" [")[0].split(", null")[0]
+        assert re.sub(r"\bitem: ", "", str(field.type)).startswith(kind.rstrip(">")), (name, field.type)
