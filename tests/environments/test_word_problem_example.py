@@ -3,7 +3,6 @@
 from decimal import Decimal
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -40,9 +39,6 @@ def test_the_checkpoint_is_a_small_qwen2_and_the_same_at_every_run(checkpoint):
     assert tokenizer.decode(tokens, skip_special_tokens=False) == (
         "<|im_start|>user\nHow many eggs does Mara have? 36<|im_end|>\n<|im_start|>assistant\n"
     )
-    row = tokens[None]
-    hidden = decoder.hidden_states(row, np.arange(len(tokens), dtype=np.int32)[None], np.ones_like(row))
-    assert np.isfinite(jax.device_get(decoder.logits(hidden))).all()
 
 
 def test_random_answers_differ_in_every_group(checkpoint):

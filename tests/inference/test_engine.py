@@ -84,6 +84,36 @@ def test_neighbours_and_slots_do_not_change_a_sample(engine):
     np.testing.assert_allclose(alone.response_logprobs, crowded.response_logprobs, atol=1e-5)
 
 
+def varied_request(index):
+    """Every kind: shared and own prompts, greedy and truncated, stop strings, more samples than slots."""
+    rng = np.random.default_rng(index)
+    prompt = range(60, 70) if index % 3 == 0 else rng.integers(0, 256, rng.choice([1, 2, 9, 25, 50]))
+    decoding = {
+        "temperature": [0.0, 0.7, 1.5][index % 3],
+        "top_k": [None, 3][index % 2],
+        "top_p": [None, 0.8, None][index % 3],
+        "max_output_tokens": int(rng.choice([1, 3, 10, 30])),
+        "stop_strings": [(), ("e", "ab")][index % 2],
+    }
+    return request(prompt, seed=index, n=[1, 3, 6][index % 3], **decoding)
+
+
+def test_a_crowd_with_cancellations_and_swaps_gives_what_each_gives_alone(engine, decoder):
+    requests = [varied_request(i) for i in range(24)]
+    futures = []
+    for i, wanted in enumerate(requests):
+        engine.submit([varied_request(100 + i)])[0].cancel()
+        futures += engine.submit([wanted])
+        if i % 7 == 3:
+            engine.set_weights(WeightVersion(0, i), decoder)
+    crowd = [future.result(WAIT_S) for future in futures]
+    for wanted, group in zip(requests, crowd, strict=True):
+        (alone,) = answers(engine, wanted)
+        for left, right in zip(group, alone, strict=True):
+            np.testing.assert_array_equal(left.response_tokens, right.response_tokens)
+            np.testing.assert_allclose(left.response_logprobs, right.response_logprobs, atol=1e-5)
+
+
 def test_two_engines_agree_to_the_bit_on_one_submission(start_engine):
     requests = [request(prompt=range(60, 63 + 5 * i), seed=i, n=3, max_output_tokens=9 + i) for i in range(4)]
     busy_before = start_engine()

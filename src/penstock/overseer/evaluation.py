@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.curriculum import Curriculum
 from penstock.inference import EngineContext, InferenceEngine
+from penstock.inference.serving import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
@@ -42,7 +43,7 @@ def evaluate(
         ConfigError: an unknown lesson, or a checkpoint that is none.
     """
     chosen = _chosen_lessons(config, lessons)
-    model_dir = model_directory(Path(checkpoint))
+    model_dir = model_directory(str(checkpoint))
     tokenizer = Tokenizer.load(model_dir)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
@@ -69,21 +70,6 @@ def evaluate(
         for lesson_id, (_, batch) in results.items()
     }
     return EvaluationReport(model_dir, reports, seconds, rollouts_path)
-
-
-def model_directory(checkpoint: Path) -> Path:
-    """The Hugging Face directory of a checkpoint: its ``model/``, or the directory itself.
-
-    Raises:
-        ConfigError: neither holds a config.json.
-    """
-    for candidate in (checkpoint / "model", checkpoint):
-        if (candidate / "config.json").is_file():
-            return candidate
-    raise ConfigError(
-        f"{checkpoint} is no checkpoint: neither it nor its model/ has a config.json; "
-        "give a run's checkpoints/step-<n> or a Hugging Face model directory"
-    )
 
 
 def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from penstock.curriculum import evaluation_due
 from penstock.rollout import RolloutManager
-from penstock.types import RolloutBatchStats, WeightVersion
+from penstock.rollout.manager import EvalType
+from penstock.types import EnvironmentFailure, RolloutBatchStats, WeightVersion
 
 Log = Callable[[int, Mapping[str, float]], None]
+OnFailure = Callable[[str, EnvironmentFailure], None]
 
 
 class Evaluator:
@@ -20,27 +22,41 @@ class Evaluator:
     Args:
         manager: Generates, and tells the curriculum of full evaluations.
         log: Takes metrics by step.
+        on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
     """
 
-    def __init__(self, manager: RolloutManager, log: Log) -> None:
+    def __init__(self, manager: RolloutManager, log: Log, on_failure: OnFailure) -> None:
         self._manager = manager
         self._log = log
+        self._on_failure = on_failure
         self._evaluated_step = 0
         self._glanced_step = 0
 
     def __call__(self, version: WeightVersion) -> None:
         """Runs the evaluation that is due at this version, if any."""
-        config = self._manager.curriculum.config
-        if evaluation_due(config.eval_frequency, self._evaluated_step, version.step):
-            self._evaluated_step = self._glanced_step = version.step
-            self._log(version.step, metrics_of(self.evaluate(version.step), "eval"))
-        elif evaluation_due(config.micro_eval_frequency, self._glanced_step, version.step):
-            self._glanced_step = version.step
-            results = self._manager.evaluate_curriculum("micro_eval", version.step)
-            self._log(version.step, metrics_of({k: stats for k, (stats, _) in results.items()}, "micro_eval"))
+        config, step = self._manager.curriculum.config, version.step
+        if evaluation_due(config.eval_frequency, self._evaluated_step, step):
+            self._evaluated_step = self._glanced_step = step
+            self._log(step, metrics_of(self._attempt("eval", step), "eval"))
+        elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
+            self._glanced_step = step
+            self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
+
+    def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
+        results: dict[str, RolloutBatchStats] = {}
+        for lesson_id in self._manager.curriculum.config.lessons:
+            try:
+                results[lesson_id], _ = self._manager.evaluate_lesson(lesson_id, None, eval_type, step)
+            except EnvironmentFailure as failure:
+                self._on_failure(lesson_id, failure)
+        return results
 
     def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
-        """A full evaluation of every lesson."""
+        """A full evaluation of every lesson.
+
+        Raises:
+            EnvironmentFailure: an environment failed on all its prompts.
+        """
         results = self._manager.evaluate_curriculum("eval", step)
         return {lesson_id: stats for lesson_id, (stats, _) in results.items()}
 

@@ -120,7 +120,11 @@ def wire(
     )
     buffer = ReplayBuffer(config.replay, store, issuer, ledger, maker, curriculum_hook=on_group)
     weights = InProcessBroadcaster()
-    evaluator = Evaluator(manager, log.metrics)
+    evaluator = Evaluator(
+        manager,
+        log.metrics,
+        lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+    )
     worker = RolloutWorker(
         WORKER_ID,
         manager,

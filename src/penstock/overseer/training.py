@@ -60,6 +60,9 @@ def train(
     conductor = Conductor(config, directory, crew, log, start, environments)
     try:
         Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
+    except Exception as error:
+        error.add_note(f"the story is in {directory.events_path}")
+        raise
     finally:
         log.close()
     return RunSummary(

@@ -113,12 +113,18 @@ class RolloutWorker:
                 continue
             self._manager.update_model(version, self._weights.fetch(version))
             self._version = version
-            if self._lockstep:  # a barrier: nothing is generated while the version is evaluated
-                self._evaluate(version)
-                self._tickets.set_serving_step(version.step)
-            else:
-                self._tickets.set_serving_step(version.step)
-                self._evaluate(version)
+            try:
+                self._serve(version)
+            except Stopped:
+                return
+
+    def _serve(self, version: WeightVersion) -> None:
+        if self._lockstep:  # a barrier: nothing is generated while the version is evaluated
+            self._evaluate(version)
+            self._tickets.set_serving_step(version.step)
+        else:
+            self._tickets.set_serving_step(version.step)
+            self._evaluate(version)
 
     def run_tickets(self) -> None:
         """The tickets loop; returns soon after `stop`. Groups that hang then are left behind."""

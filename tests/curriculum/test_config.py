@@ -1,0 +1,115 @@
+"""Lessons as configuration."""
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.curriculum import CurriculumConfig, SamplingParams
+from penstock.types import ConfigError, EnvironmentSpec
+
+from .conftest import lesson
+
+
+def config(lessons, **fields):
+    return CurriculumConfig.model_validate({"lessons": lessons, **fields})
+
+
+def test_defaults_are_the_fields_own():
+    made = config({"cats": {"environment": {"env_class": "a.B"}}})
+    cats = made.lessons["cats"]
+    assert cats.lesson_id == "cats" and cats.environment.spec == EnvironmentSpec("a.B", {})
+    assert (cats.start_threshold, cats.stop_threshold, cats.plateau_window, cats.plateau_threshold) == (0, 1, 50, 0.01)
+    assert (cats.success_threshold, cats.regression_ratio, cats.require_plateau) == (0.5, 0.85, True)
+    params = cats.sampling_params
+    assert (params.temperature, params.top_k, params.n_prompts, params.n_generations_per_prompt) == (1.0, None, 8, 4)
+    assert params.max_output_tokens == 512 and params.stop_tokens is None
+    assert (made.eval_frequency, made.eval_n_examples, made.micro_eval_frequency, made.micro_eval_n_examples) == (
+        100,
+        64,
+        10,
+        4,
+    )
+    assert (made.minimum_sample_probability, made.rehearsal_probability) == (0.1, 0.02)
+    assert made.temperature == 1.0 and made.when_complete == "continue"
+
+
+class Tokens:
+    stop_token_ids = (2, 7)
+
+
+def test_stop_strings_stay_apart_and_ids_join_the_tokenizers():
+    decoding = SamplingParams(stop_tokens=("\n\n", 9, "END", 2), top_k=5, max_output_tokens=8).decoding(Tokens())
+    assert decoding.stop_strings == ("\n\n", "END")
+    assert decoding.stop_token_ids == (2, 7, 9)
+    assert (decoding.top_k, decoding.max_output_tokens, decoding.temperature) == (5, 8, 1.0)
+    assert SamplingParams().decoding(Tokens()).stop_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("lessons", "fields", "message"),
+    [
+        (
+            {"a": lesson(lesson_id="b")},
+            {},
+            "curriculum.lessons.a.lesson_id is 'b': it must equal its key 'a', or be left out",
+        ),
+        (
+            {"a": lesson(), "b": lesson(["c"])},
+            {},
+            "curriculum.lessons.b.dependencies.0.dependency_id is 'c': no such lesson; there are a, b",
+        ),
+        ({"x": lesson(), "a": lesson(["a"])}, {}, "curriculum.lessons.a.dependencies form a circle: a → a; remove one"),
+        (
+            {"x": lesson(), "a": lesson(["x", "c"]), "b": lesson(["a"]), "c": lesson(["b"])},
+            {},
+            "curriculum.lessons.a.dependencies form a circle: a → c → b → a; remove one",
+        ),
+        ({"a": lesson(start_threshold=0.5)}, {}, "every lesson has dependencies or a start_threshold"),
+        (
+            {f"l{i}": lesson() for i in range(11)},
+            {},
+            "is 0.1 for each of 11 lessons, together more than 1: lower it to 0.0909 or less",
+        ),
+        (
+            {"a": lesson(), "b": lesson()},
+            {"rehearsal_probability": 0.95},
+            "rehearsal_probability is 0.95 for each of up to 1 graduated lessons: .* lower it to 0.9 or less",
+        ),
+    ],
+)
+def test_lessons_that_do_not_fit_together(lessons, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config(lessons, **fields)
+
+
+def test_a_diamond_of_dependencies_is_no_circle():
+    lessons = {"a": lesson(), "b": lesson(["a"]), "c": lesson(["a"]), "d": lesson(["b", "c"])}
+    assert list(config(lessons).lessons) == ["a", "b", "c", "d"]
+
+
+def test_many_layers_of_dependencies_are_checked_quickly():
+    lessons = {"root": lesson()}
+    for layer in range(40):
+        above = [key for key in lessons if key.startswith(f"{layer - 1}-")] or ["root"]
+        lessons |= {f"{layer}-{i}": lesson(above) for i in range(3)}
+    assert len(config(lessons, minimum_sample_probability=0, rehearsal_probability=0).lessons) == 121
+
+
+@pytest.mark.parametrize(
+    ("lessons", "where"),
+    [
+        ({}, ("lessons",)),
+        ({"a": {}}, ("lessons", "a", "environment")),
+        ({"a": lesson(stop_treshold=1)}, ("lessons", "a", "stop_treshold")),
+        ({"a": lesson(plateau_window=2)}, ("lessons", "a", "plateau_window")),
+        (
+            {"a": lesson(sampling_params={"max_output_tokens": 0})},
+            ("lessons", "a", "sampling_params", "max_output_tokens"),
+        ),
+        ({"a": 3}, ("lessons", "a")),
+        (3, ("lessons",)),
+    ],
+)
+def test_wrong_fields_are_located(lessons, where):
+    with pytest.raises(ValidationError) as error:
+        config(lessons)
+    assert error.value.errors()[0]["loc"] == where
