@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--gain", type=float, default=0.4)
     parser.add_argument("--passes", type=int, default=None, help="seeds that must pass; by default all but one in five")
     parser.add_argument("--control", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     outcomes: list[Outcome] = []
     for seed in range(options.seeds):
         outcomes += run(options.recipe, seed, options.overrides, "trained")

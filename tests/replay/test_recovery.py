@@ -114,6 +114,53 @@ def test_a_group_that_the_curriculum_knew_at_the_checkpoint_is_not_told_again(si
     resumed.buffer.check_ledger()
 
 
+@pytest.fixture
+def after_the_checkpoint(sim, tmp_path):
+    """A life at S = 1 that checkpointed at step 1 before version 1 was published, then finished two groups more."""
+    config = config_of(1, groups_per_batch=1, seal_rollouts=1)
+    disk = sim.MemoryStore(tmp_path / "lineages.jsonl")
+    dead = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger())
+
+    def finish(run, ticket):
+        rewards = [0.0, 1.0, 0.5][: sim.GROUP_SIZES[ticket.lesson_id]]
+        group = sim.make_group(ticket, rewards, weight_step=0, timestamp=run.now, lineage=run.issuer.lineage)
+        sim.deliver(run.buffer, group)
+
+    [first] = dead.issuer.acquire(1, 0)
+    finish(dead, first)
+    dead.buffer.try_next_batch(0)
+    dead.buffer.finish_update(0)
+    dead.buffer.set_current_step(1)
+    with dead.buffer.boundary():
+        states = {"curriculum": dead.curriculum.state(), "issuer": dead.issuer.state(), "replay": dead.buffer.state()}
+    assert states["issuer"]["update"] == 1 and states["issuer"]["outstanding"] == []
+    [late] = dead.issuer.acquire(9, 0)  # still under version 0, so due at update 1
+    finish(dead, late)
+    resumed = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger(1), 1, states)
+    return resumed, late
+
+
+def test_a_group_that_is_claimed_keeps_the_deadline_of_its_own_weights(after_the_checkpoint):
+    resumed, late = after_the_checkpoint
+    assert len(resumed.issuer.outstanding) == 0 and resumed.ledger.snapshot()["waiting"] > 0
+    [fresh] = resumed.issuer.acquire(9, 0)  # two places: the claimed group has the other one
+    due = {entry.ticket.ticket_id: entry.ticket.deadline_step for entry in resumed.issuer.outstanding}
+    assert due == {late.ticket_id: 1, fresh.ticket_id: 2}
+    assert resumed.buffer.try_next_batch(1).group_ids == (late.ticket_id,)
+    resumed.buffer.check_ledger()
+
+
+def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
+    resumed, late = after_the_checkpoint
+    waiting = resumed.ledger.snapshot()["waiting"]
+    resumed.buffer.set_current_step(2)
+    counts = resumed.ledger.snapshot()
+    assert (counts["waiting"], counts["stale_step"]) == (0, waiting)
+    again = resumed.issuer.acquire(1, 0)
+    assert [ticket.index for ticket in again if ticket.lesson_id == late.lesson_id] in ([late.index], [])
+    resumed.buffer.check_ledger()
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     s=st.integers(0, 3),

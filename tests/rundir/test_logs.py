@@ -19,8 +19,8 @@ from penstock.types import RunDirectoryError
 def test_rows_come_back_in_order_while_the_log_is_open(tmp_path):
     log = JsonLinesLog(tmp_path / "log.jsonl")
     log.append({"a": 1}, {"a": 2})
-    log.append({"a": "drei\n"})
-    assert [row["a"] for row in read_json_lines(log.path)] == [1, 2, "drei\n"]
+    log.append({"a": "three\n"})
+    assert [row["a"] for row in read_json_lines(log.path)] == [1, 2, "three\n"]
     log.sync()
     log.close()
     log.close()
