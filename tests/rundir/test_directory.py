@@ -59,3 +59,13 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
         temporary.write_text("done")
     assert run.remove_unfinished() == [left]
     assert sorted(path.name for path in run.rollouts.iterdir()) == ["part-1.parquet", "part-2.parquet"]
+
+
+def test_a_run_has_one_writer_at_a_time(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", {})
+    with directory.locked():
+        with pytest.raises(RunDirectoryError, match="being written by another process"):
+            with RunDirectory(directory.path).locked():
+                pass
+    with directory.locked():
+        pass

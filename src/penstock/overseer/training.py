@@ -53,18 +53,8 @@ def train(
     started = time.monotonic()
     environments = _load_environments(config)
     directory, start = _resume(run_dir) if resume else _begin(config, run_dir, recipe)
-    progress = Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
-    log, crew = RunLog(directory, config, progress), Crew()
-    if resume:
-        _record_changes(directory, config, log)
-    conductor = Conductor(config, directory, crew, log, start, environments)
-    try:
-        Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
-    except Exception as error:
-        error.add_note(f"the story is in {directory.events_path}")
-        raise
-    finally:
-        log.close()
+    with directory.locked():
+        conductor = _run(config, directory, start, environments, recipe, quiet)
     return RunSummary(
         directory.path,
         conductor.step,
@@ -75,6 +65,29 @@ def train(
         lessons=conductor.lessons,
         **conductor.results,
     )
+
+
+def _run(
+    config: RunConfig,
+    directory: RunDirectory,
+    start: Start,
+    environments: dict[str, Environment],
+    recipe: str,
+    quiet: bool,
+) -> Conductor:
+    progress = Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
+    log, crew = RunLog(directory, config, progress), Crew()
+    if start.checkpoint is not None:
+        _record_changes(directory, config, log)
+    conductor = Conductor(config, directory, crew, log, start, environments)
+    try:
+        Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
+    except Exception as error:
+        error.add_note(f"the story is in {directory.events_path}")
+        raise
+    finally:
+        log.close()
+    return conductor
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:

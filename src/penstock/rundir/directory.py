@@ -5,8 +5,10 @@ directory, an existing one is only continued. docs/rundir.md lists the files; th
 and nothing of their contents. Not covered: remote file systems.
 """
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,22 @@ class RunDirectory:
         for folder in _FOLDERS:
             (directory.path / folder).mkdir(exist_ok=True)
         return directory
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the run as its one writer; the lock ends with the process, however that ends.
+
+        Raises:
+            RunDirectoryError: another process writes this run.
+        """
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunDirectoryError(
+                    f"{self.path} is being written by another process: stop that run first, or wait for it to end"
+                ) from error
+            yield
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config, as written when the run was created.
