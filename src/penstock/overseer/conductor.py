@@ -126,8 +126,9 @@ class Conductor:
         return self._parts
 
     def _prepare(self, parts: Components) -> None:
-        self._phase("compiling the engine")
+        self._phase("compiling engine and learner")
         parts.engine.start()
+        parts.learner.compile()  # beside the engine, which compiles in its own thread
         parts.engine.wait_until_ready(self._config.overseer.no_progress_s)
         if self.start.checkpoint is None:
             self._phase("evaluating the untrained policy")
