@@ -28,7 +28,8 @@ def progress_at(directory: RunDirectory, step: int) -> Progress:
     progress.staleness = now["replay/staleness_mean"]
     ledger = {name.removeprefix("replay/ledger/"): int(value) for name, value in now.items() if "/ledger/" in name}
     progress.ledger = ledger
-    for sample in [row for row in read_json_lines(directory.path / "samples.jsonl") if row["step"] <= step][-3:]:
+    samples = [row for row in read_json_lines(directory.path / "samples.jsonl") if row["step"] <= step]
+    for sample in [row for row in samples if row["rollout_id"].endswith("/0")][-3:]:
         asked, answered = (turn["content"] for turn in sample["turns"])
         progress.samples.append(Sample(asked, answered, sample["reward"], sample["lesson_id"]))
     progress.started -= now["time"] - next(iter(read_json_lines(directory.events_path)))["time"]
@@ -42,7 +43,9 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(TerminalView(progress_at(RunDirectory.open_existing(options.run_dir), options.step), console).render())
+    console.print(
+        TerminalView(progress_at(RunDirectory.open_existing(options.run_dir), options.step), console).render()
+    )
     options.picture.write_text(console.export_svg(title="penstock train cats"))
 
 

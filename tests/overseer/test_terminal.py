@@ -14,8 +14,9 @@ def test_sparklines_span_their_own_range(values: list[float], line: str):
     assert sparkline(values) == line
 
 
-def test_sparklines_clip_to_a_given_range():
-    assert sparkline([-1.0, 0.5, 2.0], low=0.0, high=1.0) == "▁▅█"
+def test_long_histories_are_averaged_into_the_width():
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.0, 1.0], width=3) == "▁█▅"
+    assert len(sparkline([float(i) for i in range(1000)])) == 60
 
 
 def progress() -> Progress:

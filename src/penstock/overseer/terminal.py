@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
-HISTORY_STEPS = 60
+SPARKLINE_WIDTH = 60
 SAMPLES_SHOWN = 3
 
 
@@ -42,7 +42,7 @@ class Progress:
         phase: What is going on, in words.
         step: Updates done.
         steps: Updates in all.
-        rewards: Mean training reward of the last updates, oldest first.
+        rewards: Mean training reward of each update so far.
         reward: Mean training reward per lesson at the last update.
         tokens_per_s: Generated tokens per second, lately.
         step_s: Seconds per update, lately.
@@ -60,7 +60,7 @@ class Progress:
     staleness_budget: int
     phase: str = "starting"
     step: int = 0
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_STEPS))
+    rewards: list[float] = field(default_factory=list)
     reward: dict[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0
     step_s: float = 0.0
@@ -72,15 +72,15 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
 
 
-def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """Draws values as a row of block characters between `low` and `high` (their own range by default)."""
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """Draws values as a row of block characters over their own range; more of them than `width` are averaged."""
     if not values:
         return ""
-    floor = min(values) if low is None else low
-    ceiling = max(values) if high is None else high
-    span = (ceiling - floor) or 1.0
-    top = len(SPARKS) - 1
-    return "".join(SPARKS[min(top, max(0, round((value - floor) / span * top)))] for value in values)
+    columns = min(width, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    means = [sum(values[start:stop]) / (stop - start) for start, stop in zip(edges, edges[1:], strict=False)]
+    floor, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(SPARKS[round((mean - floor) / span * (len(SPARKS) - 1))] for mean in means)
 
 
 class TerminalView:
