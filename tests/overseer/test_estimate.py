@@ -32,7 +32,9 @@ def test_activations_by_hand():
 
 
 def test_a_run_counts_two_parameter_sets():
-    estimate = estimate_memory(MODEL, EngineConfig(max_slots=5, max_seq_len=7), LearnerConfig(row_length=10))
+    estimate = estimate_memory(
+        MODEL, EngineConfig(max_slots=5, max_seq_len=7), LearnerConfig(row_length=10, head_tile_tokens=512)
+    )
     parameters = MODEL.parameter_count * 4
     assert estimate.parameters_bytes == estimate.optimizer_bytes == 2 * parameters
     assert estimate.kv_cache_bytes == 2 * kv_cache_bytes(MODEL, 5, 7)

@@ -21,7 +21,7 @@ from penstock.environments.single_turn import SingleTurnEnvironment
 from penstock.types import Completion, fold, generator
 
 EVAL_FRACTION = 0.2
-_WORDINGS = ("{}=", "What is {}?", "{} is", "Compute {}:", "Add: {} ->")
+_WORDINGS = ("{}=", "What is {}?", "Compute {}:")
 _HARD_POOL = 4000
 """Expressions drawn for `hard`, the same in every run."""
 
@@ -124,8 +124,7 @@ def _split_expressions(expressions: list[str]) -> tuple[list[Example], list[Exam
 
 
 def _worded(expression: str) -> Example:
-    wordings = _WORDINGS[:-1]  # "Add:" fits sums only
-    return _example(wordings[fold(0, expression) % len(wordings)], expression)
+    return _example(_WORDINGS[fold(0, expression) % len(_WORDINGS)], expression)
 
 
 _POOLS: dict[Difficulty, Callable[[], tuple[list[Example], list[Example]]]] = {
