@@ -1,8 +1,8 @@
 """The conductor: takes one run through its phases, in a thread of its own.
 
-load → evaluate untrained → warm start → parity probe → evaluate before → train → evaluate after. A resumed run
-skips what its checkpoint already holds. Whatever ends the run, the last update boundary is checkpointed before
-the other components are stopped, with the tickets that were outstanding then.
+load → evaluate untrained → warm start → evaluate before → parity probe → train → evaluate after. A resumed run
+skips what its checkpoint already holds. Whatever ends the training but an error of the learner's own, the last update
+boundary is checkpointed before the other components are stopped, with the tickets that were outstanding then.
 """
 
 import threading
@@ -60,6 +60,7 @@ class Conductor:
         self._stopping = threading.Event()
         self._parts: Components | None = None
         self._warm_steps = 0
+        self._phases = 0
 
     def run(self) -> None:
         """Takes the run through its phases; returns at the last step or after `stop`."""
@@ -81,6 +82,7 @@ class Conductor:
         self._stopping.set()
         if self._parts is not None:
             self._parts.loop.stop()
+            self._parts.evaluator.stop()
             self._parts.buffer.close()
 
     @property
@@ -100,8 +102,8 @@ class Conductor:
 
     @property
     def complete(self) -> bool:
-        """Whether the last step was reached, or every lesson has graduated and that is where the run stops."""
-        return self._parts is not None and (self.step >= self._config.steps or self._graduated)
+        """Whether the run reached its goal (the last step, or every lesson's graduation) and the evaluation after it."""
+        return "after" in self.results
 
     @property
     def _graduated(self) -> bool:
@@ -113,6 +115,7 @@ class Conductor:
     def _phase(self, words: str) -> None:
         if self._stopping.is_set():
             raise Stopped(words)
+        self._phases += 1
         self._log.progress.phase = words
         self._log.event("phase", phase=words)
 
@@ -163,7 +166,6 @@ class Conductor:
             self._save(parts.learner.step)
         self._phase("training")
         started = time.monotonic()
-        parts.loop.publish()
         for name, loop in (("weights", parts.worker.run_weights), ("tickets", parts.worker.run_tickets)):
             self._crew.start(f"{parts.worker.worker_id}.{name}", loop)
         try:
@@ -249,6 +251,7 @@ class Conductor:
             "engine": self._parts.engine.stats().get("inference/tokens_total", 0.0),
             "learner": float(self._parts.learner.step + self._warm_steps),
             "worker": float(self._parts.worker.groups_finished),
+            "phases": float(self._phases),
         }
 
     def who_owes_progress(self) -> str:

@@ -1,19 +1,21 @@
 """Evaluation during training: which versions, with what outcome, told to the curriculum and the log.
 
 An evaluation is due when a multiple of its frequency has been *passed*, so none is skipped when versions jump.
-It runs between two weight swaps, so all its rollouts come from one version.
+It runs between two weight swaps, so all its rollouts come from one version. It counts as done only at its end: a run
+that is checkpointed or stopped in the middle of it owes it still, and so does its resume.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.curriculum import evaluation_due
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
-from penstock.types import EnvironmentFailure, RolloutBatchStats, WeightVersion
+from penstock.types import EnvironmentFailure, InvalidRolloutError, RolloutBatchStats, Stopped, WeightVersion
 
 Log = Callable[[int, Mapping[str, float]], None]
-OnFailure = Callable[[str, EnvironmentFailure], None]
+OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
 
 
 class Evaluator:
@@ -31,23 +33,24 @@ class Evaluator:
         self._on_failure = on_failure
         self._evaluated_step = 0
         self._glanced_step = 0
+        self._stopping = threading.Event()
 
     def __call__(self, version: WeightVersion) -> None:
         """Runs the evaluation that is due at this version, if any."""
         config, step = self._manager.curriculum.config, version.step
         if evaluation_due(config.eval_frequency, self._evaluated_step, step):
-            self._evaluated_step = self._glanced_step = step
             self._log(step, metrics_of(self._attempt("eval", step), "eval"))
+            self._evaluated_step = self._glanced_step = step
         elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
-            self._glanced_step = step
             self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
+            self._glanced_step = step
 
     def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
         results: dict[str, RolloutBatchStats] = {}
         for lesson_id in self._manager.curriculum.config.lessons:
             try:
-                results[lesson_id], _ = self._manager.evaluate_lesson(lesson_id, None, eval_type, step)
-            except EnvironmentFailure as failure:
+                results[lesson_id] = self._one(lesson_id, eval_type, step)
+            except (EnvironmentFailure, InvalidRolloutError) as failure:
                 self._on_failure(lesson_id, failure)
         return results
 
@@ -56,9 +59,18 @@ class Evaluator:
 
         Raises:
             EnvironmentFailure: an environment failed on all its prompts.
+            Stopped: `stop` was called.
         """
-        results = self._manager.evaluate_curriculum("eval", step)
-        return {lesson_id: stats for lesson_id, (stats, _) in results.items()}
+        return {lesson_id: self._one(lesson_id, "eval", step) for lesson_id in self._manager.curriculum.config.lessons}
+
+    def stop(self) -> None:
+        """No lesson is begun any more."""
+        self._stopping.set()
+
+    def _one(self, lesson_id: str, eval_type: EvalType, step: int) -> RolloutBatchStats:
+        if self._stopping.is_set():
+            raise Stopped("the evaluation was cut short")
+        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step)[0]
 
     def state(self) -> dict[str, Any]:
         """The steps last evaluated."""

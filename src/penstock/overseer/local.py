@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from penstock.batch import DeadlineBatchMaker
-from penstock.curriculum import Curriculum
+from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.learner import Checkpoint, Learner
@@ -94,6 +94,9 @@ def wire(
     def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         engine.set_weights(version, with_named_arrays(decoder, arrays))
 
+    def on_curriculum_event(event: CurriculumEvent) -> None:
+        log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+
     manager = RolloutManager(
         curriculum,
         EngineContext(engine, tokenizer),
@@ -102,7 +105,7 @@ def wire(
         environments,
         set_weights,
         partial(engine.stop, config.overseer.stop_timeout_s),
-        lambda event: log.event(event.kind, lesson=event.lesson_id, reason=event.reason),
+        on_curriculum_event,
     )
 
     def on_group(group: RolloutGroup) -> None:
@@ -144,6 +147,7 @@ def wire(
         lineage=lineage,
         steps=config.steps,
         batch_timeout_s=config.overseer.no_progress_s,
+        progress=lambda: (engine.stats()["inference/tokens_total"], worker.groups_finished, worker.groups_failed),
         on_step=on_step,
         checkpoint=save,
         checkpoint_every=config.overseer.checkpoint_every,
@@ -154,4 +158,6 @@ def wire(
     if start.checkpoint is not None:
         for name, part in parts.checkpointables.items():
             part.restore(start.checkpoint.states[name])
+        for event in curriculum.restored_events:
+            on_curriculum_event(event)
     return parts

@@ -59,19 +59,26 @@ class Overseer:
         """
         self._log.event("start", pid=os.getpid(), lineage=self._conductor.start.lineage)
         stacks_path = self._directory.path / "stacks.txt"
-        with last_resort(self._config.no_progress_s + LAST_RESORT_S, stacks_path) as alive:
+        limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
+        with last_resort(limit_s, stacks_path) as alive:
             try:
                 with self._view, self._interrupts():
                     self._crew.start("conductor", self._conductor.run)
                     self._supervise(stacks_path, alive)
             except BaseException as error:
-                self._log.event("failure", error=type(error).__name__, message=str(error))
-                self._conductor.stop()
-                self._write_status("failed")
+                self._fail(error)
                 raise
         left = self._crew.join(self._config.stop_timeout_s)
         self._log.event("end", still_running=left)
         self._write_status("finished" if self._conductor.complete else "stopped")
+
+    def _fail(self, error: BaseException) -> None:
+        """Lets the threads that still work save the last update boundary before the run's files are closed."""
+        self._log.event("failure", error=type(error).__name__, message=str(error))
+        self._conductor.stop()
+        if not isinstance(error, KeyboardInterrupt):  # a second stop request waits for nobody
+            self._crew.join(self._config.stop_timeout_s)
+        self._write_status("failed")
 
     def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
         watchdog = Watchdog(

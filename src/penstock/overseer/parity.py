@@ -28,7 +28,7 @@ def probe_parity(manager: RolloutManager, learner: Learner, lesson_id: str, max_
     """
     batch, _ = manager.sample_batch(lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe")
     worst = largest_difference(batch, learner, max_tokens)
-    if worst > limit:
+    if not worst <= limit:  # nor where either side is not a number
         raise MismatchError(
             f"engine and learner disagree about log-probabilities by up to {worst:.3g} at start-up "
             f"(learner.mismatch_limit is {limit:g}): their weights, dtypes or kernels differ"
@@ -41,7 +41,8 @@ def largest_difference(batch: RolloutBatch, learner: Learner, max_tokens: int) -
     rollouts = [rollout for rollout in batch.rollouts() if rollout.sampled_tokens]
     examples = [example_from_rollout(rollout, 0.0, max_tokens) for rollout in rollouts]
     scores = learner.score(examples)
-    return max((_difference(r, s) for r, s in zip(rollouts, scores, strict=True)), default=0.0)
+    differences = [_difference(r, s) for r, s in zip(rollouts, scores, strict=True)]
+    return float(np.max(differences, initial=0.0))  # unlike the built-in, NaN if any of them is
 
 
 def _difference(rollout: Rollout, scored: np.ndarray) -> float:

@@ -71,7 +71,8 @@ def _table(summary: RunSummary) -> Table:
     if summary.untrained == summary.before:
         del stages["warm start"]
     for stage, results in stages.items():
-        table.add_row(stage, *(interval_text(results[lesson_id]) for lesson_id in summary.after))
+        known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}
+        table.add_row(stage, *(known.get(lesson_id, "–") for lesson_id in summary.after))  # a resume may add lessons
     table.add_row("prompts", *(str(stats.groups) for stats in summary.after.values()))
     table.add_row("status", *(summary.lessons.get(lesson_id, "") for lesson_id in summary.after))
     return table

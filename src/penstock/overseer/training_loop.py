@@ -2,7 +2,9 @@
 
 The order inside an update is the run's commit protocol: the batch file (the intent) is written before the batch
 is handed out; fates follow the update; the checkpoint's rename is the only commit; and the replay buffer hears of
-a version before it is published, so that a rollout with a newer stamp is truly from the future.
+a version before it is published, so that a rollout with a newer stamp is truly from the future. Metrics are taken
+before it too: at staleness zero everything else stands still then, so they reproduce themselves. The last version is
+not published: nothing would be trained on what it generates.
 """
 
 import threading
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 
 from penstock.learner import Learner
 from penstock.model.language import named_arrays
-from penstock.types import BatchSource, Stopped, WeightSink, WeightVersion
+from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightSink, WeightVersion
 
 
 class Commit(Protocol):
@@ -40,7 +42,8 @@ class TrainingLoop:
         sink: Where new weights go.
         lineage: Of this life of the run.
         steps: Version to reach.
-        batch_timeout_s: Longest wait for a batch.
+        batch_timeout_s: Longest wait for a batch in which nothing moves.
+        progress: Changes while somebody works towards the next batch.
         on_step: Called after each update with the version reached and its metrics.
         checkpoint: Called with a version where one is due; must return when it is durable.
         checkpoint_every: Updates between checkpoints.
@@ -55,6 +58,7 @@ class TrainingLoop:
         lineage: int,
         steps: int,
         batch_timeout_s: float,
+        progress: Callable[[], object],
         on_step: Callable[[int, Mapping[str, float]], None],
         checkpoint: Callable[[int], None],
         checkpoint_every: int,
@@ -65,11 +69,13 @@ class TrainingLoop:
         self._lineage = lineage
         self._steps = steps
         self._batch_timeout_s = batch_timeout_s
+        self._progress = progress
         self._on_step = on_step
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
         self._stopping = threading.Event()
         self._saved_step = learner.step
+        self._publish_s = 0.0
         self.doing = "nothing yet"
 
     def stop(self) -> None:
@@ -81,23 +87,26 @@ class TrainingLoop:
         """The version that the learner holds."""
         return WeightVersion(self._lineage, self._learner.step)
 
-    def publish(self) -> None:
-        """Publishes the learner's present weights."""
-        self._sink.publish(self.version, named_arrays(self._learner.decoder))
-
     def run(self) -> None:
         """Trains; on return the last version is checkpointed."""
         while self._learner.step < self._steps and not self._stopping.is_set():
+            self._publish()
             try:
                 self._update(self._learner.step)
             except Stopped:
                 break
         self._save(self._learner.step)
+        self.doing = f"done at step {self._learner.step}"
+
+    def _publish(self) -> None:
+        started = time.perf_counter()
+        self._sink.publish(self.version, named_arrays(self._learner.decoder))
+        self._publish_s = time.perf_counter() - started
 
     def _update(self, step: int) -> None:
         started = time.perf_counter()
         self.doing = f"waiting for the batch of update {step}"
-        batch = self._source.next_batch(step, self._batch_timeout_s)
+        batch = self._next_batch(step)
         received = time.perf_counter()
         self.doing = f"update {step}"
         metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step)}
@@ -106,15 +115,23 @@ class TrainingLoop:
         self._source.set_current_step(step + 1)
         if (step + 1) % self._checkpoint_every == 0:
             self._save(step + 1)
-        handing_over = time.perf_counter()
-        self.publish()
         metrics |= {
             "time/wait_for_batch": received - started,
             "time/update": updated - received,
-            "time/checkpoint": handing_over - updated,
-            "weights/publish_s": time.perf_counter() - handing_over,
+            "time/checkpoint": time.perf_counter() - updated,
+            "weights/publish_s": self._publish_s,
         }
         self._on_step(step + 1, metrics)
+
+    def _next_batch(self, step: int) -> TrainingBatch:
+        """Waits on while the run moves elsewhere: a long evaluation or slow groups are no standstill."""
+        while True:
+            before = self._progress()
+            try:
+                return self._source.next_batch(step, self._batch_timeout_s)
+            except NoProgressError:
+                if self._progress() == before:
+                    raise
 
     def _save(self, step: int) -> None:
         if step == self._saved_step:

@@ -26,6 +26,7 @@ from penstock.types import (
     RolloutBatchStats,
     RolloutGroup,
     RolloutMetadata,
+    Stopped,
     WeightVersion,
     fold,
 )
@@ -181,6 +182,9 @@ class RolloutManager:
             step: The weight step that is evaluated.
             worker_id: Stamped on the rollouts.
             n_generations: Responses per prompt.
+
+        Raises:
+            Stopped: the engine was stopped meanwhile; half an evaluation counts for nothing.
         """
         config = self.curriculum.config
         if n_examples is None:
@@ -191,6 +195,8 @@ class RolloutManager:
         batch, metrics = self.sample_batch(
             lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, decoding=decoding
         )
+        if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):
+            raise Stopped(f"the evaluation of lesson {lesson_id!r} was cut short")
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
         if eval_type == "eval":
             for event in self.curriculum.update_evaluation(stats, step):

@@ -12,7 +12,7 @@ An environment's failure is a counted failed group; many in a row, or any other 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, cast
 
@@ -31,6 +31,7 @@ from penstock.types import (
     Stopped,
     Ticket,
     TicketSource,
+    WeightsError,
     WeightSource,
     WeightVersion,
 )
@@ -108,15 +109,26 @@ class RolloutWorker:
     def run_weights(self) -> None:
         """The weights loop; returns after `stop`."""
         while not self._stopping.is_set():
-            version = self._weights.wait_for(self._version, POLL_S)
-            if version is None:
+            newer = self._fetch_newer()
+            if newer is None:
                 continue
-            self._manager.update_model(version, self._weights.fetch(version))
-            self._version = version
+            self._version, arrays = newer
             try:
-                self._serve(version)
+                self._manager.update_model(self._version, arrays)
+                self._serve(self._version)
             except Stopped:
                 return
+
+    def _fetch_newer(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
+        version = self._weights.wait_for(self._version, POLL_S)
+        if version is None:
+            return None
+        try:
+            return version, self._weights.fetch(version)
+        except WeightsError:
+            if self._weights.latest() == version:
+                raise
+            return None  # superseded between the two calls: the next turn takes the newer one
 
     def _serve(self, version: WeightVersion) -> None:
         if self._lockstep:  # a barrier: nothing is generated while the version is evaluated
