@@ -38,3 +38,20 @@ class HangingEnvironment(CatsEnvironment):
         if mode == "train":
             threading.Event().wait()
         return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+
+
+class FailingLaterEnvironment(CatsEnvironment):
+    """Raises at every training group after the first twelve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        with self._lock:
+            self._calls += mode == "train"
+            failing = self._calls > 12
+        if failing and mode == "train":
+            raise ValueError("the verifier went away")
+        return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)

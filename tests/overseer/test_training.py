@@ -8,11 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import yaml
+from rich.console import Console
 
-from penstock.overseer import train
+from penstock.overseer import RunConfig, print_summary, train
+from penstock.overseer.config_loading import build_config
 from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
-from tests.overseer.conftest import tiny
+from tests.overseer.conftest import TINY, merged, tiny
 
 CLOCKED = ("time", "time/", "throughput/", "weights/publish_s", "replay/wait_s", "inference/tokens_per_s")
 
@@ -216,9 +218,84 @@ def test_a_stop_request_checkpoints_the_last_update_and_can_be_resumed(run_dir: 
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
+def test_a_failing_environment_leaves_a_checkpoint_of_the_last_update(run_dir: Path):
+    lesson = {"environment": {"env_class": "tests.overseer.environments.FailingLaterEnvironment"}}
+    config = tiny(
+        {"steps": 50, "curriculum": {"lessons": {"cats": lesson}}, "rollout": {"max_consecutive_failures": 2}}
+    )
+    with pytest.raises(RunFailed, match="the verifier went away"):
+        train(config, run_dir, quiet=True)
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "failed"
+    assert 0 < status["step"] < 50
+    assert (run_dir / "checkpoints" / f"step-{status['step']}").is_dir()
+
+
+def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path):
+    lesson = TINY["curriculum"]["lessons"]["cats"]
+    train(tiny({"curriculum": {"lessons": {"dogs": lesson}}}), run_dir, quiet=True)
+    config = merged(TINY, {"steps": 5, "curriculum": {"lessons": {"birds": lesson}}})
+    del config["curriculum"]["lessons"]["cats"]
+    config["curriculum"]["lessons"] = {"dogs": lesson, **config["curriculum"]["lessons"]}
+    summary = train(build_config(RunConfig, config), run_dir, resume=True, quiet=True)
+    assert summary.complete
+    print_summary(summary, "cats", Console(quiet=True))
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert ledger["trained"] == 5 * 9
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+    kinds = {(event["event"], event.get("lesson")) for event in read_events(run_dir / "events.jsonl")}
+    assert {("added", "birds"), ("removed", "cats"), ("unlocked", "birds")} <= kinds
+
+
+def test_a_stop_before_the_last_evaluation_leaves_a_run_that_a_resume_completes(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import penstock.overseer.conductor as conductor
+
+    original = conductor.Conductor._on_step
+
+    def stopping(self, step, metrics):
+        original(self, step, metrics)
+        if step == 3:
+            self.stop()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(conductor.Conductor, "_on_step", stopping)
+        stopped = train(tiny(), run_dir, quiet=True)
+    assert (stopped.step, stopped.complete, stopped.after) == (3, False, {})
+    resumed = train(tiny(), run_dir, resume=True, quiet=True)
+    assert (resumed.step, resumed.complete, resumed.after["cats"].groups) == (3, True, 4)
+
+
 def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     summary = train(tiny({"async": False, "learner": {"optimizer": {"learning_rate": 0.0}}}), run_dir, quiet=True)
     assert summary.after["cats"].rewards == summary.before["cats"].rewards
     np.testing.assert_equal(weights(run_dir, 0), weights(run_dir, 3)) if (
         run_dir / "checkpoints/step-0"
     ).exists() else None
+
+
+def test_two_turns_with_a_tool_reproduce_themselves_in_lockstep(tmp_path: Path):
+    lesson = {
+        "environment": {"env_class": "penstock.environments.calculator.CalculatorEnvironment"},
+        "sampling_params": {"max_output_tokens": 40},
+    }
+    changes = {
+        "async": False,
+        "model": {"init": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}},
+        "curriculum": {"lessons": {"cats": lesson}, "eval_frequency": 0, "micro_eval_frequency": 0},
+        "inference": {"max_seq_len": 96},
+        "learner": {
+            "row_length": 128,
+            "warm_start": {"steps": 60, "batch_size": 32, "learning_rate": 0.01},
+        },
+    }
+    for name in ("first", "second"):
+        train(tiny(changes), tmp_path / name, quiet=True)
+    assert reproducible(tmp_path / "first") == reproducible(tmp_path / "second")
+    masks = [
+        np.array(mask)
+        for path in (tmp_path / "first" / "rollouts").glob("part-*.parquet")
+        for mask in pq.read_table(path)["response_mask"].to_pylist()
+    ]
+    assert any((~mask).any() and mask[-1] for mask in masks), "no rollout had a second turn"

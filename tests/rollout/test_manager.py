@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.environments import Environment
 from penstock.rollout import RolloutManager
-from penstock.types import EnvironmentFailure, PenstockError, RolloutMetadata, WeightVersion
+from penstock.types import EnvironmentFailure, PenstockError, RolloutMetadata, Stopped, WeightVersion
 
 
 class OneMethodEnvironment(Environment):
@@ -65,8 +67,32 @@ def test_an_environment_that_raises_is_a_failed_group_with_its_name(manager: Rol
 def test_the_wrong_number_of_groups_is_refused(manager: RolloutManager):
     group = manager.sample_batch("cats", 1, 2)[0].groups[0]
     doubling = managing(manager, OneMethodEnvironment(lambda: ([group, group], {})))
-    with pytest.raises(EnvironmentFailure, match="returned 2 groups where 1 were asked for"):
+    with pytest.raises(EnvironmentFailure, match="returned 2 groups for 1 examples"):
         doubling.sample_batch("cats", 1, 2, group_ids=["cats-0-0"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (([None], {}), "group 0 is None"),
+        ((None, {}), "returned None"),
+        (([], {"accuracy": float("nan")}), "metric 'accuracy' is nan"),
+        (None, "raised TypeError"),
+    ],
+)
+def test_what_is_malformed_is_a_failed_group_not_a_crash(manager: RolloutManager, returned, message: str):
+    malformed = managing(manager, OneMethodEnvironment(lambda: returned))
+    with pytest.raises(EnvironmentFailure, match=message):
+        malformed.sample_batch("cats", 1, 2)
+
+
+def test_an_evaluation_whose_engine_is_stopped_counts_for_nothing(manager: RolloutManager):
+    group = manager.sample_batch("cats", 1, 1, "eval")[0].groups[0]
+    aborted = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="aborted"),))
+    cut_short = managing(manager, OneMethodEnvironment(lambda: ([aborted], {})))
+    with pytest.raises(Stopped, match="lesson 'cats' was cut short"):
+        cut_short.evaluate_lesson("cats", 1)
+    assert cut_short.curriculum.progress("cats").evaluation is None
 
 
 def test_only_a_full_evaluation_updates_the_curriculum(manager: RolloutManager):
@@ -113,4 +139,13 @@ def test_shutdown_closes_environments_and_its_own_engine(manager: RolloutManager
     owning = managing(manager, environment, stop_engine=lambda: stopped.append(True))
     owning.shutdown()
     assert environment.closed
+    assert stopped == [True]
+
+
+def test_an_environment_that_cannot_be_closed_keeps_nothing_else_open(manager: RolloutManager):
+    stopped = []
+    broken = managing(manager, OneMethodEnvironment(lambda: ([], {})), stop_engine=lambda: stopped.append(True))
+    broken.environment("cats").close = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        broken.shutdown()
     assert stopped == [True]

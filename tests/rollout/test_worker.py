@@ -216,6 +216,23 @@ def test_at_staleness_zero_evaluation_is_a_barrier_before_serving(lockstep: bool
     assert manager.models == [WeightVersion(0, 3)]
 
 
+class Superseding(InProcessBroadcaster):
+    """The learner publishes version 1 after the worker was told of version 0, before it fetched that."""
+
+    def fetch(self, version: WeightVersion):
+        if version == WeightVersion(0, 0):
+            self.publish(WeightVersion(0, 1), {"a": np.zeros(1, np.float32)})
+        return super().fetch(version)
+
+
+def test_a_version_superseded_before_it_was_fetched_is_skipped():
+    manager, weights = FakeManager(), Superseding()
+    weights.publish(WeightVersion(0, 0), {"a": np.zeros(1, np.float32)})
+    running = worker(manager, FakeTickets(0), weights=weights, evaluate=lambda version: running.stop())
+    running.run_weights()
+    assert manager.models == [WeightVersion(0, 1)]
+
+
 def test_sample_conversations_are_logged_every_log_freq_groups():
     logged = []
     config = RolloutConfig(log_freq=4)

@@ -17,15 +17,16 @@ from penstock.learner.config import WarmStartConfig
 from penstock.model.language import named_arrays
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
-from penstock.overseer.local import Components, Start, wire
+from penstock.overseer.local import WORKER_ID, Components, Start, wire
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.warm_start import warm_start
 from penstock.rundir import RunDirectory
-from penstock.types import NoProgressError, RolloutBatchStats, Stopped
+from penstock.types import RolloutBatchStats, Stopped
 
 Results = dict[str, RolloutBatchStats]
+WEIGHTS_THREAD, TICKETS_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets"
 
 
 class Conductor:
@@ -69,6 +70,7 @@ class Conductor:
             self._prepare(parts)
             self._train(parts)
             self._phase("evaluating the trained policy")
+            self._wait_for_evaluation()
             parts.manager.update_model(parts.loop.version, named_arrays(parts.learner.decoder))
             self.results["after"] = self._evaluate(parts, "after")
         except Stopped:
@@ -102,7 +104,7 @@ class Conductor:
 
     @property
     def complete(self) -> bool:
-        """Whether the run reached its goal (the last step, or every lesson's graduation) and the evaluation after it."""
+        """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
         return "after" in self.results
 
     @property
@@ -166,8 +168,10 @@ class Conductor:
             self._save(parts.learner.step)
         self._phase("training")
         started = time.monotonic()
-        for name, loop in (("weights", parts.worker.run_weights), ("tickets", parts.worker.run_tickets)):
-            self._crew.start(f"{parts.worker.worker_id}.{name}", loop)
+        if self._graduated:  # before this life began
+            parts.loop.stop()
+        self._crew.start(WEIGHTS_THREAD, parts.worker.run_weights)
+        self._crew.start(TICKETS_THREAD, parts.worker.run_tickets)
         try:
             parts.loop.run()
         finally:
@@ -177,10 +181,17 @@ class Conductor:
     def _stop_worker(self, parts: Components) -> None:
         parts.worker.stop()
         parts.buffer.close()
-        names = [f"{parts.worker.worker_id}.{name}" for name in ("weights", "tickets")]
-        left = self._crew.join(self._config.overseer.stop_timeout_s, names)
+        if self._stopping.is_set():  # nobody waits for what still generates
+            self._shut_down_manager(parts)
+        left = self._crew.join(self._config.overseer.stop_timeout_s, [WEIGHTS_THREAD, TICKETS_THREAD])
         if left:
             self._log.event("still_running", threads=left)
+
+    def _wait_for_evaluation(self) -> None:
+        """Of an earlier version, which must not see the last one's weights; the watchdog limits the wait."""
+        while self._crew.join(1.0, [WEIGHTS_THREAD]):
+            if self._stopping.is_set():
+                raise Stopped("waiting for an evaluation")
 
     def _evaluate(self, parts: Components, when: str) -> Results:
         results = parts.evaluator.evaluate(parts.learner.step)
@@ -191,11 +202,14 @@ class Conductor:
     def _shut_down(self) -> None:
         if self._parts is None:
             return
-        try:
-            self._parts.manager.shutdown()
-        except NoProgressError as error:  # must not hide what ended the run
-            self._log.event("still_running", message=str(error))
+        self._shut_down_manager(self._parts)
         self._parts.store.close()
+
+    def _shut_down_manager(self, parts: Components) -> None:
+        try:
+            parts.manager.shutdown()
+        except Exception as error:  # must not hide what ended the run
+            self._log.event("shutdown_failed", error=type(error).__name__, message=str(error))
 
     # --- what others are told ------------------------------------------------------------------------------------
 

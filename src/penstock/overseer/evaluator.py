@@ -51,6 +51,8 @@ class Evaluator:
             try:
                 results[lesson_id] = self._one(lesson_id, eval_type, step)
             except (EnvironmentFailure, InvalidRolloutError) as failure:
+                if self._stopping.is_set():
+                    raise Stopped("the evaluation was cut short") from failure
                 self._on_failure(lesson_id, failure)
         return results
 

@@ -52,8 +52,10 @@ def train(
     """
     started = time.monotonic()
     environments = _load_environments(config)
-    directory, start = _resume(run_dir) if resume else _begin(config, run_dir, recipe)
+    fresh = None if resume else _fresh(config)
+    directory = _existing(run_dir) if fresh is None else _create(config, run_dir, recipe)
     with directory.locked():
+        start = _resumed(directory) if fresh is None else fresh
         conductor = _run(config, directory, start, environments, recipe, quiet)
     return RunSummary(
         directory.path,
@@ -94,11 +96,14 @@ def _load_environments(config: RunConfig) -> dict[str, Environment]:
     return {name: load_environment(lesson.environment.spec) for name, lesson in config.curriculum.lessons.items()}
 
 
-def _begin(config: RunConfig, run_dir: Path | str | None, recipe: str) -> tuple[RunDirectory, Start]:
+def _fresh(config: RunConfig) -> Start:
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
-    start = Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
+    return Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
+
+
+def _create(config: RunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()}), start
+    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()})
 
 
 def _record_changes(directory: RunDirectory, config: RunConfig, log: RunLog) -> None:
@@ -120,13 +125,17 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow")}
 
 
-def _resume(run_dir: Path | str | None) -> tuple[RunDirectory, Start]:
+def _existing(run_dir: Path | str | None) -> RunDirectory:
     if run_dir is None:
         raise RunDirectoryError("resume needs the run directory to go on with: pass run_dir")
-    directory = RunDirectory.open_existing(run_dir)
+    return RunDirectory.open_existing(run_dir)
+
+
+def _resumed(directory: RunDirectory) -> Start:
+    """From the newest checkpoint; the run is locked, so that no other process makes a newer one meanwhile."""
     path = latest_checkpoint(directory.checkpoints)
     if path is None:
         raise RunDirectoryError(f"{directory.path} has no checkpoint: the run ended before its first; start it anew")
     checkpoint = load_checkpoint(path)
     lineage = Lineages(directory.lineages_path).newest + 1
-    return directory, Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)
+    return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

@@ -9,6 +9,7 @@ class RolloutConfig(BaseModel):
     Attributes:
         max_concurrent_groups: Groups one worker generates at once; None: as many as may be outstanding.
         max_consecutive_failures: So many failed groups in a row end the run with the last failure's message.
+        lockstep_timeout_s: At staleness zero, the longest that one batch's groups may take.
         log_freq: Sample conversations go to the tracker every so many groups.
     """
 
@@ -16,4 +17,5 @@ class RolloutConfig(BaseModel):
 
     max_concurrent_groups: int | None = Field(default=None, ge=1)
     max_consecutive_failures: int = Field(default=32, ge=1)
+    lockstep_timeout_s: float = Field(default=600.0, gt=0)
     log_freq: int = Field(default=10, ge=1)

@@ -70,7 +70,9 @@ class Lockstep:
         with self._gate:
             done = self._gate.wait_for(lambda: arrival.result is not None, self._timeout_s)
         if not done or arrival.result is None:
-            raise NoProgressError(f"lockstep: group {index} waited {self._timeout_s} s for its round")
+            raise NoProgressError(
+                f"lockstep: group {index} waited {self._timeout_s:g} s for its round (rollout.lockstep_timeout_s)"
+            )
         if isinstance(arrival.result, Exception):
             raise arrival.result
         return arrival.result

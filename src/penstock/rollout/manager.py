@@ -9,11 +9,12 @@ engine behind it, `shutdown` stops that too.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.curriculum import Curriculum, CurriculumEvent, LessonConfig
-from penstock.environments import Environment, load_environment
+from penstock.environments import Environment, load_environment, validate_groups, validate_metrics
 from penstock.types import (
     Clock,
     Decoding,
@@ -126,9 +127,9 @@ class RolloutManager:
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
         try:
-            groups, metrics = environment.sample(
-                context or self.context, n_examples, n_generations, decoding, rng, mode
-            )
+            found, numbers = environment.sample(context or self.context, n_examples, n_generations, decoding, rng, mode)
+            groups = validate_groups(found, n_examples, n_generations, environment.name)
+            metrics = validate_metrics(numbers, environment.name)
         except PenstockError:
             raise
         except Exception as error:
@@ -228,10 +229,11 @@ class RolloutManager:
         """Closes the environments and, where it owns one, the engine."""
         with self._lock:
             environments, self._environments = self._environments, {}
-        for environment in environments.values():
-            environment.close()
-        if self._stop_engine is not None:
-            self._stop_engine()
+        with ExitStack() as closing:  # all of them, whatever one raises; the engine last
+            if self._stop_engine is not None:
+                closing.callback(self._stop_engine)
+            for environment in environments.values():
+                closing.callback(environment.close)
 
 
 def _oldest_step(rollout: Rollout, default: int) -> int:

@@ -65,7 +65,6 @@ class RolloutWorker:
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
-        lockstep_timeout_s: Longest wait of one group for its round.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class RolloutWorker:
         lockstep: bool,
         evaluate: Callable[[WeightVersion], None],
         log_samples: SampleLog,
-        lockstep_timeout_s: float = 600.0,
     ) -> None:
         self.worker_id = worker_id
         self._manager = manager
@@ -93,7 +91,6 @@ class RolloutWorker:
         self._lockstep = lockstep
         self._evaluate = evaluate
         self._log_samples = log_samples
-        self._lockstep_timeout_s = lockstep_timeout_s
         self._stopping = threading.Event()
         self._version: WeightVersion | None = None
         self._counting = threading.Lock()
@@ -183,12 +180,13 @@ class RolloutWorker:
         if not tickets:
             return
         context = cast(ManyInferenceContext, self._manager.context)
-        cohort = Lockstep(context, len(tickets), self._lockstep_timeout_s)
+        limit_s = self._config.lockstep_timeout_s
+        cohort = Lockstep(context, len(tickets), limit_s)
         futures = [self._spawn(self._in_step, cohort, i, ticket) for i, ticket in enumerate(tickets)]
-        _, late = wait(futures, self._lockstep_timeout_s)
+        _, late = wait(futures, limit_s)
         if late:
             names = [ticket.ticket_id for ticket, future in zip(tickets, futures, strict=True) if future in late]
-            raise NoProgressError(f"groups {names} did not end within {self._lockstep_timeout_s} s")
+            raise NoProgressError(f"groups {names} did not end within {limit_s:g} s (rollout.lockstep_timeout_s)")
         for ticket, future in zip(tickets, futures, strict=True):  # in ticket order, not as they finish
             self._deliver(ticket, future.result())
 

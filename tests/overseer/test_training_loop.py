@@ -1,0 +1,93 @@
+"""The learner's loop against fakes: the order of an update, what is waited for, and what a stop leaves."""
+
+import pytest
+
+from penstock.overseer import training_loop
+from penstock.overseer.training_loop import TrainingLoop
+from penstock.types import NoProgressError, Stopped, TrainingBatch
+
+
+class Fakes:
+    """Learner, replay buffer and broadcaster in one, writing down what happens."""
+
+    def __init__(self, waits: int = 0) -> None:
+        self.step = 0
+        self.decoder = None
+        self.seen: list[str] = []
+        self.waits = waits
+        self.work_done = 0
+
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+        if self.waits:
+            self.waits -= 1
+            raise NoProgressError("no batch yet")
+        self.seen.append(f"batch {step}")
+        return TrainingBatch("id", step, (), (), {})
+
+    def update(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        self.step += 1
+        return {"train/loss": 1.0}
+
+    def finish_update(self, step: int) -> None:
+        self.seen.append(f"finish {step}")
+
+    def set_current_step(self, step: int) -> None:
+        self.seen.append(f"current {step}")
+
+    def publish(self, version, arrays) -> None:
+        self.seen.append(f"publish {version.step}")
+
+    def working(self) -> int:
+        self.work_done += 1
+        return self.work_done
+
+
+@pytest.fixture(autouse=True)
+def no_arrays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training_loop, "named_arrays", lambda decoder: {})
+
+
+def loop_of(fakes: Fakes, **changes) -> TrainingLoop:
+    settings = {
+        "lineage": 0,
+        "steps": 2,
+        "batch_timeout_s": 0.01,
+        "progress": lambda: 0,
+        "on_step": lambda step, metrics: fakes.seen.append(f"metrics {step}"),
+        "checkpoint": lambda step: fakes.seen.append(f"checkpoint {step}"),
+        "checkpoint_every": 1,
+        **changes,
+    }
+    return TrainingLoop(fakes, fakes, fakes, **settings)
+
+
+def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last_is_not_published():
+    fakes = Fakes()
+    loop = loop_of(fakes)
+    loop.run()
+    first = ["publish 0", "batch 0", "finish 0", "current 1", "checkpoint 1", "metrics 1"]
+    second = ["publish 1", "batch 1", "finish 1", "current 2", "checkpoint 2", "metrics 2"]
+    assert fakes.seen == first + second
+    assert loop.doing == "done at step 2"
+
+
+def test_a_batch_is_waited_for_while_the_run_moves_elsewhere():
+    fakes = Fakes(waits=3)
+    loop_of(fakes, progress=fakes.working).run()
+    assert fakes.step == 2
+
+
+def test_a_batch_is_not_waited_for_where_nothing_moves():
+    with pytest.raises(NoProgressError, match="no batch yet"):
+        loop_of(Fakes(waits=1)).run()
+
+
+def test_a_stop_while_waiting_checkpoints_the_version_reached():
+    fakes = Fakes()
+    fakes.next_batch = lambda step, timeout_s, give=fakes.next_batch: give(step, timeout_s) if step == 0 else stop()
+
+    def stop() -> TrainingBatch:
+        raise Stopped("closed")
+
+    loop_of(fakes, steps=9, checkpoint_every=50).run()
+    assert fakes.seen[-2:] == ["publish 1", "checkpoint 1"]
