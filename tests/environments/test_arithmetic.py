@@ -30,7 +30,7 @@ def test_worked_steps(expression, steps):
         ("12<eos>", 1.0),
         (" 12 <eos>", 1.0),
         ("5+7=12<eos>", 1.0),
-        ("12", 0.0),
+        ("12", 0.0),  # cut: it might have become 123
         ("012<eos>", 0.0),
         ("12.<eos>", 0.0),
         ("13<eos>", 0.0),
@@ -58,18 +58,23 @@ def test_answers_are_right_and_steps_lead_to_them(difficulty):
             assert calculate(step) == calculate(expression)
 
 
-def test_what_is_held_out():
+def expressions(examples):
+    return {example.columns["expression"] for example in examples}
+
+
+def test_held_out_easy_problems_are_new_combinations_of_sum_and_wording():
     easy = ArithmeticEnvironment("easy")
-    assert (len(easy.train_examples()), len(easy.eval_examples())) == (400, 100)
-    assert {e.columns["expression"] for e in easy.train_examples()} == {
-        f"{a}+{b}" for a in range(10) for b in range(10)
-    }
+    assert (len(easy.train_examples()), len(easy.eval_examples())) == (240, 60)
+    assert len(expressions([*easy.train_examples(), *easy.eval_examples()])) == 100
+    trained = expressions(easy.train_examples())
+    assert len(expressions(easy.eval_examples()) & trained) >= 45  # most sums are known in another wording
+
+
+def test_held_out_expressions_are_never_trained():
     for difficulty in ("medium", "hard"):
         environment = ArithmeticEnvironment(difficulty)
-        train = {e.columns["expression"] for e in environment.train_examples()}
-        held_out = {e.columns["expression"] for e in environment.eval_examples()}
-        assert not train & held_out and len(held_out) > 500
-    assert all(
-        re.fullmatch(r"\d\d[+-]\d\d", e)
-        for e in {e.columns["expression"] for e in ArithmeticEnvironment("medium").eval_examples()}
-    )
+        held_out = expressions(environment.eval_examples())
+        assert not expressions(environment.train_examples()) & held_out
+        assert len(held_out) > 500
+    medium = expressions(ArithmeticEnvironment("medium").eval_examples())
+    assert all(re.fullmatch(r"\d\d[+-]\d\d", expression) for expression in medium)

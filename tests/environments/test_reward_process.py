@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -28,7 +30,10 @@ async def slowly(completions, **columns):
 def by_word(completions, **columns):
     word = completions[0]
     if word == "hang":
-        subprocess.Popen(["sleep", "600"])
+        sleeper = subprocess.Popen(["sleep", "600"])
+        if "marker" in columns:
+            with open(columns["marker"][0], "w") as file:
+                print(os.getpid(), sleeper.pid, file=file)
         time.sleep(600)
     if word == "exit":
         print("leaving now", file=sys.stderr, flush=True)
@@ -110,7 +115,7 @@ def test_a_crash_says_the_exit_code_and_the_last_words_and_the_next_call_works(p
 
 
 def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
-    scoring = pool(processes=2, timeout_s=3.0)
+    scoring = pool(processes=2, timeout_s=2.0)
     scoring.score(completions("warm"))
     outcome = []
 
@@ -125,7 +130,7 @@ def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
     assert scoring.score(completions("fine")) == [0.5]  # others go on meanwhile
     hanging.join(30)
     (message,) = outcome
-    assert "took longer than 3 s to score and was stopped: make it faster or raise reward_timeout_s" in message
+    assert "took longer than 2 s to score and was stopped: make it faster or raise reward_timeout_s" in message
     assert scoring.score(completions("fine")) == [0.5]
 
 
@@ -172,10 +177,30 @@ def test_a_process_that_was_killed_while_idle_is_replaced(pool):
     scoring = pool()
     (pid,) = scoring.score(completions("pid"))
     os.kill(int(pid), signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while _exists(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
     assert scoring.score(completions("fine")) == [0.5]
+
+
+def test_a_hanging_process_does_not_outlive_its_parent(source, tmp_path):
+    marker = tmp_path / "marker"
+    script = (
+        "from penstock.environments.reward_process import RewardProcess\n"
+        f"process = RewardProcess({source + ':by_word'!r}, 60.0)\n"
+        f"process.score({{'completions': ['hang'], 'marker': [{str(marker)!r}]}}, 600.0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    _wait_until(lambda: marker.exists() and marker.read_text().endswith("\n"), "the function did not begin")
+    parent.kill()
+    parent.wait(20)
+    for pid in marker.read_text().split():
+        _wait_until(lambda pid=pid: not _exists(int(pid)), f"process {pid} outlived the run")
+
+
+def _wait_until(condition, complaint):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.01)
 
 
 def _exists(pid):

@@ -231,9 +231,23 @@ def test_a_failing_environment_leaves_a_checkpoint_of_the_last_update(run_dir: P
     assert (run_dir / "checkpoints" / f"step-{status['step']}").is_dir()
 
 
-def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path):
+def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import penstock.overseer.conductor as conductor
+
+    original = conductor.Conductor._save
+
+    def stopping(self, step):  # with tickets of both lessons outstanding
+        original(self, step)
+        if step == 2:
+            self.stop()
+
     lesson = TINY["curriculum"]["lessons"]["cats"]
-    train(tiny({"curriculum": {"lessons": {"dogs": lesson}}}), run_dir, quiet=True)
+    pace = {"replay": {"staleness_budget": 2}, "overseer": {"checkpoint_every": 2}}
+    with monkeypatch.context() as patched:
+        patched.setattr(conductor.Conductor, "_save", stopping)
+        train(tiny({"steps": 9, **pace, "curriculum": {"lessons": {"dogs": lesson}}}), run_dir, quiet=True)
+    state = json.loads((run_dir / "checkpoints" / "step-2" / "state.json").read_text())["states"]
+    assert "cats" in {ticket[1] for ticket in state["issuer"]["outstanding"]}
     config = merged(TINY, {"steps": 5, "curriculum": {"lessons": {"birds": lesson}}})
     del config["curriculum"]["lessons"]["cats"]
     config["curriculum"]["lessons"] = {"dogs": lesson, **config["curriculum"]["lessons"]}

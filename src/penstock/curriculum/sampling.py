@@ -37,7 +37,7 @@ def lesson_probabilities(
     """
     if not active:
         return {lesson: 1.0 / len(graduated) for lesson in graduated}
-    free = 1.0 - len(active) * minimum - len(graduated) * rehearsal
+    free = max(0.0, 1.0 - len(active) * minimum - len(graduated) * rehearsal)  # floors may fill it up to rounding
     total = sum(active.values())
     shares = {lesson: weight / total if total > 0 else 1.0 / len(active) for lesson, weight in active.items()}
     return {lesson: minimum + free * share for lesson, share in shares.items()} | dict.fromkeys(graduated, rehearsal)

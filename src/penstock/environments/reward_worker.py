@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -69,7 +70,9 @@ def _take_standard_input() -> TextIO:
 def _read(source: TextIO, requests: "queue.Queue[str]") -> None:
     for line in source:
         requests.put(line)
-    os._exit(0)  # the parent is gone: end at once, even if the function hangs
+    if os.getpgrp() == os.getpid():  # the parent is gone: end at once, hanging or not, with all that was started
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _answer(function: RewardFunction, name: str, line: str) -> dict[str, Any]:

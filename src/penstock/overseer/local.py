@@ -112,9 +112,12 @@ def wire(
         manager.update_training_stats(group)
         log.group(group)
 
+    def group_size_of(lesson_id: str) -> int:
+        return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
+
     store = RolloutStore(directory, config.replay.compression)
     ledger = store.open_ledger(lineage)
-    issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, manager.group_size)
+    issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
     maker = DeadlineBatchMaker(
         config.learner.loss.advantage,
         config.learner.row_length,

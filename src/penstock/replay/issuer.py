@@ -51,7 +51,7 @@ class TicketIssuer:
         lineage: Of this life of the run.
         lesson_chooser: The curriculum.
         ledger: Learns what was started and what failed.
-        group_size_of: Rollouts per group of a lesson.
+        group_size_of: Rollouts per group of a lesson; 0 of one that was removed: its tickets do not come back.
         clock: Unix seconds, for the age of running groups.
     """
 
@@ -242,6 +242,7 @@ class TicketIssuer:
                 self._restored = [
                     (str(name), str(lesson_id), int(index), int(admitted_step), int(deadline_step))
                     for name, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
+                    if self._group_size_of(str(lesson_id))
                 ]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the ticket issuer's state does not fit: {error!r}") from error
