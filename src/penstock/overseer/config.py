@@ -90,6 +90,12 @@ class RunConfig(BaseModel):
                     f"curriculum.lessons.{lesson_id}.sampling_params.max_output_tokens is {asked}, but a prompt "
                     f"and its response share inference.max_seq_len = {room}; lower the one or raise the other"
                 )
+            generations = lesson.sampling_params.n_generations_per_prompt
+            if generations < 2 and self.learner.loss.advantage != "reinforce_pp":
+                raise ValueError(
+                    f"curriculum.lessons.{lesson_id}.sampling_params.n_generations_per_prompt is {generations}: the "
+                    f"baseline of {self.learner.loss.advantage} needs the other answers of a group; set 2 or more"
+                )
         if self.learner.row_length < room:
             raise ValueError(
                 f"learner.row_length is {self.learner.row_length}, shorter than inference.max_seq_len = {room}: "

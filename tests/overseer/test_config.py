@@ -1,0 +1,39 @@
+import pytest
+
+from penstock.types import ConfigError
+from tests.overseer.conftest import tiny
+
+
+@pytest.mark.parametrize("word", [False, "false", "no", "off", 0])
+def test_async_false_in_any_spelling_is_a_staleness_budget_of_zero(word: object):
+    assert tiny({"async": word, "replay": {"staleness_budget": 2}}).replay.staleness_budget == 0
+    assert tiny({"async": True, "replay": {"staleness_budget": 2}}).replay.staleness_budget == 2
+
+
+def test_a_dumped_config_loads_as_itself():
+    config = tiny({"async": False})
+    assert type(config).model_validate(config.dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learner": {"row_length": 32}}, "learner.row_length is 32, shorter than inference.max_seq_len = 48"),
+        ({"async": False, "rollout": {"max_concurrent_groups": 2}}, "rollout.max_concurrent_groups is 2"),
+        (
+            {"curriculum": {"lessons": {"cats": {"sampling_params": {"max_output_tokens": 48}}}}},
+            "max_output_tokens is 48",
+        ),
+        (
+            {"curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 1}}}}},
+            "n_generations_per_prompt is 1: the baseline of rloo needs",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused_naming_both(changes: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tiny(changes)
+
+
+def test_concurrency_is_what_may_be_outstanding():
+    assert tiny({"replay": {"groups_per_batch": 4, "staleness_budget": 2}}).concurrency == 12
