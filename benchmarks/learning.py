@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.overseer.statistics import Interval, mean_interval
+from penstock.overseer.statistics import Interval, reward_interval
 from penstock.types import RolloutBatchStats
 
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def interval(stats: RolloutBatchStats) -> Interval:
-    return mean_interval(stats.rewards)
+    return reward_interval(stats.rewards, stats.prompts)
 
 
 def run(recipe: str, seed: int, overrides: list[str], kind: str) -> list[Outcome]:

@@ -28,6 +28,8 @@ def test_a_dumped_config_loads_as_itself():
             {"curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 1}}}}},
             "n_generations_per_prompt is 1: the baseline of rloo needs",
         ),
+        ({"curriculum": {"lessons": {"cats": {"sampling_params": {"temperature": 0}}}}}, "temperature is 0: greedy"),
+        ({"curriculum": {"lessons": {"cats": {"sampling_params": {"top_k": 5}}}}}, "top_k is 5: its samples come"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_naming_both(changes: dict, message: str):

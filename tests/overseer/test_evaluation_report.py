@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from penstock.overseer.evaluation_report import Estimate, EvaluationReport, LessonReport
-from penstock.overseer.statistics import mean_interval, wilson_interval
+from penstock.overseer.statistics import proportion_interval, wilson_interval
 from penstock.types import Rollout, RolloutBatch, RolloutGroup
 
 
@@ -39,7 +39,8 @@ def test_a_lesson_is_summed_up_with_intervals_over_prompts():
     report = LessonReport.of("easy", BATCH, success_threshold=1.0)
     assert (report.prompts, report.rollouts) == (4, 12)
     assert report.reward_mean.value == pytest.approx(3.5 / 12)
-    per_prompt = mean_interval([1 / 3, 0, 2.5 / 3, 0])
+    rewards = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
+    per_prompt = proportion_interval(rewards, [key for key in "abcd" for _ in range(3)])
     assert (report.reward_mean.low, report.reward_mean.high) == pytest.approx(tuple(per_prompt))
     assert report.success_rate.value == report.pass_at[1].value == pytest.approx(0.25)
     # pass@2 of 1, 0, 2, 0 successes in 3: 2/3, 0, 1, 0; pass@3: 1, 0, 1, 0
@@ -62,19 +63,21 @@ def test_an_empty_batch_is_a_defined_result():
 
 
 def test_json_has_no_numbers_that_json_lacks():
-    one = LessonReport.of("easy", RolloutBatch.of((group("a", 1.0),)), 1.0)
+    one = LessonReport.of("easy", RolloutBatch.of((group("a", 3.0),)), 1.0)
     report = EvaluationReport(Path("runs/x/checkpoints/step-3"), {"easy": one}, 1.5, Path("rollouts"))
     read = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert read["checkpoint"] == "runs/x/checkpoints/step-3" and read["seconds"] == 1.5
-    assert read["lessons"]["easy"]["reward_mean"] == {"value": 1.0, "low": None, "high": None}
+    assert read["lessons"]["easy"]["reward_mean"] == {"value": 3.0, "low": None, "high": None}
     assert read["lessons"]["easy"]["pass_at"]["1"]["value"] == 1.0
 
 
-def test_the_table_has_one_row_per_lesson_and_pass_at_each_k():
+def test_the_table_has_one_column_per_lesson_and_a_row_for_pass_at_each_k():
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         reports = {"easy": LessonReport.of("easy", BATCH, 1.0), "hard": LessonReport.of("hard", BATCH, 2.0)}
         EvaluationReport(Path("here"), reports, 1.0, Path("out")).print(console)
     text = console.export_text()
     assert "pass@3" in text and "0.292 [" in text and "0.500 [" in text
-    assert sum(line.startswith("│ ") for line in text.splitlines()) == 2 and "rollouts  out" in text
+    rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│ ")]
+    assert rows == ["prompts", "rollouts", "mean reward", "pass@1", "pass@2", "pass@3", "tokens"]
+    assert "rollouts  out" in text

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.overseer.terminal import Progress, Sample, TerminalView, sparkline
+from penstock.overseer.terminal import Progress, Sample, TerminalView, sparkline, step_line
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def progress() -> Progress:
     made.rewards.extend([0.1, 0.4, 0.8])
     made.samples.append(Sample("Say something", "the cat\nsat", 0.9, "cats"))
     made.tokens_per_s, made.staleness = 4321.0, 0.75
-    made.ledger = {"in_flight": 8, "waiting": 0, "trained": 96}
+    made.ledger = {"started": 104, "in_flight": 8, "waiting": 0, "trained": 96}
     return made
 
 
@@ -34,19 +34,20 @@ def test_the_view_shows_step_reward_pace_staleness_ledger_and_text():
     text = console.file.getvalue()
     for expected in (
         "penstock · cats", "step 12/40", "0.800", "▁▄█", "4,321 tok/s", "0.75 of at most 1 updates",
-        "in_flight 8  trained 96", "Say something → the cat sat",
+        "started 104  in_flight 8  trained 96", "Say something → the cat sat",
     ):  # fmt: skip
         assert expected in text
     assert "waiting" not in text
 
 
-def test_without_a_terminal_one_plain_line_per_step_is_printed():
+def test_without_a_terminal_every_step_is_one_plain_line():
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     shown = progress()
     with TerminalView(shown, console) as view:
-        view.tick()
-        view.tick()
+        shown.lines.append(step_line(shown))
         shown.step = 13
+        shown.lines.append(step_line(shown))
+        view.tick()
         view.tick()
     lines = console.file.getvalue().splitlines()
     assert [line.split("]")[1].split()[:2] for line in lines] == [["step", "12/40"], ["step", "13/40"]]

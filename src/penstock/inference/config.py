@@ -35,7 +35,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_slots: int = Field(default=64, gt=0)
-    max_seq_len: int = Field(default=512, gt=1)
+    max_seq_len: int = Field(default=1024, gt=1)
     steps_per_dispatch: int = Field(default=8, gt=0)
     prefill_rows: int = Field(default=8, gt=0)
     prefill_tokens: int = Field(default=1024, gt=0)

@@ -156,7 +156,7 @@ class LearnerConfig(_Frozen, frozen=True):
 
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    row_length: int = Field(default=512, ge=2)
+    row_length: int = Field(default=1024, ge=2)
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
     head_tile_tokens: int = Field(default=256, ge=1)

@@ -21,9 +21,10 @@ from penstock.overseer.local import WORKER_ID, Components, Start, wire
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
+from penstock.overseer.terminal import step_line
 from penstock.overseer.warm_start import warm_start
 from penstock.rundir import RunDirectory
-from penstock.types import RolloutBatchStats, Stopped
+from penstock.types import EnvironmentFailure, RolloutBatchStats, Stopped
 
 Results = dict[str, RolloutBatchStats]
 WEIGHTS_THREAD, TICKETS_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets"
@@ -103,6 +104,16 @@ class Conductor:
         return self._parts.curriculum.describe() if self._parts is not None else {}
 
     @property
+    def failed_groups(self) -> int:
+        """Groups whose environment or reward function failed in this life of the run."""
+        return self._parts.worker.groups_failed if self._parts is not None else 0
+
+    @property
+    def last_failure(self) -> str:
+        """What the last of them said."""
+        return self._parts.worker.last_failure if self._parts is not None else ""
+
+    @property
     def complete(self) -> bool:
         """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
         return "after" in self.results
@@ -160,7 +171,11 @@ class Conductor:
     def _probe(self, parts: Components) -> None:
         lesson_id = next(iter(self._config.curriculum.lessons))
         limit = self._config.learner.mismatch_limit
-        worst = probe_parity(parts.manager, parts.learner, lesson_id, self._config.learner.row_length, limit)
+        try:
+            worst = probe_parity(parts.manager, parts.learner, lesson_id, self._config.learner.row_length, limit)
+        except EnvironmentFailure as failure:  # counted where it trains; parity is checked at every step, too
+            self._log.event("parity_not_probed", lesson=lesson_id, reason=str(failure))
+            return
         self._log.event("parity", largest_difference=worst, limit=limit)
 
     def _train(self, parts: Components) -> None:
@@ -231,6 +246,7 @@ class Conductor:
         progress.rewards.append(values.get("train/reward_mean", 0.0))
         progress.staleness = values.get("replay/staleness_mean", 0.0)
         progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
+        progress.lines.append(step_line(progress))
 
     def _save(self, step: int) -> None:
         parts = self._parts
@@ -303,6 +319,9 @@ def _write_results(results: Mapping[str, Results]) -> dict[str, dict[str, Any]]:
 
 def _read_results(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Results]:
     return {
-        when: {k: RolloutBatchStats(**{**v, "rewards": tuple(v["rewards"])}) for k, v in by_lesson.items()}
+        when: {
+            k: RolloutBatchStats(**{**v, "rewards": tuple(v["rewards"]), "prompts": tuple(v["prompts"])})
+            for k, v in by_lesson.items()
+        }
         for when, by_lesson in state.items()
     }

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from penstock.curriculum.config import CurriculumConfig
+from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import LearnerConfig
 from penstock.model.language.config import PolicyConfig
@@ -90,6 +90,7 @@ class RunConfig(BaseModel):
                     f"curriculum.lessons.{lesson_id}.sampling_params.max_output_tokens is {asked}, but a prompt "
                     f"and its response share inference.max_seq_len = {room}; lower the one or raise the other"
                 )
+            _check_trainable(lesson_id, lesson.sampling_params, self.learner)
             generations = lesson.sampling_params.n_generations_per_prompt
             if generations < 2 and self.learner.loss.advantage != "reinforce_pp":
                 raise ValueError(
@@ -117,3 +118,20 @@ class RunConfig(BaseModel):
     def concurrency(self) -> int:
         """Groups in generation at once: as many as may be outstanding."""
         return self.replay.groups_per_batch * (self.replay.staleness_budget + 1)
+
+
+def _check_trainable(lesson_id: str, sampling: SamplingParams, learner: LearnerConfig) -> None:
+    """The sampled distribution must be the one that the learner differentiates, unless the config says otherwise."""
+    where = f"curriculum.lessons.{lesson_id}.sampling_params"
+    if sampling.temperature == 0:
+        raise ValueError(
+            f"{where}.temperature is 0: greedy answers have no probability to learn from; set a positive one "
+            "(curriculum.temperature is that of evaluations)"
+        )
+    for name in ("top_k", "top_p"):
+        value = getattr(sampling, name)
+        if value is not None and not learner.allow_truncated_sampling:
+            raise ValueError(
+                f"{where}.{name} is {value}: its samples come from another distribution than the one that is "
+                "differentiated; leave it out, or set learner.allow_truncated_sampling: true"
+            )

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.overseer.statistics import Interval, mean_interval, pass_at_k, proportion_interval
+from penstock.overseer.statistics import Interval, pass_at_k, proportion_interval, reward_interval
 from penstock.types import RolloutBatch
 
 
@@ -75,7 +75,7 @@ class LessonReport:
             lesson_id=lesson_id,
             prompts=len(set(keys)),
             rollouts=len(rollouts),
-            reward_mean=Estimate.of(_mean(rewards), mean_interval(rewards, keys)),
+            reward_mean=Estimate.of(_mean(rewards), reward_interval(rewards, keys)),
             success_rate=Estimate.of(_mean(wins), proportion_interval(wins, keys)),
             pass_at=_pass_at(wins, keys),
             response_tokens=_mean(len(rollout.response_tokens) for rollout in rollouts),
@@ -110,21 +110,23 @@ class EvaluationReport:
 
     def print(self, console: Console) -> None:
         """Prints a table, and where the rollouts are."""
+        console.print(f"{self.checkpoint}: estimates with 95% intervals", soft_wrap=True, highlight=False)
         console.print(self._table())
         if self.rollouts_path is not None:
             console.print(f"rollouts  {self.rollouts_path}", soft_wrap=True, highlight=False)
 
     def _table(self) -> Table:
-        table = Table(title=f"{self.checkpoint}: estimates with 95% intervals", title_justify="left")
-        ks = sorted({k for lesson in self.lessons.values() for k in lesson.pass_at if k > 1})
-        columns = ["lesson", "prompts", "rollouts", "mean reward", "pass@1", *(f"pass@{k}" for k in ks), "tokens"]
-        for column in columns:
+        table = Table()
+        for column in ("lesson", *(lesson.lesson_id for lesson in self.lessons.values())):
             table.add_column(column)
-        for lesson in self.lessons.values():
-            higher = (str(lesson.pass_at[k]) if k in lesson.pass_at else "" for k in ks)
-            counts = (lesson.lesson_id, str(lesson.prompts), str(lesson.rollouts))
-            first = (str(lesson.reward_mean), str(lesson.success_rate))
-            table.add_row(*counts, *first, *higher, f"{lesson.response_tokens:.1f}")
+        reports = list(self.lessons.values())
+        table.add_row("prompts", *(str(lesson.prompts) for lesson in reports))
+        table.add_row("rollouts", *(str(lesson.rollouts) for lesson in reports))
+        table.add_row("mean reward", *(str(lesson.reward_mean) for lesson in reports))
+        table.add_row("pass@1", *(str(lesson.success_rate) for lesson in reports))
+        for k in sorted({k for lesson in reports for k in lesson.pass_at if k > 1}):
+            table.add_row(f"pass@{k}", *(str(lesson.pass_at.get(k, "")) for lesson in reports))
+        table.add_row("tokens", *(f"{lesson.response_tokens:.1f}" for lesson in reports))
         return table
 
 

@@ -12,7 +12,14 @@ from typing import Any
 from penstock.curriculum import evaluation_due
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
-from penstock.types import EnvironmentFailure, InvalidRolloutError, RolloutBatchStats, Stopped, WeightVersion
+from penstock.types import (
+    EnvironmentFailure,
+    InvalidRolloutError,
+    RolloutBatch,
+    RolloutBatchStats,
+    Stopped,
+    WeightVersion,
+)
 
 Log = Callable[[int, Mapping[str, float]], None]
 OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
@@ -57,13 +64,14 @@ class Evaluator:
         return results
 
     def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
-        """A full evaluation of every lesson.
+        """A full evaluation of every lesson; one whose environment failed altogether has statistics of nothing.
 
         Raises:
-            EnvironmentFailure: an environment failed on all its prompts.
             Stopped: `stop` was called.
         """
-        return {lesson_id: self._one(lesson_id, "eval", step) for lesson_id in self._manager.curriculum.config.lessons}
+        found = self._attempt("eval", step)
+        lessons = self._manager.curriculum.config.lessons
+        return {i: found[i] if i in found else RolloutBatchStats.of(i, RolloutBatch.of(())) for i in lessons}
 
     def stop(self) -> None:
         """No lesson is begun any more."""

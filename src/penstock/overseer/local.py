@@ -142,6 +142,7 @@ def wire(
         lockstep=config.replay.synchronous,
         evaluate=evaluator,
         log_samples=log.samples,
+        on_failure=lambda ticket, reason: log.event("group_failed", ticket=ticket.ticket_id, reason=reason),
     )
     loop = TrainingLoop(
         learner,

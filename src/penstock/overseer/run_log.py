@@ -43,7 +43,7 @@ class RunLog:
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Appends one event, of the present step by default, and shows it where it concerns the user."""
         self._events.append(kind, step=self.step if step is None else step, **fields)
-        if kind in ("unlocked", "graduated", "regressed", "tracker_failed", "evaluation_failed"):
+        if kind in ("unlocked", "graduated", "regressed", "tracker_failed", "evaluation_failed", "group_failed"):
             self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
 
     def samples(self, batch: RolloutBatch) -> None:

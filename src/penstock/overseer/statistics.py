@@ -45,6 +45,17 @@ def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None =
     return Interval(mean - half, mean + half)
 
 
+def reward_interval(rewards: Sequence[float], prompts: Sequence[Hashable] | None = None) -> Interval:
+    """Interval of a mean reward: `proportion_interval` where all lie in [0, 1], else `mean_interval`.
+
+    Args:
+        rewards: Any real numbers.
+        prompts: Which problem each belongs to.
+    """
+    bounded = len(rewards) > 0 and all(0.0 <= reward <= 1.0 for reward in rewards)
+    return (proportion_interval if bounded else mean_interval)(rewards, prompts)
+
+
 def proportion_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """Wilson's interval for a mean of values in [0, 1], at the effective sample size of clustered data.
 

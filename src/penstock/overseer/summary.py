@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.overseer.statistics import mean_interval
+from penstock.overseer.statistics import reward_interval
 from penstock.types import RolloutBatchStats
 
 Results = Mapping[str, RolloutBatchStats]
@@ -28,6 +28,8 @@ class RunSummary:
         before: Held-out results at the start of reinforcement learning: after a warm start, if there was one.
         after: Held-out results of the last version, on the same prompts; empty where the run was interrupted.
         lessons: Each lesson's status at the end.
+        failed_groups: Groups whose environment or reward function failed.
+        last_failure: What the last of them said.
     """
 
     run_dir: Path
@@ -40,18 +42,23 @@ class RunSummary:
     before: Results = field(default_factory=dict)
     after: Results = field(default_factory=dict)
     lessons: Mapping[str, str] = field(default_factory=dict)
+    failed_groups: int = 0
+    last_failure: str = ""
 
 
 def interval_text(stats: RolloutBatchStats) -> str:
     """Mean reward with its 95% interval."""
-    low, high = mean_interval(stats.rewards)
+    low, high = reward_interval(stats.rewards, stats.prompts)
     return f"{stats.reward_mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
     """Prints the summary and the next commands to try."""
     if summary.after:
+        console.print("Reward on held-out prompts, mean and 95% interval")
         console.print(_table(summary))
+    if summary.failed_groups:
+        console.print(f"{summary.failed_groups} groups failed; the last: {summary.last_failure}", style="yellow")
     state = "finished" if summary.complete else "stopped"
     console.print(
         f"{state} at step {summary.step}/{summary.steps} after {summary.elapsed_s:.0f} s "
@@ -63,7 +70,7 @@ def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
 
 
 def _table(summary: RunSummary) -> Table:
-    table = Table(title="Reward on held-out prompts, mean and 95% interval", title_justify="left")
+    table = Table()
     table.add_column("lesson")
     for lesson_id in summary.after:
         table.add_column(lesson_id)
@@ -73,7 +80,9 @@ def _table(summary: RunSummary) -> Table:
     for stage, results in stages.items():
         known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}
         table.add_row(stage, *(known.get(lesson_id, "–") for lesson_id in summary.after))  # a resume may add lessons
-    table.add_row("prompts", *(str(stats.groups) for stats in summary.after.values()))
+    table.add_row(
+        "prompts", *(f"{len(set(stats.prompts))} different, {stats.groups} in all" for stats in summary.after.values())
+    )
     table.add_row("status", *(summary.lessons.get(lesson_id, "") for lesson_id in summary.after))
     return table
 

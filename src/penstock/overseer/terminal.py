@@ -52,6 +52,7 @@ class Progress:
         lessons: Lesson → state and probability, as the curriculum words it.
         samples: The newest conversations.
         notes: The newest events, newest last.
+        lines: One per update, for an output that is no terminal; printed and taken out.
         started: Monotonic seconds at the start.
     """
 
@@ -69,6 +70,7 @@ class Progress:
     lessons: dict[str, str] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES_SHOWN))
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=2))
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     started: float = field(default_factory=time.monotonic)
 
 
@@ -101,7 +103,6 @@ class TerminalView:
             if self._console.is_terminal and not quiet
             else None
         )
-        self._lines_printed = 0
         self._phase_printed = ""
 
     def __enter__(self) -> Self:
@@ -123,9 +124,8 @@ class TerminalView:
         if progress.phase != self._phase_printed and progress.phase != "training":
             self._phase_printed = progress.phase
             self._console.print(f"[{_elapsed(progress)}] {progress.phase}", highlight=False, markup=False)
-        if progress.step > self._lines_printed:
-            self._lines_printed = progress.step
-            self._console.print(_line(progress), highlight=False, markup=False)
+        while progress.lines:
+            self._console.print(progress.lines.popleft(), highlight=False, markup=False)
 
     def render(self) -> RenderableType:
         """The whole view as one renderable."""
@@ -143,7 +143,8 @@ def _elapsed(progress: Progress) -> str:
     return f"{seconds // 60}:{seconds % 60:02d}"
 
 
-def _line(progress: Progress) -> str:
+def step_line(progress: Progress) -> str:
+    """The present update in one line."""
     reward = progress.rewards[-1] if progress.rewards else float("nan")
     return (
         f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  reward {reward:.3f}  "
@@ -173,7 +174,7 @@ def _numbers(progress: Progress) -> RenderableType:
     grid.add_row("pace", "", Text(pace))
     staleness = f"{progress.staleness:.2f} of at most {progress.staleness_budget} updates"
     grid.add_row("staleness", "", Text(staleness))
-    if progress.ledger:
+    if progress.ledger.get("started"):
         counts = "  ".join(f"{state} {count:,}" for state, count in progress.ledger.items() if count)
         grid.add_row("rollouts", "", Text(counts, style="dim"))
     return grid

@@ -65,6 +65,8 @@ def train(
         time.monotonic() - started,
         conductor.training_s,
         lessons=conductor.lessons,
+        failed_groups=conductor.failed_groups,
+        last_failure=conductor.last_failure,
         **conductor.results,
     )
 

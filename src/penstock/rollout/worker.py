@@ -65,6 +65,7 @@ class RolloutWorker:
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
+        on_failure: Told of every failed group and why.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RolloutWorker:
         lockstep: bool,
         evaluate: Callable[[WeightVersion], None],
         log_samples: SampleLog,
+        on_failure: Callable[[Ticket, str], None] = lambda ticket, reason: None,
     ) -> None:
         self.worker_id = worker_id
         self._manager = manager
@@ -91,6 +93,7 @@ class RolloutWorker:
         self._lockstep = lockstep
         self._evaluate = evaluate
         self._log_samples = log_samples
+        self._on_failure = on_failure
         self._stopping = threading.Event()
         self._version: WeightVersion | None = None
         self._counting = threading.Lock()
@@ -243,6 +246,7 @@ class RolloutWorker:
             self.last_failure = str(failure)
             in_a_row = self._failures_in_a_row
         self._tickets.fail(ticket, "invalid", str(failure))
+        self._on_failure(ticket, str(failure))
         if in_a_row >= self._config.max_consecutive_failures:
             raise RunFailed(
                 f"{in_a_row} groups in a row failed (rollout.max_consecutive_failures); "

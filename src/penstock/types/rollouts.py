@@ -233,6 +233,7 @@ class RolloutBatchStats:
         response_tokens: Mean tokens per response.
         truncated_fraction: Share of rollouts cut by a length limit.
         rewards: The episode rewards, in the batch's order.
+        prompts: For each of them the key of its problem: answers to one problem are no independent draws.
         metrics: The environment's own metrics.
     """
 
@@ -245,6 +246,7 @@ class RolloutBatchStats:
     response_tokens: float
     truncated_fraction: float
     rewards: tuple[float, ...] = ()
+    prompts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
@@ -269,6 +271,7 @@ class RolloutBatchStats:
             response_tokens=_mean([float(len(r.response_tokens)) for r in rollouts]),
             truncated_fraction=_mean([float(r.finish_reason == "length") for r in rollouts]),
             rewards=tuple(rewards),
+            prompts=tuple(g.key for g in batch.groups for _ in g.rollouts),
             metrics=dict(metrics or {}),
         )
 
