@@ -12,7 +12,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 _Z = NormalDist().inv_cdf(0.975)
-_MOST_EXACT_FREEDOM = 200
 
 
 class Interval(NamedTuple):
@@ -122,28 +121,7 @@ def _variance_of_mean(values: Sequence[float], labels: Sequence[Hashable]) -> fl
 
 
 def _t_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t.
+    """The 97.5% quantile of Student's t."""
+    from scipy.special import stdtrit  # here, because it costs a moment that most commands need not pay
 
-    By bisection of the exact distribution for whole degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4);
-    beyond 200 by three terms of its expansion around the normal's (26.7.5), exact to 1e-7 there.
-    """
-    if freedom > _MOST_EXACT_FREEDOM:
-        z, v = _Z, float(freedom)
-        return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-    low, high = 0.0, 13.0  # 12.706 at one degree of freedom
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_two_sided(middle, freedom) < 0.95 else (low, middle)
-    return low
-
-
-def _t_two_sided(t: float, freedom: int) -> float:
-    """P(|T| < t)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for index in range(2 + odd, freedom + 1, 2):  # terms cos^(index - 2), up to cos^(freedom - 2)
-        total += term
-        term *= math.cos(angle) ** 2 * (index - 1) / index
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return float(stdtrit(freedom, 0.975))
