@@ -58,7 +58,7 @@ def loop_of(fakes: Fakes, **changes) -> TrainingLoop:
         "checkpoint_every": 1,
         **changes,
     }
-    return TrainingLoop(fakes, fakes, fakes, **settings)
+    return TrainingLoop(fakes, fakes, fakes, fakes, **settings)
 
 
 def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last_is_not_published():

@@ -14,11 +14,13 @@ from pathlib import Path
 import simulation
 
 from penstock.batch import DeadlineBatchMaker
-from penstock.replay import ReplayBuffer, ReplayConfig, RolloutStore, TicketIssuer
+from penstock.replay import ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig, TicketIssuer
 from penstock.rundir import RunDirectory, write_atomically
 from penstock.types import Stopped
 
-CONFIG = ReplayConfig(groups_per_batch=3, staleness_budget=1, seal_rollouts=4, max_failed_groups_per_batch=10_000)
+CONFIG = ReplayBufferConfig(
+    groups_per_batch=3, staleness_budget=1, store=StoreConfig(buffer_size=4), max_failed_groups_per_batch=10_000
+)
 CHECKPOINT_EVERY = 3
 
 
@@ -58,7 +60,7 @@ def main(path: str, steps: int) -> None:
     ledger, curriculum = store.open_ledger(lineage), simulation.Curriculum()
     issuer = TicketIssuer(CONFIG, 7, lineage, curriculum, ledger, simulation.GROUP_SIZES.__getitem__)
     maker = DeadlineBatchMaker(max_tokens=16)
-    buffer = ReplayBuffer(CONFIG, store, issuer, ledger, maker, curriculum_hook=curriculum.update)
+    buffer = ReplayBuffer(CONFIG, store, maker, issuer, curriculum_hook=curriculum.update)
     if states is not None:
         curriculum.restore(states["curriculum"])
         issuer.restore(states["issuer"])

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock.batch import DeadlineBatchMaker
-from penstock.replay import Ledger, Lineages, ReplayBuffer, ReplayConfig, TicketIssuer
-from penstock.replay.history import History, SealedRollout, StoredBatch
-from penstock.rundir import newest_weight_step
+from penstock.replay import Ledger, Lineages, ReplayBuffer, ReplayBufferConfig, TicketIssuer
+from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.types import (
     RLExample,
     Rollout,
@@ -71,15 +70,27 @@ class MemoryStore:
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
         return [r for r in self.sealed.values() if group_ids is None or r.group_id in group_ids]
 
+    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+        return ()
+
+    def expire(self, names: Collection[str]) -> None:
+        assert not names
+
+    def maintain(self) -> None:
+        pass
+
     def history(self) -> History:
         sealed = [
-            SealedRollout(i, r.group_id, WeightVersion(r.rollout.metadata.lineage, newest_weight_step(r.rollout)))
+            SealedRollout(i, r.group_id, WeightVersion(r.rollout.metadata.lineage, r.rollout.newest_weight_step))
             for i, r in self.sealed.items()
         ]
         return History(
             {row["ticket_id"]: row["rollouts"] for row in self.tickets.rows},
             {each.rollout_id: each for each in sealed},
-            {row["rollout_id"]: row["fate"] for row in self.fates.rows},
+            {
+                row["rollout_id"]: LoggedFate(row["fate"], WeightVersion(row["lineage"], row["step"]))
+                for row in self.fates.rows
+            },
             list(self.batches),
         )
 
@@ -182,7 +193,7 @@ class Simulation:
 
     def __init__(
         self,
-        config: ReplayConfig,
+        config: ReplayBufferConfig,
         world: World,
         store=None,
         ledger: Ledger | None = None,
@@ -198,10 +209,8 @@ class Simulation:
         self.issuer = TicketIssuer(
             config, 7, lineage, self.curriculum, self.ledger, GROUP_SIZES.__getitem__, self.clock
         )
-        maker = DeadlineBatchMaker(max_tokens=16, ordered=config.synchronous)
-        self.buffer = ReplayBuffer(
-            config, self.store, self.issuer, self.ledger, maker, self.clock, self.curriculum.update
-        )
+        maker = DeadlineBatchMaker(max_tokens=16, max_samples=config.max_samples, ordered=config.synchronous)
+        self.buffer = ReplayBuffer(config, self.store, maker, self.issuer, self.clock, self.curriculum.update)
         self.step = 0
         if states is not None:
             self.curriculum.restore(states["curriculum"])
@@ -342,7 +351,7 @@ class Simulation:
         assert len(ids) == len(set(ids))
         for example in batch.examples:
             oldest = int(example.weight_steps[example.loss_mask].min())
-            assert batch.step - self.config.step_delay <= oldest <= batch.step
+            assert batch.step - self.config.max_rollout_step_delay <= oldest <= batch.step
         for group_id in batch.group_ids:
             ticket = self.admitted.get(group_id)
             fresh = not any(i.startswith(f"{group_id}/") for i in self.uses)

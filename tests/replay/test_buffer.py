@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from penstock.replay import ReplayConfig
+from penstock.batch import BatchMakerConfig
+from penstock.replay import ReplayBufferConfig, StoreConfig
 from penstock.types import NoProgressError, RunFailed, Stopped
 
 
@@ -15,8 +16,8 @@ def run(sim):
     """A run without workers: tickets are taken and groups delivered by hand."""
 
     def make(**config):
-        fields = dict(groups_per_batch=2, staleness_budget=1, seal_rollouts=1)
-        return sim.Simulation(ReplayConfig(**fields | config), sim.World(slots=0))
+        fields = dict(groups_per_batch=2, staleness_budget=1, store=StoreConfig(buffer_size=1))
+        return sim.Simulation(ReplayBufferConfig(**fields | config), sim.World(slots=0))
 
     return make
 
@@ -70,7 +71,7 @@ def test_batches_come_in_the_order_of_updates(sim, run):
 
 
 def test_a_group_is_trainable_only_when_its_file_is_written(sim, run):
-    run = run(seal_rollouts=1000)
+    run = run(store=StoreConfig(buffer_size=1000))
     tickets = run.issuer.acquire(2, 0)
     give(sim, run, tickets)
     assert run.store.files == 0 and run.issuer.outstanding.trainable == 0
@@ -79,7 +80,7 @@ def test_a_group_is_trainable_only_when_its_file_is_written(sim, run):
 
 
 def test_files_are_written_at_a_size_or_at_an_age(sim, run):
-    run = run(seal_rollouts=4, seal_s=5.0, groups_per_batch=8)
+    run = run(store=StoreConfig(buffer_size=4, seal_s=5.0), groups_per_batch=8)
     tickets = [ticket for ticket in run.issuer.acquire(9, 0) if ticket.lesson_id == "easy"][:4]
     give(sim, run, tickets[:1])
     assert run.store.files == 0
@@ -205,7 +206,7 @@ def test_above_capacity_the_oldest_groups_are_evicted(sim, run):
 
 
 def test_the_curriculum_hears_of_every_group_once_filtered_ones_included(sim, run):
-    run = run(filter_zero_variance=True)
+    run = run(batch_maker=BatchMakerConfig(filter_zero_variance=True))
     tickets = run.issuer.acquire(3, 0)
     sizes = [sim.GROUP_SIZES[ticket.lesson_id] for ticket in tickets]
     sim.deliver(run.buffer, sim.make_group(tickets[0], [0.5] * sizes[0], timestamp=run.now))
@@ -256,7 +257,7 @@ def test_the_last_group_wakes_a_waiting_learner(sim, run):
 
 
 def test_close_wakes_everybody_and_keeps_what_was_delivered(sim, run):
-    run = run(seal_rollouts=1000)
+    run = run(store=StoreConfig(buffer_size=1000))
     tickets = run.issuer.acquire(2, 0)
     give(sim, run, tickets[:1])
     endings = []
@@ -313,7 +314,7 @@ def test_versions_only_grow(sim, run):
 
 def test_many_threads_and_one_learner(sim):
     """Eight workers deliver in any order while batches are taken; the books close and nothing is used twice."""
-    config = ReplayConfig(groups_per_batch=4, staleness_budget=2, seal_rollouts=6)
+    config = ReplayBufferConfig(groups_per_batch=4, staleness_budget=2, store=StoreConfig(buffer_size=6))
     run = sim.Simulation(config, sim.World(slots=0))
     run.now = time.time()
     failures = []

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from penstock.replay import STATES, ReplayConfig
+from penstock.replay import STATES, ReplayBufferConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
 
@@ -11,7 +11,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
 def test_the_worked_example_happens_as_it_is_told(sim):
     rows = re.findall(r"^\| [^|]+ \| (\d) \| (\d) \| (\d) \| ([a-f ]+?) ?[,(|]", PAGE, re.MULTILINE)
     told = [(int(u), int(v), int(limit), set(names.split())) for u, v, limit, names in rows]
-    run = sim.Simulation(ReplayConfig(groups_per_batch=2, staleness_budget=1), sim.World(slots=0))
+    run = sim.Simulation(ReplayBufferConfig(groups_per_batch=2, staleness_budget=1), sim.World(slots=0))
     names, tickets, seen = {}, {}, []
 
     def look():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.replay import FreshnessWindow
+from penstock.replay import FreshnessRules, ReplayBufferConfig
 from penstock.replay.inspection import Inspector
 from penstock.types import RolloutGroup, Ticket, WeightVersion
 
@@ -20,7 +20,7 @@ def inspect(sim):
     def run(change, survives=lambda version: True):
         group = sim.make_group(TICKET, [0, 1, 0], timestamp=50.0)
         members = change(list(group.rollouts))
-        inspector = Inspector(FreshnessWindow(1, 60.0), survives)
+        inspector = Inspector(FreshnessRules(ReplayBufferConfig(max_rollout_timestamp_delay=60.0)), survives)
         return inspector.inspect(replace(group, rollouts=tuple(members)), TICKET, EXPECTED, 6, 100.0)
 
     return run
@@ -90,5 +90,5 @@ def test_a_group_of_nothing_but_bad_members(inspect):
 
 def test_inspection_leaves_the_group_alone(sim):
     group = sim.make_group(TICKET, [0, 1, 0], timestamp=50.0)
-    Inspector(FreshnessWindow(0, None), lambda version: True).inspect(group, TICKET, EXPECTED, 6, 100.0)
+    Inspector(FreshnessRules(ReplayBufferConfig(max_rollout_timestamp_delay=-1)), lambda version: True).inspect(group, TICKET, EXPECTED, 6, 100.0)
     assert isinstance(group, RolloutGroup) and len(group.rollouts) == 3

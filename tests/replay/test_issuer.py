@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from penstock.replay import Ledger, ReplayConfig, TicketIssuer
+from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer
 from penstock.types import RunFailed, Stopped, fold
 
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 def issuer_of(b=2, s=1, lineage=0, ledger=None, clock=None, chooser=None, **config):
-    config = ReplayConfig(groups_per_batch=b, staleness_budget=s, **config)
+    config = ReplayBufferConfig(groups_per_batch=b, staleness_budget=s, **config)
     return TicketIssuer(
         config, 7, lineage, chooser or OneLesson(), ledger or Ledger(), lambda lesson: 3, clock or Clock()
     )
@@ -37,7 +37,7 @@ def finish(issuer, *tickets):
 
 def take(issuer, *tickets):
     with issuer.changed:
-        return issuer.take([ticket.ticket_id for ticket in tickets])
+        return issuer.take(issuer.update, [ticket.ticket_id for ticket in tickets])
 
 
 def test_nothing_is_admitted_before_an_engine_serves():
@@ -217,5 +217,5 @@ def test_the_number_of_overtakes_counts_groups_ahead_of_an_older_one():
     issuer = issuer_of(b=2, s=2)
     issuer.set_serving_step(0)
     tickets = issuer.acquire(6, 0.0)
-    assert take(issuer, tickets[0], tickets[3]) == 1
-    assert take(issuer, tickets[1], tickets[2]) == 0
+    assert take(issuer, tickets[0], tickets[3])["replay/overtakes"] == 1
+    assert take(issuer, tickets[1], tickets[2])["replay/overtakes"] == 0

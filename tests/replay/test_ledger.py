@@ -16,16 +16,15 @@ def ticket(index=0):
 
 def begin(ledger, index=0, size=2):
     ledger.count_started(ticket(index), size)
-    ids = rollout_ids(f"cats-0-{index}", size)
-    ledger.open(ids)
-    return ids
+    ledger.open(f"cats-0-{index}", size)
+    return rollout_ids(f"cats-0-{index}", size)
 
 
 def test_a_rollout_is_in_flight_then_waiting_then_at_its_end():
     ledger = Ledger()
     first, second = begin(ledger)
     assert ledger.snapshot() == {"started": 2, **dict.fromkeys(STATES, 0), "in_flight": 2}
-    ledger.deliver([first, second])
+    ledger.deliver("cats-0-0")
     ledger.settle([first], "trained", 2, "")
     assert ledger.snapshot() == {"started": 2, **dict.fromkeys(STATES, 0), "waiting": 1, "trained": 1}
     ledger.check({second})
@@ -41,7 +40,7 @@ def test_the_states_are_those_of_the_design():
 def test_what_generators_count_is_independent_of_the_sum():
     ledger = Ledger()
     ledger.count_started(ticket(), 3)
-    ledger.open(rollout_ids("cats-0-0", 2))  # one rollout was lost on the way
+    ledger.open("cats-0-0", 2)  # one rollout was lost on the way
     with pytest.raises(RunFailed, match=r"3 rollouts were started, 2 are accounted for \(in_flight 2\).*cats-0-0/0"):
         ledger.check()
 
@@ -52,8 +51,8 @@ def test_a_second_fate_or_a_second_start_is_an_error_that_names_the_rollout():
     ledger.settle([first], "invalid", 0, "")
     with pytest.raises(RunFailed, match="cats-0-0/0 is not live"):
         ledger.settle([first], "trained", 0, "")
-    with pytest.raises(RunFailed, match="cats-0-0/1 was started twice"):
-        ledger.open(["cats-0-0/1"])
+    with pytest.raises(RunFailed, match="cats-0-0 was started twice"):
+        ledger.open("cats-0-0", 2)
 
 
 def test_ids_that_nobody_holds_are_named():
@@ -97,7 +96,7 @@ def test_the_books_close_under_any_sequence(steps):
         group, state = f"cats-0-{index}", model.get(index)
         try:
             if action == "start":
-                ledger.open([f"{group}/0"])
+                ledger.open(group, 1)
                 ledger.count_started(ticket(index), 1)
                 assert state not in ("in_flight", "waiting")
                 if state is not None:  # a ticket id is used once in a run; here it starts a further rollout
@@ -106,7 +105,7 @@ def test_the_books_close_under_any_sequence(steps):
             else:
                 before = ledger.snapshot()
                 if action == "deliver":
-                    ledger.deliver([f"{group}/0"])
+                    ledger.deliver(group)
                 else:
                     ledger.settle([f"{group}/0"], action, 0, "")
                 assert sum(ledger.snapshot().values()) == sum(before.values())

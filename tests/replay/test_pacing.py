@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.replay import ReplayConfig
+from penstock.batch import BatchMakerConfig
+from penstock.replay import ReplayBufferConfig, StoreConfig
 from penstock.types import RunFailed
 
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,10 +28,10 @@ def worlds(draw):
 @QUIET
 @given(worlds(), st.integers(1, 5), st.integers(0, 4), st.booleans(), st.sampled_from([1, 2, -1]))
 def test_every_update_is_formed_and_nothing_is_trained_late(sim, world, b, s, filtering, samples):
-    config = ReplayConfig(
+    config = ReplayBufferConfig(
         groups_per_batch=b,
         staleness_budget=s,
-        filter_zero_variance=filtering,
+        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
         max_samples=samples,
         max_failed_groups_per_batch=10_000,
         straggler_timeout_s=1e6,
@@ -46,7 +47,7 @@ def test_every_update_is_formed_and_nothing_is_trained_late(sim, world, b, s, fi
 @QUIET
 @given(worlds(), st.integers(1, 4), st.integers(0, 3))
 def test_generators_that_hang_cost_a_timeout_and_not_the_run(sim, world, b, s):
-    config = ReplayConfig(
+    config = ReplayBufferConfig(
         groups_per_batch=b, staleness_budget=s, straggler_timeout_s=50, max_failed_groups_per_batch=10_000
     )
     simulation = sim.Simulation(config, sim.World(**world | {"hanging": 0.3}))
@@ -59,10 +60,10 @@ def test_generators_that_hang_cost_a_timeout_and_not_the_run(sim, world, b, s):
 @given(worlds(), worlds(), st.integers(1, 5), st.booleans())
 def test_at_staleness_zero_only_tickets_matter(sim, world, other, b, filtering):
     """Two schedules that agree in nothing but outcomes train the same groups in the same order."""
-    config = ReplayConfig(
+    config = ReplayBufferConfig(
         groups_per_batch=b,
         staleness_budget=0,
-        filter_zero_variance=filtering,
+        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
         max_failed_groups_per_batch=10_000,
         straggler_timeout_s=1e6,
     )
@@ -78,7 +79,7 @@ def test_at_staleness_zero_only_tickets_matter(sim, world, other, b, filtering):
 
 def test_a_fast_group_may_not_overtake_when_a_slow_one_would_then_be_late(sim):
     """B = 1, S = 2: two groups due at update 2 are slow; update 1 must take one of them, not the fast third."""
-    config = ReplayConfig(groups_per_batch=1, staleness_budget=2, seal_rollouts=1)
+    config = ReplayBufferConfig(groups_per_batch=1, staleness_budget=2, store=StoreConfig(buffer_size=1))
     run = sim.Simulation(config, sim.World(slots=0))
     first, slow, slower = run.issuer.acquire(3, 0)
     assert {t.deadline_step for t in (first, slow, slower)} == {2}
@@ -103,7 +104,7 @@ def test_a_fast_group_may_not_overtake_when_a_slow_one_would_then_be_late(sim):
 
 def test_a_pressing_group_is_taken_before_one_that_finished_earlier(sim):
     """The batch maker orders by arrival; what presses because of a later deadline comes first all the same."""
-    config = ReplayConfig(groups_per_batch=1, staleness_budget=2, seal_rollouts=1)
+    config = ReplayBufferConfig(groups_per_batch=1, staleness_budget=2, store=StoreConfig(buffer_size=1))
     run = sim.Simulation(config, sim.World(slots=0))
     first, slow, slower = run.issuer.acquire(3, 0)
     sim.deliver(run.buffer, sim.make_group(first, [0, 1, 1], timestamp=run.now))
@@ -118,7 +119,7 @@ def test_a_pressing_group_is_taken_before_one_that_finished_earlier(sim):
 
 
 def test_without_pressure_the_oldest_finished_group_goes_first(sim):
-    config = ReplayConfig(groups_per_batch=1, staleness_budget=1, seal_rollouts=1)
+    config = ReplayBufferConfig(groups_per_batch=1, staleness_budget=1, store=StoreConfig(buffer_size=1))
     run = sim.Simulation(config, sim.World(slots=0))
     first, second = run.issuer.acquire(9, 0)
     for ticket in (second, first):
@@ -127,7 +128,7 @@ def test_without_pressure_the_oldest_finished_group_goes_first(sim):
 
 
 def test_when_the_filter_leaves_nothing_the_run_ends_with_the_lessons_and_the_remedy(sim):
-    config = ReplayConfig(groups_per_batch=2, filter_zero_variance=True)
+    config = ReplayBufferConfig(groups_per_batch=2, batch_maker=BatchMakerConfig(filter_zero_variance=True))
     simulation = sim.Simulation(config, sim.World(flat=1.0))
     with pytest.raises(RunFailed, match=r"filtered 64 groups.*easy \(\d+ groups, mean reward 0.5\).*hard") as error:
         simulation.run(1)
@@ -135,6 +136,6 @@ def test_when_the_filter_leaves_nothing_the_run_ends_with_the_lessons_and_the_re
 
 
 def test_when_every_group_fails_the_run_ends_with_the_last_reason(sim):
-    simulation = sim.Simulation(ReplayConfig(groups_per_batch=2), sim.World(failing=1.0))
+    simulation = sim.Simulation(ReplayBufferConfig(groups_per_batch=2), sim.World(failing=1.0))
     with pytest.raises(RunFailed, match="64 groups failed.*lesson .*: the environment raised"):
         simulation.run(1)

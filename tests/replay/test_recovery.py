@@ -6,9 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.replay import FATES, ReplayConfig, RolloutStore
+from penstock.batch import BatchMakerConfig
+from penstock.replay import FATES, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.replay.draws import parse_ticket_id
-from penstock.replay.history import History, SealedRollout, StoredBatch
+from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.replay.recovery import CheckpointView, plan_recovery
 from penstock.rundir import RunDirectory, atomic, logs
 from penstock.types import CheckpointError, WeightVersion
@@ -40,13 +41,18 @@ def audit(directory, lineage, step):
 
 def config_of(s, **changes):
     fields = dict(groups_per_batch=2, staleness_budget=s, max_failed_groups_per_batch=10_000, straggler_timeout_s=1e6)
-    return ReplayConfig(**fields | changes)
+    return ReplayBufferConfig(**fields | changes)
 
 
 @pytest.mark.parametrize("filtering", [False, True])
 @pytest.mark.parametrize("schedule", range(4))
 def test_at_staleness_zero_a_resumed_run_trains_what_an_unbroken_one_does(sim, tmp_path, no_fsync, schedule, filtering):
-    config = config_of(0, groups_per_batch=4, filter_zero_variance=filtering, seal_rollouts=1)
+    config = config_of(
+        0,
+        groups_per_batch=4,
+        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
+        store=StoreConfig(buffer_size=1),
+    )
     world = dict(outcome_seed=3, failing=0.15, flat=0.2, malformed=0.1)
     straight = sim.Simulation(config, sim.World(schedule_seed=99, **world))
     expected = straight.run(6)
@@ -74,7 +80,7 @@ def reasons(directory):
 
 
 def test_cohorts_sampled_under_the_forks_weights_are_not_generated_again(sim, tmp_path, no_fsync):
-    config = config_of(0, seal_rollouts=1)
+    config = config_of(0, store=StoreConfig(buffer_size=1))
     directory = RunDirectory.create(tmp_path / "run", {})
     dead = start(sim, config, sim.World(), directory, checkpoint_every=3)
     dead.run(5)
@@ -84,13 +90,13 @@ def test_cohorts_sampled_under_the_forks_weights_are_not_generated_again(sim, tm
     assert [parse_ticket_id(group)[1] for group in reused] == [0, 0]  # update 3, from version 3
     assert [parse_ticket_id(group)[1] for group in generated] == [1, 1]  # update 4, from lineage 1's version 4
     assert dead.trained[4].keys == resumed.trained[1].keys
-    rolled_back = [i for i, fate in audit(directory, 1, 5)[0].fates.items() if fate == "rolled_back"]
+    rolled_back = [i for i, fate in audit(directory, 1, 5)[0].fates.items() if fate.fate == "rolled_back"]
     assert {i.rpartition("/")[0] for i in rolled_back} == set(dead.trained[4].batch.group_ids)
 
 
 def test_a_group_that_the_curriculum_knew_at_the_checkpoint_is_not_told_again(sim, tmp_path):
     """Delivered before the checkpoint, delivered after it, and never delivered: told never, once, once."""
-    config = config_of(1, seal_rollouts=1)
+    config = config_of(1, store=StoreConfig(buffer_size=1))
     disk = sim.MemoryStore(tmp_path / "lineages.jsonl")
     dead = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger())
     before, after, running, _ = dead.issuer.acquire(4, 0)
@@ -117,7 +123,7 @@ def test_a_group_that_the_curriculum_knew_at_the_checkpoint_is_not_told_again(si
 @pytest.fixture
 def after_the_checkpoint(sim, tmp_path):
     """A life at S = 1 that checkpointed at step 1 before version 1 was published, then finished two groups more."""
-    config = config_of(1, groups_per_batch=1, seal_rollouts=1)
+    config = config_of(1, groups_per_batch=1, store=StoreConfig(buffer_size=1))
     disk = sim.MemoryStore(tmp_path / "lineages.jsonl")
     dead = sim.Simulation(config, sim.World(slots=0), disk, disk.open_ledger())
 
@@ -174,7 +180,12 @@ def test_the_ledger_closes_after_crashes_at_any_point(
     sim, tmp_path_factory, s, samples, lives, filtering, every, explicit
 ):
     """Several lives in a row, each ending anywhere, resumed from the newest checkpoint or from any earlier one."""
-    config = config_of(s, max_samples=samples, filter_zero_variance=filtering, seal_rollouts=4)
+    config = config_of(
+        s,
+        max_samples=samples,
+        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
+        store=StoreConfig(buffer_size=4),
+    )
     world = dict(outcome_seed=1, failing=0.1, flat=0.2, malformed=0.1)
     disk = sim.MemoryStore(tmp_path_factory.mktemp("run") / "lineages.jsonl")
     states, checkpoints = None, {}
@@ -207,9 +218,10 @@ def test_the_ledger_closes_after_crashes_at_any_point(
     assert set(groups.values()) == {1}, "a ticket was trained under two ids"
     counts = last.ledger.snapshot()
     assert counts["started"] == sum(len(ids) for ids in history.tickets().values())
-    by_log = Counter(fate for fate in history.fates.values() if fate in FATES)
+    by_log = Counter(logged.fate for logged in history.fates.values() if logged.fate in FATES)
     assert {fate: counts[fate] for fate in FATES if counts[fate]} == dict(by_log)
-    live = [i for ids in history.tickets().values() for i in ids if history.fates.get(i) not in FATES]
+    ended = {i for i, logged in history.fates.items() if logged.fate in FATES}
+    live = [i for ids in history.tickets().values() for i in ids if i not in ended]
     assert len(live) == counts["in_flight"] + counts["waiting"]
 
 
@@ -220,14 +232,23 @@ def sealed(rollout_id, lineage=0, step=0):
     return rollout_id, SealedRollout(rollout_id, rollout_id.rpartition("/")[0], WeightVersion(lineage, step))
 
 
-def plan(history, outstanding=(), drawn=0, step=3, reusable=()):
+def logged(step=2, lineage=0, **fates):
+    return {f"a-0-{name[1:-1]}/{name[-1]}": LoggedFate(fate, WeightVersion(lineage, step)) for name, fate in fates.items()}
+
+
+def key_of(ticket):
+    lesson_id, _, index = parse_ticket_id(ticket)
+    return lesson_id, index
+
+
+def plan(history, outstanding=(), drawn=0, step=3, alive=None):
     """Resuming lineage 0 at a step, with so many tickets of lesson a drawn."""
-    keys = {("a", int(ticket.rsplit("-", 1)[1])): ticket for ticket in outstanding}
     view = CheckpointView(
         step,
-        keys,
-        reusable,
-        lambda lesson, index: index < drawn,
+        {key_of(ticket): ticket for ticket in outstanding},
+        alive or {},
+        key_of,
+        lambda key: key[1] < drawn,
         lambda version: version.lineage == 0 and version.step <= step,
     )
     return plan_recovery(history, view)
@@ -237,7 +258,7 @@ def test_what_was_settled_before_the_checkpoint_keeps_its_fate():
     history = History(
         started={"a-0-0": 2, "a-0-1": 1},
         sealed=dict([sealed("a-0-0/0"), sealed("a-0-0/1"), sealed("a-0-1/0")]),
-        fates={"a-0-0/0": "trained", "a-0-0/1": "stale_step", "a-0-1/0": "filtered"},
+        fates=logged(r00="trained", r01="stale_step", r10="filtered"),
         batches=[StoredBatch("b", WeightVersion(0, 2), ("a-0-0/0",))],
     )
     outcome = plan(history, drawn=2)
@@ -259,7 +280,7 @@ def test_an_outstanding_group_comes_back_unless_it_saw_later_weights():
     history = History(
         started={"a-0-0": 2, "a-0-1": 1, "a-0-2": 1},
         sealed=dict([sealed("a-0-0/0", step=3), sealed("a-0-0/1", step=2), sealed("a-0-1/0", step=4)]),
-        fates={"a-0-0/0": "trained"},
+        fates=logged(step=3, r00="trained"),
         batches=[StoredBatch("b", WeightVersion(0, 3), ("a-0-0/0", "a-0-0/1"))],
     )
     outcome = plan(history, ["a-0-0", "a-0-1", "a-0-2"], drawn=3)
@@ -297,8 +318,29 @@ def test_a_group_with_uses_left_comes_back_with_its_uses():
         {},
         [StoredBatch("b", WeightVersion(0, 1), ("a-0-0/0",)), StoredBatch("c", WeightVersion(0, 5), ("a-0-0/0",))],
     )
-    outcome = plan(history, drawn=1, reusable=["a-0-0"])
+    outcome = plan(history, drawn=1, alive={"a-0-0": ["a-0-0/0"]})
     assert outcome.waiting == {"a-0-0": ["a-0-0/0"]} and outcome.uses == {"a-0-0/0": 1} and not outcome.claims
+
+
+def test_of_a_group_with_uses_left_only_what_was_alive_comes_back():
+    """One member had all its uses before the checkpoint, one became stale before it, one was used up after it."""
+    history = History(
+        {"a-0-0": 3},
+        dict([sealed("a-0-0/0"), sealed("a-0-0/1"), sealed("a-0-0/2")]),
+        logged(step=1, r00="trained", r01="stale_step") | logged(step=5, r02="trained"),
+        [StoredBatch("b", WeightVersion(0, 1), ("a-0-0/0",)), StoredBatch("c", WeightVersion(0, 5), ("a-0-0/2",))],
+    )
+    outcome = plan(history, drawn=1, alive={"a-0-0": ["a-0-0/2"]})
+    assert outcome.waiting == {"a-0-0": ["a-0-0/2"]}
+    assert outcome.fates == {"trained": 1, "stale_step": 1}
+    assert [decision[:2] for decision in outcome.decisions] == [("a-0-0/2", "waiting")]
+
+
+def test_what_was_trained_before_the_checkpoint_is_known_without_its_batch_file():
+    history = History({"a-0-0": 1}, {}, logged(step=2, r00="trained"), [])  # files of final rollouts may be gone
+    assert plan(history, drawn=1).fates == {"trained": 1}
+    history = History({"a-0-0": 1}, dict([sealed("a-0-0/0")]), logged(step=3, r00="trained"), [])
+    assert plan(history, drawn=1).fates == {"rolled_back": 1}  # trained after the checkpoint
 
 
 def test_a_start_that_was_lost_with_the_machine_is_known_by_its_rows():
@@ -314,4 +356,4 @@ def test_states_that_do_not_fit_are_refused(sim, tmp_path):
     with pytest.raises(CheckpointError, match="buffer's state does not fit"):
         run.buffer.restore({"recorded": []})
     with pytest.raises(CheckpointError, match="cannot begin from lineage 5"):
-        run.buffer.restore({"recorded": [], "reusable": [], "lineage": 5})
+        run.buffer.restore({"recorded": [], "alive": {}, "lineage": 5})

@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.replay import ReplayConfig, RolloutStore
+from penstock.replay import ReplayBufferConfig, RolloutStore
 from penstock.rundir import RunDirectory, read_json_lines, table_from_records
 from penstock.types import RolloutRecord, RunDirectoryError, SchemaVersionError
 
@@ -22,7 +22,7 @@ def directory(tmp_path):
 def run(sim, directory):
     """Three updates of a simulated run, on disk."""
     store = RolloutStore(directory)
-    config = ReplayConfig(groups_per_batch=2, staleness_budget=1)
+    config = ReplayBufferConfig(groups_per_batch=2, staleness_budget=1)
     simulation = sim.Simulation(config, sim.World(failing=0.1), store, store.open_ledger())
     simulation.run(3)
     yield simulation

@@ -20,7 +20,6 @@ from penstock.rundir import (
     table_from_records,
     write_parquet,
 )
-from penstock.rundir.rollout_rows import newest_weight_step
 from penstock.types import InvalidRolloutError, RLExample, RolloutRecord, RunDirectoryError, SchemaVersionError
 
 
@@ -70,9 +69,9 @@ def test_log_probabilities_are_not_rounded(tmp_path, records):
 
 
 def test_the_newest_version_looks_at_sampled_tokens_only(records):
-    assert [newest_weight_step(record.rollout) for record in records] == [6, 0]
+    assert [record.rollout.newest_weight_step for record in records] == [6, 0]
     steps = np.array([4, 99, 5], np.int32)  # 99 stands at a tool's token
-    assert newest_weight_step(dataclasses.replace(records[0].rollout, response_weight_steps=steps)) == 5
+    assert dataclasses.replace(records[0].rollout, response_weight_steps=steps).newest_weight_step == 5
 
 
 def test_files_are_zstd_with_dictionaries_for_strings_and_split_floats(tmp_path, records):

@@ -15,22 +15,61 @@ if TYPE_CHECKING:
         rloo,
         valid_rollouts,
     )
+    from penstock.batch.config import (
+        BUILT_IN_MAKERS,
+        BatchMakerConfig,
+    )
+    from penstock.batch.deadline import (
+        DeadlineBatchMaker,
+    )
     from penstock.batch.examples import (
         check_trainable,
         example_from_pair,
         example_from_rollout,
         trainable_tokens,
     )
-    from penstock.batch.makers import BatchMaker, DeadlineBatchMaker
-    from penstock.batch.packing import PackedBatch, Placement, pack, place, stack, unpack
+    from penstock.batch.grpo import (
+        GrpoBatchMaker,
+    )
+    from penstock.batch.maker import (
+        BatchMaker,
+        Dropped,
+        PacedBatchMaker,
+        Unit,
+    )
+    from penstock.batch.making import (
+        make_batch_maker,
+    )
+    from penstock.batch.metadata import (
+        batch_metadata,
+    )
+    from penstock.batch.packing import (
+        PackedBatch,
+        Placement,
+        pack,
+        place,
+        stack,
+        unpack,
+    )
+    from penstock.batch.recency import (
+        RecencyBatchMaker,
+    )
 
 _EXPORTS = {
     "ADVANTAGES": "advantages",
+    "BUILT_IN_MAKERS": "config",
     "AdvantageName": "advantages",
-    "BatchMaker": "makers",
-    "DeadlineBatchMaker": "makers",
+    "BatchMaker": "maker",
+    "BatchMakerConfig": "config",
+    "DeadlineBatchMaker": "deadline",
+    "Dropped": "maker",
+    "GrpoBatchMaker": "grpo",
+    "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
     "Placement": "packing",
+    "RecencyBatchMaker": "recency",
+    "Unit": "maker",
+    "batch_metadata": "metadata",
     "check_trainable": "examples",
     "compute_advantages": "advantages",
     "dr_grpo": "advantages",
@@ -38,6 +77,7 @@ _EXPORTS = {
     "example_from_rollout": "examples",
     "grpo": "advantages",
     "has_signal": "advantages",
+    "make_batch_maker": "making",
     "pack": "packing",
     "place": "packing",
     "reinforce_pp": "advantages",
@@ -49,10 +89,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "ADVANTAGES", "AdvantageName", "BatchMaker", "DeadlineBatchMaker", "PackedBatch", "Placement",
-    "check_trainable", "compute_advantages", "dr_grpo", "example_from_pair", "example_from_rollout", "grpo",
-    "has_signal", "pack", "place", "reinforce_pp", "rloo", "stack", "trainable_tokens", "unpack",
-    "valid_rollouts",
+    "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
+    "Dropped", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch", "Placement", "RecencyBatchMaker", "Unit",
+    "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo", "example_from_pair", "example_from_rollout",
+    "grpo", "has_signal", "make_batch_maker", "pack", "place", "reinforce_pp", "rloo", "stack", "trainable_tokens",
+    "unpack", "valid_rollouts",
 ]  # fmt: skip
 
 

@@ -7,10 +7,10 @@ whole or refused; nothing is ever cut, because a cut answer would be trained wit
 
 import numpy as np
 
-from penstock.types import InvalidRolloutError, RLExample, Rollout
+from penstock.types import AnyRollout, InvalidRolloutError, RLExample
 
 
-def check_trainable(rollout: Rollout, max_tokens: int, allow_truncated_sampling: bool = False) -> None:
+def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampling: bool = False) -> None:
     """Refuses a rollout that no update could learn from.
 
     Args:
@@ -23,10 +23,11 @@ def check_trainable(rollout: Rollout, max_tokens: int, allow_truncated_sampling:
         InvalidRolloutError: naming the rollout, the field, and what to do.
     """
     name = f"rollout {rollout.rollout_id or '(no id)'}"
-    length = len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    mask = rollout.response_mask
+    length = len(rollout.prompt_tokens) + len(mask)
     if rollout.metadata is None:
         raise InvalidRolloutError(f"{name} has no metadata: attach it with Rollout.with_metadata")
-    if rollout.sampled_tokens == 0:
+    if not mask.any():
         raise InvalidRolloutError(f"{name} has an empty loss mask: the policy sampled none of its tokens")
     if rollout.finish_reason == "aborted":
         raise InvalidRolloutError(f"{name} was aborted: its reward belongs to an answer it did not finish")
@@ -52,7 +53,7 @@ def trainable_tokens(example: RLExample) -> int:
 
 
 def example_from_rollout(
-    rollout: Rollout, advantage: float, max_tokens: int, allow_truncated_sampling: bool = False
+    rollout: AnyRollout, advantage: float, max_tokens: int, allow_truncated_sampling: bool = False
 ) -> RLExample:
     """Makes the example of one rollout.
 
@@ -69,21 +70,28 @@ def example_from_rollout(
         InvalidRolloutError: the rollout cannot be trained on; see `check_trainable`.
     """
     check_trainable(rollout, max_tokens, allow_truncated_sampling)
-    prompt = len(rollout.prompt_tokens)
-    length = prompt + len(rollout.response_tokens)
-    mask = np.concatenate([np.zeros(prompt, np.bool_), rollout.response_mask])
-    logprobs = np.zeros(length, np.float32)
-    logprobs[prompt:] = rollout.response_logprobs
+    return assemble_example(rollout, advantage)
+
+
+def assemble_example(rollout: AnyRollout, advantage: float) -> RLExample:
+    """The example of a rollout that `check_trainable` let pass; see `example_from_rollout`."""
+    prompt_tokens, response_mask = rollout.prompt_tokens, rollout.response_mask
+    prompt, length = len(prompt_tokens), len(prompt_tokens) + len(response_mask)
+    mask = np.zeros(length, np.bool_)
+    mask[prompt:] = response_mask
+    advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    np.copyto(advantages, advantage, where=mask)
+    np.copyto(logprobs[prompt:], rollout.response_logprobs, where=response_mask)
     return RLExample(
-        tokens=np.concatenate([rollout.prompt_tokens, rollout.response_tokens]),
+        tokens=np.concatenate((prompt_tokens, rollout.response_tokens)),
         loss_mask=mask,
         segment_ids=np.ones(length, np.int32),
         position_ids=np.arange(length, dtype=np.int32),
-        advantage=np.where(mask, np.float32(advantage), np.float32(0)),
-        generator_log_probs=np.where(mask, logprobs, np.float32(0)),
+        advantage=advantages,
+        generator_log_probs=logprobs,
         reference_log_probs=None,
         temperature=np.full(length, rollout.decoding.temperature, np.float32),
-        weight_steps=_weight_steps(rollout, mask),
+        weight_steps=_weight_steps(rollout, response_mask, prompt),
         rollout_ids=(rollout.rollout_id,),
     )
 
@@ -119,8 +127,8 @@ def example_from_pair(prompt_tokens: np.ndarray, response_tokens: np.ndarray) ->
     )
 
 
-def _weight_steps(rollout: Rollout, mask: np.ndarray) -> np.ndarray:
-    """The version per token, −1 outside the mask.
+def _weight_steps(rollout: AnyRollout, response_mask: np.ndarray, prompt: int) -> np.ndarray:
+    """The version per token, −1 where the policy sampled none.
 
     A prompt cache older than the first sampled token makes the whole sequence as old as that cache.
     """
@@ -128,10 +136,10 @@ def _weight_steps(rollout: Rollout, mask: np.ndarray) -> np.ndarray:
     oldest = rollout.metadata.weight_step
     if rollout.oldest_weight_step is not None:
         oldest = min(oldest, rollout.oldest_weight_step)
-    steps = np.full(len(mask), -1, np.int32)
+    steps = np.full(prompt + len(response_mask), -1, np.int32)
     recorded = rollout.response_weight_steps
-    if recorded is not None and int(recorded[rollout.response_mask].min()) <= oldest:
-        steps[len(rollout.prompt_tokens) :] = recorded
+    if recorded is not None and int(recorded[response_mask].min()) <= oldest:
+        np.copyto(steps[prompt:], recorded, where=response_mask)
     else:
-        steps[:] = oldest
-    return np.where(mask, steps, np.int32(-1))
+        np.copyto(steps[prompt:], oldest, where=response_mask)
+    return steps

@@ -196,6 +196,7 @@ class Conductor:
     def _stop_worker(self, parts: Components) -> None:
         parts.worker.stop()
         parts.buffer.close()
+        parts.loader.stop(self._config.overseer.stop_timeout_s)
         if self._stopping.is_set():  # nobody waits for what still generates
             self._shut_down_manager(parts)
         left = self._crew.join(self._config.overseer.stop_timeout_s, [WEIGHTS_THREAD, TICKETS_THREAD])
@@ -262,6 +263,7 @@ class Conductor:
             states,
             self._config.overseer.keep_checkpoints,
         )
+        parts.buffer.checkpoint_saved()
         self._log.event("checkpoint", step, path=str(path))
 
     def refresh(self) -> None:

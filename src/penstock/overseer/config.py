@@ -8,7 +8,7 @@ from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import LearnerConfig
 from penstock.model.language.config import PolicyConfig
-from penstock.replay.config import ReplayConfig
+from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.tracking.config import TrackingConfig
 
@@ -62,7 +62,7 @@ class RunConfig(BaseModel):
     curriculum: CurriculumConfig
     inference: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
-    replay: ReplayConfig = ReplayConfig()
+    replay: ReplayBufferConfig = ReplayBufferConfig()
     learner: LearnerConfig = LearnerConfig()
     tracking: TrackingConfig = TrackingConfig()
     overseer: OverseerConfig = OverseerConfig()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.batch import DeadlineBatchMaker
+from penstock.batch import BatchMaker, make_batch_maker
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
@@ -19,11 +19,11 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import Ledger, ReplayBuffer, RolloutStore, TicketIssuer
+from penstock.replay import Ledger, ReplayBuffer, ReplayDataLoader, RolloutStore, TicketIssuer
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Checkpointable, RolloutGroup, WeightVersion
+from penstock.types import Checkpointable, RolloutGroup, WeightVersion, fold
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -60,6 +60,7 @@ class Components:
     ledger: Ledger
     store: RolloutStore
     buffer: ReplayBuffer
+    loader: ReplayDataLoader
     worker: RolloutWorker
     loop: TrainingLoop
 
@@ -115,16 +116,11 @@ def wire(
     def group_size_of(lesson_id: str) -> int:
         return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
-    store = RolloutStore(directory, config.replay.compression)
+    store = RolloutStore(directory, config.replay.store)
     ledger = store.open_ledger(lineage)
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
-    maker = DeadlineBatchMaker(
-        config.learner.loss.advantage,
-        config.learner.row_length,
-        ordered=config.replay.synchronous,
-        allow_truncated_sampling=config.learner.allow_truncated_sampling,
-    )
-    buffer = ReplayBuffer(config.replay, store, issuer, ledger, maker, curriculum_hook=on_group)
+    buffer = ReplayBuffer(config.replay, store, make_batch_makers(config), issuer, curriculum_hook=on_group)
+    loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
         manager,
@@ -146,6 +142,7 @@ def wire(
     )
     loop = TrainingLoop(
         learner,
+        loader,
         buffer,
         weights,
         lineage=lineage,
@@ -157,7 +154,7 @@ def wire(
         checkpoint_every=config.overseer.checkpoint_every,
     )
     parts = Components(
-        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, worker, loop
+        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, loader, worker, loop
     )
     if start.checkpoint is not None:
         for name, part in parts.checkpointables.items():
@@ -165,3 +162,21 @@ def wire(
         for event in curriculum.restored_events:
             on_curriculum_event(event)
     return parts
+
+
+def make_batch_makers(config: RunConfig) -> list[BatchMaker]:
+    """The run's batch makers: one for each environment that has its own, and one for the others."""
+    replay, learner = config.replay, config.learner
+    return [
+        make_batch_maker(
+            maker,
+            advantage=learner.loss.advantage,
+            max_tokens=learner.row_length,
+            max_samples=replay.max_samples,
+            ordered=replay.synchronous,
+            allow_truncated_sampling=learner.allow_truncated_sampling,
+            seed=fold(config.seed, "batch maker", name or ""),
+            environment_name=name,
+        )
+        for name, maker in [(None, replay.batch_maker), *replay.batch_makers.items()]
+    ]

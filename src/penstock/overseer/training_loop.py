@@ -18,7 +18,7 @@ from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch,
 
 
 class Commit(Protocol):
-    """What the replay buffer hears of the learner's steps, beside giving batches."""
+    """What the replay buffer hears of the learner's steps."""
 
     def finish_update(self, step: int) -> None:
         """Update `step` was applied: its rollouts are trained."""
@@ -29,16 +29,13 @@ class Commit(Protocol):
         ...
 
 
-class TrainingSource(BatchSource, Commit, Protocol):
-    """Batches, and the commits that follow them."""
-
-
 class TrainingLoop:
     """Runs updates until the last step or a stop request.
 
     Args:
         learner: Holds parameters and optimiser.
-        source: The replay buffer.
+        source: Gives batches.
+        commit: The replay buffer.
         sink: Where new weights go.
         lineage: Of this life of the run.
         steps: Version to reach.
@@ -52,7 +49,8 @@ class TrainingLoop:
     def __init__(
         self,
         learner: Learner,
-        source: TrainingSource,
+        source: BatchSource,
+        commit: Commit,
         sink: WeightSink,
         *,
         lineage: int,
@@ -65,6 +63,7 @@ class TrainingLoop:
     ) -> None:
         self._learner = learner
         self._source = source
+        self._commit = commit
         self._sink = sink
         self._lineage = lineage
         self._steps = steps
@@ -111,8 +110,8 @@ class TrainingLoop:
         self.doing = f"update {step}"
         metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step)}
         updated = time.perf_counter()
-        self._source.finish_update(step)
-        self._source.set_current_step(step + 1)
+        self._commit.finish_update(step)
+        self._commit.set_current_step(step + 1)
         if (step + 1) % self._checkpoint_every == 0:
             self._save(step + 1)
         metrics |= {

@@ -4,34 +4,61 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.replay.admission import Admission, OpenAdmission
     from penstock.replay.buffer import ReplayBuffer
-    from penstock.replay.config import ReplayConfig
-    from penstock.replay.freshness import FreshnessWindow
-    from penstock.replay.history import History
+    from penstock.replay.config import ReplayBufferConfig, StoreConfig, Tolerance
+    from penstock.replay.data_loader import ReplayDataLoader
+    from penstock.replay.file_storage import FileRolloutStorage
+    from penstock.replay.freshness import FreshnessRules, FreshnessWindow
+    from penstock.replay.history import History, LoggedFate
     from penstock.replay.issuer import TicketIssuer
     from penstock.replay.ledger import FATES, STATES, Ledger
     from penstock.replay.lineages import Lineages
+    from penstock.replay.memory_storage import MemoryRolloutStorage
+    from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
+    from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
+    from penstock.replay.storage_opening import open_rollout_storage
     from penstock.replay.store import ExperienceStore, RolloutStore
+    from penstock.replay.transfer import batch_from_buffer, batch_to_buffer
 
 _EXPORTS = {
+    "Admission": "admission",
+    "Delivery": "storage",
     "ExperienceStore": "store",
     "FATES": "ledger",
+    "FileRolloutStorage": "file_storage",
+    "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
     "Ledger": "ledger",
     "Lineages": "lineages",
+    "LoggedFate": "history",
+    "MemoryRolloutStorage": "memory_storage",
+    "OpenAdmission": "admission",
     "ReplayBuffer": "buffer",
-    "ReplayConfig": "config",
+    "ReplayBufferConfig": "config",
+    "ReplayDataLoader": "data_loader",
+    "RolloutReceiver": "receiver",
+    "RolloutStorage": "storage",
+    "RolloutStorageConfig": "storage",
     "RolloutStore": "store",
     "STATES": "ledger",
+    "StoreConfig": "config",
     "TicketIssuer": "issuer",
+    "Tolerance": "config",
+    "batch_from_buffer": "transfer",
+    "batch_to_buffer": "transfer",
+    "open_rollout_storage": "storage_opening",
     "plan_recovery": "recovery",
 }
 
 __all__ = [
-    "ExperienceStore", "FATES", "FreshnessWindow", "History", "Ledger", "Lineages", "ReplayBuffer",
-    "ReplayConfig", "RolloutStore", "STATES", "TicketIssuer", "plan_recovery",
+    "Admission", "Delivery", "ExperienceStore", "FATES", "FileRolloutStorage", "FreshnessRules",
+    "FreshnessWindow", "History", "Ledger", "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission",
+    "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader", "RolloutReceiver", "RolloutStorage",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
+    "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery",
 ]  # fmt: skip
 
 

@@ -1,33 +1,39 @@
 """The replay buffer: takes rollouts over, makes them durable, owns freshness, capacity, uses and fates.
 
-The way of a group: delivered → ingested (`intake`) → sealed to a file (`sealing`) → offered to the batch maker, taken
+The way of a group: delivered → ingested (`intake`) → sealed to a file (`sealing`) → offered to a batch maker, taken
 by an update, trained (`stock`). This module holds the lock, the waits and the checkpoint.
+
+Two kinds, by admission. A paced buffer (`TicketIssuer`) gives every update its batch: `next_batch`, `finish_update`. An
+open one (`OpenAdmission`) takes what arrives and is sampled: `sample`, and `set_current_step` finishes what earlier
+updates trained on.
 
 Invariants, tested with random schedules: no rollout is trained before its file has its name, after its
 deadline, or more often than `max_samples`; every rollout that was started is in exactly one state; every wait is
-bounded and says what it waits for. State is guarded by the issuer's condition; files are written outside it.
+bounded and says what it waits for. State is guarded by the admission's condition; files are written outside it.
 
 Not covered: which of the fresh groups make a batch, and with what advantage (`penstock.batch.BatchMaker`).
 """
 
 import time
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from penstock.batch import BatchMaker
-from penstock.replay.config import ReplayConfig
-from penstock.replay.freshness import FreshnessWindow
+from penstock.replay.admission import Admission, OpenAdmission
+from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.feed import MakerFeed
+from penstock.replay.freshness import FreshnessRules
 from penstock.replay.inspection import Inspector
-from penstock.replay.intake import CurriculumHook, Intake
+from penstock.replay.intake import CurriculumHook, Intake, waiting_group
 from penstock.replay.issuer import TicketIssuer
-from penstock.replay.ledger import Ledger
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
 from penstock.replay.sealing import Sealer
 from penstock.replay.stock import FormedBatch, Stock
 from penstock.replay.store import ExperienceStore
 from penstock.replay.tally import Tally
+from penstock.replay.upkeep import Upkeep
 from penstock.replay.wait_report import describe_wait
 from penstock.types import (
     CheckpointError,
@@ -50,46 +56,39 @@ class ReplayBuffer:
     Args:
         config: Pace and limits.
         store: Where groups and batches are written.
-        issuer: Admits groups; the buffer attaches itself to it.
-        ledger: The issuer's.
-        maker: Chooses batches.
+        makers: Choose batches; several must be bound to different environments.
+        admission: Who may deliver: a `TicketIssuer`, or None to take whatever arrives.
         clock: Unix seconds.
         curriculum_hook: Called once per ingested group, in ticket order at staleness zero, the lock held.
     """
 
     def __init__(
         self,
-        config: ReplayConfig,
+        config: ReplayBufferConfig,
         store: ExperienceStore,
-        issuer: TicketIssuer,
-        ledger: Ledger,
-        maker: BatchMaker,
+        makers: BatchMaker | Sequence[BatchMaker],
+        admission: Admission | None = None,
         clock: Clock = time.time,
         curriculum_hook: CurriculumHook | None = None,
     ) -> None:
         self._config = config
         self._store = store
-        self._issuer = issuer
-        self._ledger = ledger
+        self._admission = OpenAdmission(store.open_ledger()) if admission is None else admission
+        self._ledger = self._admission.ledger
         self._clock = clock
-        self._changed = issuer.changed
-        window = FreshnessWindow(config.step_delay, config.timestamp_delay_s)
-        tally = Tally(config)
-        self._stock = Stock(config, window, issuer, ledger, maker, tally)
-        self._sealer = Sealer(store, self._changed, config.seal_rollouts, config.seal_s, clock)
+        self._changed = self._admission.changed
+        rules = FreshnessRules(config)
+        feed = MakerFeed(makers)
+        self._stock = Stock(config, rules, self._admission, feed, Tally(config))
+        self._sealer = Sealer(store, self._changed, config.store.buffer_size, config.store.seal_s, clock)
+        inspector = Inspector(rules, self._survives)
         self._intake = Intake(
-            config,
-            issuer,
-            ledger,
-            self._stock,
-            self._sealer,
-            tally,
-            Inspector(window, self._survives),
-            clock,
-            curriculum_hook,
+            config, rules, self._admission, self._stock, self._sealer, inspector, clock, curriculum_hook
         )
+        self._upkeep = Upkeep(store, self._fail)
         self._waiting_since: float | None = None
-        issuer.attach(self._intake)
+        self._expendable: tuple[str, ...] = ()
+        self._admission.attach(self._intake)
 
     # --- rollouts in ---------------------------------------------------------------------------------------------
 
@@ -98,19 +97,22 @@ class ReplayBuffer:
 
         Raises:
             Stopped: the buffer was closed.
+            InvalidRolloutError: in an open buffer, a group whose ids do not fit; nothing of that group was taken.
         """
         for batch in batches:
             for group in batch.groups:
                 with self._changed:
-                    self._issuer.raise_if_over()
+                    self._admission.raise_if_over()
                     self._intake.deliver(group)
                     self._changed.notify_all()
-                    complete = self._config.synchronous and self._issuer.next_turn() is None
-                if complete or self._sealer.due:
+                    complete = self._config.synchronous and self._admission.next_turn() is None
+                if (complete and self._admission.paced) or self._sealer.due:
                     self._seal()
 
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published. Drops what is no longer fresh.
+
+        In an open buffer the batches of updates before `step` are trained with that.
 
         Raises:
             RunFailed: the step lies behind the present one.
@@ -119,6 +121,10 @@ class ReplayBuffer:
             if step < self._stock.current:
                 raise RunFailed(f"current step {step} lies behind {self._stock.current}: versions only grow")
             self._stock.current = step
+            self._admission.advance_to(step)
+            if not self._admission.paced:
+                self._stock.finish_before(step)
+                self._ledger.check()
             self._stock.drop_expired(self._clock())
             self._intake.expire_claims(self._clock())
             self._changed.notify_all()
@@ -127,54 +133,74 @@ class ReplayBuffer:
 
     # --- batches out ---------------------------------------------------------------------------------------------
 
+    def sample(
+        self, batch_size: int, environment_name: str | None = None, step: int | None = None
+    ) -> TrainingBatch | None:
+        """A batch of an open buffer, its file written; None where too little is fresh.
+
+        Args:
+            batch_size: In the batch maker's units; several makers share it evenly.
+            environment_name: Ask only the maker of this environment.
+            step: The update that will train on it; None means the one that turns the current version into the next.
+
+        Raises:
+            RunFailed: the buffer is paced: its updates have one batch each, from `next_batch`.
+        """
+        if self._admission.paced:
+            raise RunFailed("a paced replay buffer is not sampled: ask next_batch for the batch of an update")
+        self._seal()
+        with self._changed:
+            formed = self._form(self._stock.current if step is None else step, False, batch_size, environment_name)
+        return None if formed is None else self._write_intent(formed, 0.0)
+
     def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
         """See `BatchSource.next_batch`; `finish_update` must follow once the update was applied.
 
         Raises:
             NoProgressError: at the timeout, saying what was waited for.
-            Stopped: the buffer was closed.
+            Stopped: the source was closed.
             RunFailed: no batch can come: too many groups were filtered, or failed.
+        """
+        batch = self.await_batch(step, timeout_s, lambda: True)
+        if batch is None:
+            raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self.waiting_for()}")
+        return batch
+
+    def await_batch(self, step: int, timeout_s: float, wanted: Callable[[], bool]) -> TrainingBatch | None:
+        """`next_batch` for whoever works ahead of the learner; None at the timeout.
+
+        Args:
+            step: The update.
+            timeout_s: Longest wait.
+            wanted: Whether the learner waits for it by now. Only then is a file written before it is due, and are
+                stragglers aborted. Call `wake` when it changes.
         """
         started = time.monotonic()
         while True:
-            self._seal()
+            hurry = wanted()
+            if hurry or self._sealer.due:
+                self._seal()
             with self._changed:
-                formed = self._form(step)
+                formed = self._form(step, hurry)
                 remaining = started + timeout_s - time.monotonic()
                 if formed is None and remaining <= 0:
-                    raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self.waiting_for()}")
-                if formed is None and not len(self._sealer):  # else a delivery wants its file first
+                    return None
+                if formed is None and wanted() == hurry and not (hurry and len(self._sealer)):
                     self._changed.wait(min(remaining, _NAP_S))
             if formed is not None:
-                return self._write_intent(step, formed, time.monotonic() - started)
+                return self._write_intent(formed, time.monotonic() - started)
 
     def try_next_batch(self, step: int) -> TrainingBatch | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
         self._seal()
         with self._changed:
-            formed = self._form(step)
-        return None if formed is None else self._write_intent(step, formed, 0.0)
+            formed = self._form(step, True)
+        return None if formed is None else self._write_intent(formed, 0.0)
 
-    def _form(self, step: int) -> FormedBatch | None:
-        self._issuer.raise_if_over()
-        if step != self._issuer.update:
-            raise RunFailed(f"the batch of update {step} was asked for, but {self._issuer.update} is next")
-        now = self._clock()
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        self._stock.drop_expired(now)
-        self._issuer.abort_stragglers(self._waiting_since)
-        formed = self._stock.form_batch(step)
-        if formed is not None:
-            self._waiting_since = None
-            self._ledger.check()
-            formed.metrics.update(self.metrics())
-        return formed
-
-    def _write_intent(self, step: int, formed: FormedBatch, wait_s: float) -> TrainingBatch:
-        batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
-        self._store.write_batch(batch_id, formed.examples, step, self._issuer.lineage)
-        metrics = {**formed.metrics, "replay/wait_s": wait_s}
-        return TrainingBatch(batch_id, step, formed.examples, formed.group_ids, metrics)
+    def wake(self) -> None:
+        """Those who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def finish_update(self, step: int) -> None:
         """Update `step` was applied: its rollouts were used, and their fates follow."""
@@ -182,16 +208,56 @@ class ReplayBuffer:
             if not self._stock.is_training(step):
                 raise RunFailed(f"update {step} cannot be finished: it has no batch, or was finished before")
             self._stock.finish(step)
-            self._issuer.finish(step)
+            self._admission.finish(step)
             self._changed.notify_all()
+
+    def _form(
+        self, step: int, hurry: bool, batch_size: int | None = None, environment_name: str | None = None
+    ) -> FormedBatch | None:
+        admission = self._admission
+        admission.raise_if_over()
+        now = self._clock()
+        self._stock.drop_expired(now)
+        if not admission.paced:
+            formed = self._stock.sample(step, batch_size or self._config.groups_per_batch, environment_name)
+        else:
+            self._make_way(admission, step, hurry, now)
+            formed = self._stock.form_batch(step)
+        if formed is not None:
+            self._waiting_since = None
+            self._ledger.check()
+            formed.metrics.update(self.metrics())
+        return formed
+
+    def _make_way(self, admission: Admission, step: int, hurry: bool, now: float) -> None:
+        """A learner that waits does not wait for stragglers for ever."""
+        if step != admission.update:
+            raise RunFailed(f"the batch of update {step} was asked for, but {admission.update} is next")
+        if not hurry:
+            self._waiting_since = None
+            return
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if isinstance(admission, TicketIssuer):
+            admission.abort_stragglers(self._waiting_since)
+
+    def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch:
+        batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
+        self._store.write_batch(batch_id, formed.examples, formed.step, self._admission.lineage)
+        metrics = {**formed.metrics, "replay/wait_s": wait_s}
+        return TrainingBatch(batch_id, formed.step, formed.examples, formed.group_ids, metrics)
 
     def _seal(self) -> None:
         self._sealer.seal(self._offer)
+        self._upkeep.wake()
 
     def _offer(self, group_ids: list[str]) -> None:
         for group_id in group_ids:
             self._stock.offer(group_id)
         self._changed.notify_all()
+
+    def _fail(self, failure: RunFailed) -> None:
+        with self._changed:
+            self._admission.end_with(failure)
 
     # --- what others see ------------------------------------------------------------------------------------------
 
@@ -202,15 +268,17 @@ class ReplayBuffer:
             return {
                 "replay/size": float(self._stock.waiting.rollouts),
                 "replay/in_flight": float(counts["in_flight"]),
-                "replay/outstanding_groups": float(len(self._issuer.outstanding)),
-                "replay/late_deliveries": float(self._issuer.late_deliveries),
+                "replay/outstanding_groups": float(len(self._admission.outstanding)),
+                "replay/late_deliveries": float(self._admission.late_deliveries),
                 **{f"replay/ledger/{state}": float(count) for state, count in counts.items()},
             }
 
     def waiting_for(self) -> str:
         """In words, what the next update waits for."""
         with self._changed:
-            return describe_wait(self._issuer, self._config.groups_per_batch, self._clock())
+            if isinstance(self._admission, TicketIssuer):
+                return describe_wait(self._admission, self._config.groups_per_batch, self._clock())
+            return f"an open buffer with {self._stock.waiting.rollouts} fresh rollouts: too few for the batch maker"
 
     def check_ledger(self) -> None:
         """Compares the ledger with what is actually held, id by id; done at every checkpoint.
@@ -219,8 +287,7 @@ class ReplayBuffer:
             RunFailed: they differ; the message names rollouts.
         """
         with self._changed:
-            held = {r.rollout_id for group in self._stock.groups() for r in group.rollouts}
-            self._ledger.check(held.union(self._intake.unsettled_ids()))
+            self._ledger.check({*self._stock.ids(), *self._intake.unsettled_ids()})
 
     @contextmanager
     def boundary(self) -> Generator[None, None, None]:
@@ -230,45 +297,71 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Wakes everybody with `Stopped`; what was delivered is still stored."""
-        self._issuer.close()
+        self._admission.close()
         self._sealer.seal(self._offer, blocking=False)  # it may run in a signal handler, and must not wait
+        self._upkeep.stop()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """See `Checkpointable.state`. What was delivered and what was decided is flushed to the disk first."""
+        """See `Checkpointable.state`. What was delivered and what was decided is flushed to the disk first.
+
+        The state of an open buffer's admission is part of it.
+        """
         with self._sealer.paused():
             self._seal()
             self.check_ledger()
             self._ledger.sync()
-            groups = list(self._stock.groups())
-            return {
-                "lineage": self._issuer.lineage,
-                "recorded": sorted(self._intake.recorded.union(group.group_id for group in groups)),
-                "reusable": sorted(group.group_id for group in groups if group.uses),
+            groups = self._stock.groups()
+            self._expendable = self._store.expendable(self._ledger.live_groups())
+            state = {
+                "lineage": self._admission.lineage,
+                "recorded": sorted(self._intake.recorded.union(groups)),
+                "alive": groups if not self._admission.paced else self._stock.used(),
             }
+            if isinstance(self._admission, OpenAdmission):
+                state["admission"] = self._admission.state()
+            return state
+
+    def checkpoint_saved(self) -> None:
+        """The checkpoint of the last `state` has its name: files that nobody can need any more may go."""
+        expendable, self._expendable = self._expendable, ()
+        self._store.expire(expendable)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Checkpointable.restore`: rebuilds ledger and stock from the run's files (`recovery`).
 
-        The issuer, with the new lineage, must have been restored before, and nothing may have been generated.
+        A ticket issuer, with the new lineage, must have been restored before, and nothing may have been generated.
         """
         with self._changed:
-            step = self._issuer.update
             try:
-                recorded, reusable = set(state["recorded"]), set(state["reusable"])
-                self._store.lineages.begin(self._issuer.lineage, int(state["lineage"]), step)
-            except (KeyError, TypeError, ValueError) as error:
+                recorded, alive = set(state["recorded"]), {str(k): set(v) for k, v in state["alive"].items()}
+                if isinstance(self._admission, OpenAdmission):
+                    self._admission.restore(state["admission"])
+                self._store.lineages.begin(self._admission.lineage, int(state["lineage"]), self._admission.update)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"the replay buffer's state does not fit: {error!r}") from error
-            self._stock.current = step
+            self._stock.current = self._admission.update
             self._intake.recorded = recorded
-            outstanding = self._issuer.restored_tickets()
-            view = CheckpointView(step, outstanding, reusable, self._issuer.was_drawn, self._survives)
-            plan = plan_recovery(self._store.history(), view)
-            self._ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
-            self._ledger.log_fates(plan.decisions, step)
-            self._bring_back(plan)
-            self._issuer.readmit()
+            self._bring_back(self._plan(alive))
+            self._admission.readmit()
+
+    def _plan(self, alive: Mapping[str, set[str]]) -> RecoveryPlan:
+        admission = self._admission
+        history = self._store.history()
+        admission.recover(list(history.tickets()))
+        view = CheckpointView(
+            admission.update,
+            admission.restored_tickets(),
+            alive,
+            admission.key_of,
+            admission.was_drawn,
+            self._survives,
+        )
+        plan = plan_recovery(history, view)
+        self._ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
+        self._ledger.log_fates(plan.decisions, admission.update)
+        return plan
 
     def _bring_back(self, plan: RecoveryPlan) -> None:
         alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
@@ -278,13 +371,17 @@ class ReplayBuffer:
                 known = groups.get(record.group_id)
                 members = (record.rollout,) if known is None else (*known.rollouts, record.rollout)
                 groups[record.group_id] = RolloutGroup(record.group_key, members, record.group_id)
-        self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
-        claimed = set(plan.claims.values())
+        if self._admission.paced:
+            self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
+        claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
         for group_id, group in groups.items():
             if group_id in claimed:
                 continue
-            uses = max(plan.uses[rollout.rollout_id] for rollout in group.rollouts)
-            self._stock.add(group, self._stock.current, uses=max(uses, 1), durable=True)
+            waiting = waiting_group(group, None)
+            waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None
+            if self._admission.paced or waiting.uses:
+                waiting.first_use = max(0, self._stock.current - 1)
+            self._stock.add(waiting, durable=True)
 
     def _survives(self, version: WeightVersion) -> bool:
-        return self._store.lineages.survives(version, self._issuer.lineage)
+        return self._store.lineages.survives(version, self._admission.lineage)

@@ -1,11 +1,63 @@
 """Configuration of admission, freshness and storage of experience."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from penstock.batch.config import BatchMakerConfig
 
-class ReplayConfig(BaseModel):
+
+class StoreConfig(BaseModel):
+    """When files are written, and how long they stay.
+
+    Attributes:
+        url: Where ``rollouts/`` and ``batches/`` go: a path or an fsspec URL such as ``s3://bucket/run``; None means
+            the run directory. The logs stay in the run directory.
+        buffer_size: A file is written when so many rollouts wait for one; groups are never split.
+        seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
+        compression: Of the Parquet files.
+        compact_parts: So many small files are merged into one in the background; 0 never.
+        compact_rollouts: A file is small while it holds fewer rollouts than this.
+        max_bytes: The oldest files go when rollouts and batches together take more; None means no limit. Only files
+            all of whose rollouts met their final fate before the newest checkpoint go.
+        retention_s: No file younger than this goes, whatever `max_bytes` says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str | None = None
+    buffer_size: int = Field(default=8, ge=1)
+    seal_s: float = Field(default=5.0, gt=0)
+    compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = "zstd"
+    compact_parts: int = Field(default=64, ge=0)
+    compact_rollouts: int = Field(default=4096, ge=2)
+    max_bytes: int | None = Field(default=None, ge=1)
+    retention_s: float = Field(default=0.0, ge=0)
+
+    @field_validator("compact_parts")
+    @classmethod
+    def _worth_merging(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("compact_parts is 1: a single file cannot be merged; set 2 or more, or 0 for never")
+        return value
+
+
+class Tolerance(BaseModel):
+    """How old the rollouts of one lesson may be, where that differs from the buffer's own limits.
+
+    Attributes:
+        max_rollout_step_delay: In versions; None means the buffer's. Below the staleness budget it also brings the
+            deadlines of the lesson's tickets forward.
+        max_rollout_timestamp_delay: In seconds; negative means never; None means the buffer's.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_rollout_step_delay: int | None = Field(default=None, ge=0)
+    max_rollout_timestamp_delay: float | None = None
+
+
+class ReplayBufferConfig(BaseModel):
     """What the ticket issuer and the replay buffer go by; docs/replay.md explains the rules behind it.
 
     Attributes:
@@ -13,20 +65,21 @@ class ReplayConfig(BaseModel):
         staleness_budget: S, how many updates old the weights behind a group may be when it is trained; 0 is
             synchronous training.
         capacity: Most waiting rollouts per environment; the oldest groups above it are evicted.
-        max_samples: Uses of a rollout before it is done; −1 lets it be used for as long as it is fresh. Groups
-            are used again only where a batch would otherwise have to wait.
-        max_rollout_step_delay: Oldest weight step that is still fresh, counted back from the current one; None
-            means the staleness budget. It cannot be lower than that.
+        max_samples: Uses of a rollout before it is done; −1 lets it be used for as long as it is fresh. In a paced
+            run groups are used again only where a batch would otherwise have to wait.
+        max_rollout_step_delay: Oldest weight step that is still fresh, counted back from the current one. Where it
+            is not set it is the staleness budget; it cannot be lower than that. Alone at 0 it sets the budget to 0.
         max_rollout_timestamp_delay: Seconds after which a rollout is stale; negative means never. Off at
             staleness zero.
-        filter_zero_variance: Leave out groups whose valid rewards are all equal.
+        tolerances: Limits of single lessons, by lesson id.
         max_filtered_groups_per_batch: So many filtered groups while waiting for one batch end the run; None
             means 32 batches' worth.
         max_failed_groups_per_batch: The same for groups that failed, were malformed or were evicted.
         straggler_timeout_s: Longest wait of a due update for a group that still runs; then it is aborted.
-        seal_rollouts: A file is written when so many rollouts wait for one.
-        seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
-        compression: Of the Parquet files.
+        batch_maker: Who picks batches from what is fresh.
+        batch_makers: Other batch makers for single environments, by environment name.
+        prefetch: Batches that are formed and stored ahead of the learner; 0 forms each when it is asked for.
+        store: Files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,15 +88,16 @@ class ReplayConfig(BaseModel):
     staleness_budget: int = Field(default=1, ge=0)
     capacity: int = Field(default=4096, ge=1)
     max_samples: int = 1
-    max_rollout_step_delay: int | None = Field(default=None, ge=0)
+    max_rollout_step_delay: int = Field(default=1, ge=0)
     max_rollout_timestamp_delay: float = 3600.0
-    filter_zero_variance: bool = False
+    tolerances: dict[str, Tolerance] = {}
     max_filtered_groups_per_batch: int | None = Field(default=None, ge=1)
     max_failed_groups_per_batch: int | None = Field(default=None, ge=1)
     straggler_timeout_s: float = Field(default=120.0, gt=0)
-    seal_rollouts: int = Field(default=8, ge=1)
-    seal_s: float = Field(default=5.0, gt=0)
-    compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = "zstd"
+    batch_maker: BatchMakerConfig = BatchMakerConfig()
+    batch_makers: dict[str, BatchMakerConfig] = {}
+    prefetch: int = Field(default=1, ge=0)
+    store: StoreConfig = StoreConfig()
 
     @field_validator("max_samples")
     @classmethod
@@ -52,13 +106,26 @@ class ReplayConfig(BaseModel):
             raise ValueError(f"max_samples is {value}: it must be at least 1, or -1 for no limit")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _delay_and_budget_follow_one_another(cls, values: Any) -> Any:
+        """Where only one of the two is set, the other one fits it."""
+        if not isinstance(values, dict):
+            return values
+        given = cast(dict[str, Any], values)
+        budget, delay = given.get("staleness_budget"), given.get("max_rollout_step_delay")
+        if delay is None and isinstance(budget, int):
+            return {**given, "max_rollout_step_delay": budget}
+        if budget is None and isinstance(delay, int):
+            return {**given, "staleness_budget": max(0, min(1, delay))}
+        return given
+
     @model_validator(mode="after")
     def _delay_covers_budget(self) -> Self:
-        delay = self.max_rollout_step_delay
-        if delay is not None and delay < self.staleness_budget:
+        if self.max_rollout_step_delay < self.staleness_budget:
             raise ValueError(
-                f"max_rollout_step_delay is {delay}, below staleness_budget = {self.staleness_budget}: groups "
-                "would be admitted only to be dropped; raise the one or lower the other"
+                f"max_rollout_step_delay is {self.max_rollout_step_delay}, below staleness_budget = "
+                f"{self.staleness_budget}: groups would be admitted only to be dropped; raise one or lower the other"
             )
         return self
 
@@ -67,17 +134,20 @@ class ReplayConfig(BaseModel):
         """Whether everything goes by ticket order, one whole cohort per update."""
         return self.staleness_budget == 0
 
-    @property
-    def step_delay(self) -> int:
-        """Versions that a fresh rollout may lie behind the current one."""
-        return self.staleness_budget if self.max_rollout_step_delay is None else self.max_rollout_step_delay
+    def step_delay(self, lesson_id: str) -> int:
+        """Versions that a fresh rollout of a lesson may lie behind the current one."""
+        own = self.tolerances.get(lesson_id, Tolerance()).max_rollout_step_delay
+        return self.max_rollout_step_delay if own is None else own
 
-    @property
-    def timestamp_delay_s(self) -> float | None:
-        """Seconds that a rollout stays fresh; None without limit."""
-        if self.synchronous or self.max_rollout_timestamp_delay < 0:
-            return None
-        return self.max_rollout_timestamp_delay
+    def timestamp_delay_s(self, lesson_id: str) -> float | None:
+        """Seconds that a rollout of a lesson stays fresh; None without limit."""
+        own = self.tolerances.get(lesson_id, Tolerance()).max_rollout_timestamp_delay
+        delay = self.max_rollout_timestamp_delay if own is None else own
+        return None if self.synchronous or delay < 0 else delay
+
+    def budget(self, lesson_id: str) -> int:
+        """Updates within which a ticket of a lesson must be trained."""
+        return min(self.staleness_budget, self.step_delay(lesson_id))
 
     @property
     def uses(self) -> float:

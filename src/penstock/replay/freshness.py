@@ -8,6 +8,7 @@ buffer hears of a version before that is published, so no honest generator can b
 
 from dataclasses import dataclass
 
+from penstock.replay.config import ReplayBufferConfig
 from penstock.types import Fate, RolloutMetadata
 
 
@@ -55,3 +56,23 @@ class FreshnessWindow:
             age = now - metadata.timestamp
             return Verdict("stale_time", f"finished {age:.1f} s ago, the limit is {self.timestamp_delay_s} s")
         return None
+
+
+class FreshnessRules:
+    """The window of each lesson.
+
+    Args:
+        config: Limits of the buffer, and of single lessons.
+    """
+
+    def __init__(self, config: ReplayBufferConfig) -> None:
+        self._config = config
+        self._windows: dict[str, FreshnessWindow] = {}
+
+    def of(self, lesson_id: str) -> FreshnessWindow:
+        """How old rollouts of a lesson may be; lessons with equal limits share one window."""
+        window = self._windows.get(lesson_id)
+        if window is None:
+            window = FreshnessWindow(self._config.step_delay(lesson_id), self._config.timestamp_delay_s(lesson_id))
+            self._windows[lesson_id] = window
+        return window

@@ -23,6 +23,20 @@ class SealedRollout:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedFate:
+    """One line of the fate log.
+
+    Attributes:
+        fate: A fate, or `waiting` where a recovery took one back.
+        version: The life of the run that decided it, and the update that was next; for `trained`, the update that
+            used the rollout last.
+    """
+
+    fate: str
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBatch:
     """One batch file: the intent of an update, which only a later checkpoint makes a fact.
 
@@ -49,13 +63,13 @@ class History:
     Attributes:
         started: Rollouts per ticket that was handed out.
         sealed: Sealed rollouts by id.
-        fates: The last line of the fate log by rollout id: a fate, or `waiting` where a recovery took one back.
+        fates: The last line of the fate log by rollout id.
         batches: Every batch file.
     """
 
     started: dict[str, int]
     sealed: dict[str, SealedRollout]
-    fates: dict[str, str]
+    fates: dict[str, LoggedFate]
     batches: list[StoredBatch]
 
     def uses(self, survives: Callable[[WeightVersion], bool], step: int) -> Counter[str]:

@@ -7,9 +7,8 @@ that the run has left behind.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.replay.freshness import FreshnessWindow, Verdict
-from penstock.rundir import newest_weight_step
-from penstock.types import Rollout, RolloutGroup, Ticket, WeightVersion
+from penstock.replay.freshness import FreshnessRules, Verdict
+from penstock.types import AnyRollout, RolloutGroup, Ticket, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,8 @@ class Inspection:
         rejected: What became of the other rollouts that were started for the ticket, by id.
     """
 
-    trainable: tuple[Rollout, ...]
-    storable: tuple[Rollout, ...]
+    trainable: tuple[AnyRollout, ...]
+    storable: tuple[AnyRollout, ...]
     rejected: dict[str, Verdict]
 
 
@@ -32,11 +31,11 @@ class Inspector:
     """Judges groups as they arrive.
 
     Attributes:
-        window: What is fresh.
+        rules: What is fresh.
         survives: Whether a version's weights are those that the present lineage had at that step.
     """
 
-    window: FreshnessWindow
+    rules: FreshnessRules
     survives: Callable[[WeightVersion], bool]
 
     def inspect(
@@ -52,8 +51,8 @@ class Inspector:
             now: Unix seconds.
         """
         rejected = dict.fromkeys(expected, Verdict("invalid", "not among the rollouts that were delivered"))
-        storable: dict[str, Rollout] = {}
-        trainable: list[Rollout] = []
+        storable: dict[str, AnyRollout] = {}
+        trainable: list[AnyRollout] = []
         for rollout in group.rollouts:
             rollout_id = rollout.rollout_id
             if rollout_id not in rejected or rollout_id in storable:
@@ -71,19 +70,17 @@ class Inspector:
             del rejected[rollout.rollout_id]
         return Inspection(tuple(trainable), tuple(storable.values()), rejected)
 
-    def _judge(self, rollout: Rollout, ticket: Ticket, current: int, now: float) -> Verdict | None:
+    def _judge(self, rollout: AnyRollout, ticket: Ticket, current: int, now: float) -> Verdict | None:
         metadata = rollout.metadata
         assert metadata is not None
         if rollout.lesson_id != ticket.lesson_id:
             return Verdict("invalid", f"it is of lesson {rollout.lesson_id!r}, not {ticket.lesson_id!r}")
-        if rollout.sampled_tokens == 0:
-            return Verdict("invalid", "the policy sampled none of its tokens")
-        if rollout.finish_reason == "aborted":
-            return Verdict("invalid", "its generation was aborted")
-        verdict = self.window.judge(metadata, current, now)
+        if (defect := rollout.defect) is not None:
+            return Verdict("invalid", defect)
+        verdict = self.rules.of(rollout.lesson_id).judge(metadata, current, now)
         if verdict is not None:
             return verdict
-        newest = WeightVersion(metadata.lineage, newest_weight_step(rollout))
+        newest = WeightVersion(metadata.lineage, rollout.newest_weight_step)
         if not self.survives(newest):
             return Verdict(
                 "rolled_back", f"its weights (lineage {newest.lineage}, step {newest.step}) are of a dead lineage"

@@ -8,31 +8,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.batch import has_signal
-from penstock.replay.config import ReplayConfig
-from penstock.replay.freshness import Verdict
+from penstock.replay.admission import Admission, Claim, TicketKey
+from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.freshness import FreshnessRules, Verdict
 from penstock.replay.inspection import Inspector
-from penstock.replay.issuer import Claim, TicketIssuer
-from penstock.replay.ledger import Ledger, rollout_ids
+from penstock.replay.ledger import rollout_ids
 from penstock.replay.outstanding import Outstanding
-from penstock.replay.recovery import TicketKey
 from penstock.replay.sealing import Sealer
 from penstock.replay.stock import Stock
-from penstock.replay.tally import Tally
-from penstock.types import Clock, Rollout, RolloutGroup, RolloutRecord
+from penstock.replay.waiting import WaitingGroup
+from penstock.types import AnyRollout, Clock, PackedRollout, Rollout, RolloutGroup, RolloutRecord
 
 CurriculumHook = Callable[[RolloutGroup], None]
 
 
 class Intake:
-    """Implements `penstock.replay.issuer.TicketListener`.
+    """Implements `penstock.replay.admission.TicketListener`.
 
     Args:
         config: Pace and limits.
-        issuer: Knows the tickets.
-        ledger: Learns deliveries and fates.
+        rules: What is fresh.
+        admission: Knows who may deliver.
         stock: Takes what passes.
         sealer: Takes what is to be stored.
-        tally: Counts.
         inspector: Judges rollouts.
         clock: Unix seconds.
         hook: Called once per group with at least one trainable rollout, filtered ones included.
@@ -40,38 +38,37 @@ class Intake:
 
     def __init__(
         self,
-        config: ReplayConfig,
-        issuer: TicketIssuer,
-        ledger: Ledger,
+        config: ReplayBufferConfig,
+        rules: FreshnessRules,
+        admission: Admission,
         stock: Stock,
         sealer: Sealer,
-        tally: Tally,
         inspector: Inspector,
         clock: Clock,
         hook: CurriculumHook | None,
     ) -> None:
         self._config = config
-        self._issuer = issuer
-        self._ledger = ledger
+        self._rules = rules
+        self._admission = admission
+        self._ledger = admission.ledger
         self._stock = stock
         self._sealer = sealer
-        self._tally = tally
         self._inspector = inspector
         self._clock = clock
         self._hook = hook
-        self._held: dict[str, RolloutGroup] = {}
-        self._claimed: set[str] = set()
+        self._held: dict[str, tuple[RolloutGroup, Outstanding]] = {}
+        self._claimed: dict[str, RolloutGroup] = {}
         self.claims: dict[TicketKey, RolloutGroup] = {}
         self.recorded: set[str] = set()
 
     def deliver(self, group: RolloutGroup) -> None:
-        """Takes a group from a generator; one whose ticket does not run (any more) is refused and counted."""
-        entry = self._issuer.outstanding.get(group.group_id)
-        if entry is None or entry.phase != "running":
-            self._issuer.late_deliveries += 1
+        """Takes a group from a generator; one that nobody waits for (any more) is refused and counted."""
+        entry = self._admission.receive(group)
+        if entry is None:
+            self._admission.late_deliveries += 1
             return
         entry.phase = "delivered"
-        self._held[group.group_id] = group
+        self._held[group.group_id] = (group, entry)
         self.advance()
 
     def claim(self, lesson_id: str, index: int, deadline_step: int) -> Claim | None:
@@ -79,22 +76,25 @@ class Intake:
         group = self.claims.pop((lesson_id, index), None)
         if group is None:
             return None
-        due = min(deadline_step, _oldest_step(group) + self._config.step_delay)
-        if not self._issuer.outstanding.fits(due, self._issuer.update):
+        due = min(deadline_step, _oldest_step(group) + self._config.step_delay(lesson_id))
+        if not self._admission.outstanding.fits(due, self._admission.update):
             ids = [rollout.rollout_id for rollout in group.rollouts]
             self._stock.settle(ids, "stale_step", f"due at update {due}: no place is left before it")
             return None
-        self._held[group.group_id] = group
-        self._claimed.add(group.group_id)
+        self._claimed[group.group_id] = group
         return Claim(group.group_id, len(group.rollouts), due)
 
     def advance(self) -> None:
         """See `TicketListener.advance`."""
-        if not self._config.synchronous:
+        for group_id in [group_id for group_id in self._claimed if group_id not in self._held]:
+            entry = self._admission.outstanding.get(group_id)
+            if entry is not None:
+                self._held[group_id] = (self._claimed[group_id], entry)
+        if not self._config.synchronous or not self._admission.paced:
             while self._held:
                 self._ingest(next(iter(self._held)))
             return
-        while (turn := self._issuer.next_turn()) is not None and turn in self._held:
+        while (turn := self._admission.next_turn()) is not None and turn in self._held:
             self._ingest(turn)
 
     def expire_claims(self, now: float) -> None:
@@ -109,31 +109,33 @@ class Intake:
 
     def unsettled_ids(self) -> Iterator[str]:
         """Rollouts that are live although no group in stock holds them."""
-        for entry in self._issuer.outstanding:
+        for entry in self._admission.outstanding:
             name = entry.ticket.ticket_id
             if name in self._claimed:
-                yield from (rollout.rollout_id for rollout in self._held[name].rollouts)
+                yield from (rollout.rollout_id for rollout in self._claimed[name].rollouts)
             elif entry.phase in ("running", "delivered"):
                 yield from rollout_ids(name, entry.size)
         for group in self.claims.values():
             yield from (rollout.rollout_id for rollout in group.rollouts)
 
     def _ingest(self, group_id: str) -> None:
-        group, entry = self._held.pop(group_id), self._issuer.outstanding.get(group_id)
-        assert entry is not None and entry.phase == "delivered"
+        group, entry = self._held.pop(group_id)
         entry.phase = "waiting"
-        durable = group_id in self._claimed
-        self._claimed.discard(group_id)
+        durable = self._claimed.pop(group_id, None) is not None
         trainable = self._judge(group, entry, durable)
         if trainable is None:
             return
         if group_id not in self.recorded and self._hook is not None:
             self._hook(trainable)
         self.recorded.discard(group_id)
-        if self._config.filter_zero_variance and not has_signal(trainable):
-            self._filter(trainable)
+        if self._config.batch_maker.filter_zero_variance and not has_signal(trainable):
+            ids = [rollout.rollout_id for rollout in trainable.rollouts]
+            self._stock.settle(ids, "filtered", "the group's valid rewards are all equal")
+            first = trainable.rollouts[0]
+            self._stock.count_filtered(group_id, first.lesson_id, first.episode_reward)
         else:
-            self._stock.add(trainable, entry.ticket.deadline_step, durable=durable)
+            deadline_step = entry.ticket.deadline_step if self._admission.paced else None
+            self._stock.add(waiting_group(trainable, deadline_step), durable=durable)
 
     def _judge(self, group: RolloutGroup, entry: Outstanding, durable: bool) -> RolloutGroup | None:
         """What of the group may be trained; the rest meets its fate, and a group with nothing left its end."""
@@ -142,7 +144,7 @@ class Intake:
             expected = [rollout.rollout_id for rollout in group.rollouts]
         else:
             expected = rollout_ids(ticket.ticket_id, entry.size)
-            self._ledger.deliver(expected)
+            self._ledger.deliver(ticket.ticket_id)
         outcome = self._inspector.inspect(group, ticket, expected, self._stock.current, self._clock())
         if not durable:
             self._sealer.add(ticket.ticket_id, [_record(r, group, entry) for r in outcome.storable])
@@ -151,23 +153,25 @@ class Intake:
         if outcome.trainable:
             return replace(group, rollouts=outcome.trainable)
         verdict = next(iter(outcome.rejected.values()))
-        self._issuer.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}")
+        self._admission.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}")
         return None
 
-    def _filter(self, group: RolloutGroup) -> None:
-        ids = [rollout.rollout_id for rollout in group.rollouts]
-        self._stock.settle(ids, "filtered", "the group's valid rewards are all equal")
-        self._issuer.free(group.group_id)
-        failure = self._tally.count_filtered(group)
-        if failure is not None:
-            self._issuer.end_with(failure)
-
-    def _stale(self, rollout: Rollout, now: float) -> Verdict | None:
+    def _stale(self, rollout: AnyRollout, now: float) -> Verdict | None:
         assert rollout.metadata is not None
-        return self._inspector.window.judge(rollout.metadata, self._stock.current, now)
+        return self._rules.of(rollout.lesson_id).judge(rollout.metadata, self._stock.current, now)
 
 
-def _record(rollout: Rollout, group: RolloutGroup, entry: Outstanding) -> RolloutRecord:
+def waiting_group(group: RolloutGroup, deadline_step: int | None) -> WaitingGroup:
+    """A group as it enters the stock, its rollouts packed."""
+    packed: list[AnyRollout] = []
+    for rollout in group.rollouts:
+        neighbour = packed[0] if packed and isinstance(packed[0], PackedRollout) else None
+        packed.append(PackedRollout(rollout, neighbour) if isinstance(rollout, Rollout) else rollout)
+    first = group.rollouts[0]
+    return WaitingGroup(group.group_id, group.key, first.env_name, first.lesson_id, packed, deadline_step)
+
+
+def _record(rollout: AnyRollout, group: RolloutGroup, entry: Outstanding) -> RolloutRecord:
     timings: dict[str, float] = {}
     if entry.since is not None and rollout.metadata is not None:
         timings["generate_s"] = max(0.0, rollout.metadata.timestamp - entry.since)

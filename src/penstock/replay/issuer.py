@@ -8,41 +8,22 @@ with the replay buffer: what one of them decides, the other never sees half-done
 Not covered: what becomes of a delivered group; that is the buffer's.
 """
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
-from penstock.replay.config import ReplayConfig
-from penstock.replay.draws import TicketDraws
+from penstock.replay.admission import Admission, TicketKey, TicketListener
+from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.draws import TicketDraws, parse_ticket_id
 from penstock.replay.ledger import Ledger, rollout_ids
-from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
-from penstock.types import CheckpointError, Clock, LessonChooser, PenstockError, RunFailed, Stopped, Ticket
+from penstock.replay.outstanding import Outstanding, Phase
+from penstock.replay.pace import Pace
+from penstock.types import CheckpointError, Clock, LessonChooser, RolloutGroup, RunFailed, Ticket
 
 
-class Claim(NamedTuple):
-    """A sealed group of an earlier life that stands for a ticket drawn again."""
-
-    group_id: str
-    size: int
-    deadline_step: int
-
-
-class TicketListener(Protocol):
-    """What the issuer asks of the replay buffer; always called with `TicketIssuer.changed` held."""
-
-    def claim(self, lesson_id: str, index: int, deadline_step: int) -> Claim | None:
-        """A group that need not be generated again; it counts as delivered."""
-        ...
-
-    def advance(self) -> None:
-        """A ticket was resolved: groups whose turn has come may be ingested."""
-        ...
-
-
-class TicketIssuer:
+class TicketIssuer(Admission):
     """Implements `penstock.types.TicketSource` and `Checkpointable`.
 
     Args:
@@ -57,7 +38,7 @@ class TicketIssuer:
 
     def __init__(
         self,
-        config: ReplayConfig,
+        config: ReplayBufferConfig,
         run_seed: int,
         lineage: int,
         lesson_chooser: LessonChooser,
@@ -65,27 +46,27 @@ class TicketIssuer:
         group_size_of: Callable[[str], int],
         clock: Clock = time.time,
     ) -> None:
-        self.changed = threading.Condition()
-        self.lineage = lineage
-        self.update = 0
-        self.outstanding = OutstandingTickets(config.groups_per_batch)
-        self.late_deliveries = 0
+        super().__init__(ledger, lineage, config.groups_per_batch)
         self.failed_since_batch = 0
         self.last_failure = ""
         self._config = config
         self._draws = TicketDraws(run_seed, lineage, lesson_chooser)
-        self._ledger = ledger
         self._group_size_of = group_size_of
         self._clock = clock
+        self._pace = Pace()
         self._listener: TicketListener | None = None
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._turns: deque[str] = deque()
+        self._unplaced: deque[TicketKey] = deque()
         self._restored: list[tuple[str, str, int, int, int]] = []
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
-        self._closed = False
-        self._failure: PenstockError | None = None
+
+    @property
+    def paced(self) -> bool:
+        """Always."""
+        return True
 
     # --- for rollout workers -----------------------------------------------------------------------------------
 
@@ -125,15 +106,9 @@ class TicketIssuer:
             if entry is None or entry.phase != "running":
                 self.late_deliveries += 1
                 return
-            self._ledger.settle(rollout_ids(ticket.ticket_id, entry.size), fate, self.update, reason)
+            self.ledger.settle(rollout_ids(ticket.ticket_id, entry.size), fate, self.update, reason)
             self.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {reason}")
             self._advance()
-
-    def close(self) -> None:
-        """Ends every wait, now and later, with `Stopped`."""
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
 
     # --- for the replay buffer, with `changed` held ------------------------------------------------------------
 
@@ -141,17 +116,10 @@ class TicketIssuer:
         """Whom to tell of resolved tickets."""
         self._listener = listener
 
-    def raise_if_over(self) -> None:
-        """Raises `Stopped` after `close`, and what `end_with` was given after that."""
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise Stopped("the replay buffer is closed")
-
-    def end_with(self, failure: PenstockError) -> None:
-        """Every wait ends with this error."""
-        self._failure = self._failure or failure
-        self.changed.notify_all()
+    def receive(self, group: RolloutGroup) -> Outstanding | None:
+        """See `Admission.receive`: only a group whose ticket runs."""
+        entry = self.outstanding.get(group.group_id)
+        return entry if entry is not None and entry.phase == "running" else None
 
     def next_turn(self) -> str | None:
         """At staleness zero: the first ticket in issue order that is neither ingested nor gone."""
@@ -162,9 +130,9 @@ class TicketIssuer:
             self._turns.popleft()
         return None
 
-    def free(self, ticket_id: str, failure: str | None = None) -> None:
+    def free(self, group_id: str, failure: str | None = None) -> None:
         """Gives a group's place to a fresh ticket; with a reason where the group failed."""
-        self.outstanding.remove(ticket_id)
+        self.outstanding.remove(group_id)
         if failure is not None:
             self.failed_since_batch += 1
             self.last_failure = failure
@@ -195,19 +163,29 @@ class TicketIssuer:
         ]
         return [(entry, waited) for entry, waited in waits if waited >= self._config.straggler_timeout_s]
 
-    def take(self, group_ids: Collection[str]) -> int:
-        """The next update has its batch; returns how many of its groups overtook one that is still outstanding."""
+    def take(self, step: int, group_ids: Collection[str]) -> dict[str, float]:
+        """See `Admission.take`: the places of these groups are free, and the next update is `step + 1`."""
         taken = [self.outstanding.remove(group_id) for group_id in group_ids]
-        oldest = next(iter(self.outstanding), None)
-        self._in_training[self.update] = [entry.ticket for entry in taken]
-        self.update += 1
+        self._in_training[step] = [entry.ticket for entry in taken]
+        self.update = step + 1
         self.failed_since_batch = 0
         self.changed.notify_all()
-        return 0 if oldest is None else sum(entry.number > oldest.number for entry in taken)
+        return self._pace.record(step, taken, list(self.outstanding))
 
     def finish(self, step: int) -> None:
         """Update `step` was applied: its tickets are done."""
         del self._in_training[step]
+
+    def advance_to(self, step: int) -> None:
+        """Tickets go by the version that serves, not by the one that the learner holds."""
+
+    def key_of(self, group_id: str) -> TicketKey:
+        """See `Admission.key_of`."""
+        lesson_id, _, index = parse_ticket_id(group_id)
+        return lesson_id, index
+
+    def recover(self, started: Sequence[str]) -> None:
+        """Counters and outstanding tickets say all that is needed."""
 
     def readmit(self) -> None:
         """Admits the tickets of the checkpoint again, claiming what an earlier life finished of them."""
@@ -230,6 +208,7 @@ class TicketIssuer:
                 "lineage": self.lineage,
                 "update": min(self._in_training, default=self.update),
                 **self._draws.state(),
+                "unplaced": [list(key) for key in self._unplaced],
                 "outstanding": [[t.ticket_id, t.lesson_id, t.index, t.admitted_step, t.deadline_step] for t in tickets],
             }
 
@@ -239,6 +218,11 @@ class TicketIssuer:
             with self.changed:
                 self.update = int(state["update"])
                 self._draws.restore(state)
+                self._unplaced = deque(
+                    (str(lesson_id), int(index))
+                    for lesson_id, index in state["unplaced"]
+                    if self._group_size_of(str(lesson_id))
+                )
                 self._restored = [
                     (str(name), str(lesson_id), int(index), int(admitted_step), int(deadline_step))
                     for name, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
@@ -251,9 +235,9 @@ class TicketIssuer:
         """The checkpoint's outstanding tickets that were not admitted again yet: ids by lesson and index."""
         return {(lesson_id, index): name for name, lesson_id, index, _, _ in self._restored}
 
-    def was_drawn(self, lesson_id: str, index: int) -> bool:
-        """Whether that ticket was drawn before the checkpoint."""
-        return self._draws.was_drawn(lesson_id, index)
+    def was_drawn(self, key: TicketKey) -> bool:
+        """See `Admission.was_drawn`: one that has no place yet may still be claimed."""
+        return self._draws.was_drawn(*key) and key not in self._unplaced
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -283,12 +267,19 @@ class TicketIssuer:
         serving = self._serving
         if self._pending or serving is None:
             return 0
-        drawn = [self._draws.draw() for _ in range(self._room(most))]
-        deadline = serving + self._config.staleness_budget
+        room = self._room(most)
         # All lessons are drawn before a claimed group may change their probabilities.
-        if sum(self._admit_one(lesson_id, index, serving, deadline) for lesson_id, index in drawn):
+        self._unplaced.extend(self._draws.draw() for _ in range(room - len(self._unplaced)))
+        admitted, claimed = 0, False
+        while admitted < room and self._unplaced:
+            deadline = serving + self._config.budget(self._unplaced[0][0])
+            if not self.outstanding.fits(deadline, self.update):
+                break  # a lesson of less tolerance waits for its version, and the others behind it
+            claimed |= self._admit_one(*self._unplaced.popleft(), serving, deadline)
+            admitted += 1
+        if claimed:
             self._advance()
-        return len(drawn)
+        return admitted
 
     def _admit_one(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> bool:
         """Returns whether a group of an earlier life was claimed for it."""
@@ -315,8 +306,8 @@ class TicketIssuer:
             entry = self.outstanding.get(self._pending.popleft())
             assert entry is not None  # only a running group can fail
             entry.phase, entry.since = "running", self._clock()
-            self._ledger.count_started(entry.ticket, entry.size)
-            self._ledger.open(rollout_ids(entry.ticket.ticket_id, entry.size))
+            self.ledger.count_started(entry.ticket, entry.size)
+            self.ledger.open(entry.ticket.ticket_id, entry.size)
             tickets.append(entry.ticket)
         return tickets
 

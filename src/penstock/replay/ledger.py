@@ -1,15 +1,16 @@
 """The ledger: every rollout that was started is in exactly one state, and the books close at every step.
 
-States are `in_flight` (its ticket was handed to a generator), `waiting` (delivered, from ingest until its last use)
-and the terminal fates. What was started is counted apart, where tickets are handed out, and is compared with
-the sum over the states. Starts and fates are appended to ``tickets.jsonl`` and ``fates.jsonl``, from which the
-ledger is rebuilt after a crash (`penstock.replay.recovery`). Memory grows with the live rollouts only.
+States are `in_flight` (a generator has it), `waiting` (delivered, from ingest until its last use) and the terminal
+fates. What was started is counted apart, where generators begin, and is compared with the sum over the states.
+Starts and fates are appended to ``tickets.jsonl`` and ``fates.jsonl``, from which the ledger is rebuilt after a crash
+(`penstock.replay.recovery`). Memory grows with the live groups only: rollout i of a group is bit i of two integers.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from penstock.rundir import JsonLinesLog
@@ -20,9 +21,17 @@ FATES: tuple[Fate, ...] = get_args(Fate)
 STATES: tuple[str, ...] = (*get_args(LiveState), *FATES)
 
 
-def rollout_ids(ticket_id: str, size: int) -> list[str]:
-    """The ids of a group's rollouts."""
-    return [f"{ticket_id}/{index}" for index in range(size)]
+def rollout_ids(group_id: str, size: int) -> list[str]:
+    """The ids of a group's rollouts: ``<group_id>/<index>``."""
+    return [f"{group_id}/{index}" for index in range(size)]
+
+
+@dataclass(slots=True)
+class _Live:
+    """The live rollouts of one group, a bit for each index."""
+
+    in_flight: int = 0
+    waiting: int = 0
 
 
 class Ledger:
@@ -30,7 +39,7 @@ class Ledger:
 
     Args:
         lineage: Written beside each fate.
-        tickets: Takes a line per ticket handed out; None keeps no record.
+        tickets: Takes a line per group that was started; None keeps no record.
         fates: Takes a line per fate; None keeps no record.
         clock: Stamps the lines.
     """
@@ -44,16 +53,16 @@ class Ledger:
     ) -> None:
         # Reentrant, because a signal handler may look at the ledger while its own thread is inside it.
         self._lock = threading.RLock()
-        self._lineage = lineage
+        self.lineage = lineage
         self._tickets = tickets
         self._fates = fates
         self._clock = clock
         self._started = 0
-        self._live: dict[str, LiveState] = {}
+        self._live: dict[str, _Live] = {}
         self._counts: Counter[str] = Counter()
 
     def count_started(self, ticket: Ticket, size: int) -> None:
-        """The generators' side: a ticket for `size` rollouts was handed out."""
+        """The generators' side: `size` rollouts of a group were begun."""
         if self._tickets is not None:
             self._tickets.append(
                 {
@@ -63,29 +72,41 @@ class Ledger:
                     "rollouts": size,
                     "admitted_step": ticket.admitted_step,
                     "deadline_step": ticket.deadline_step,
-                    "lineage": self._lineage,
+                    "lineage": self.lineage,
                     "time": self._clock(),
                 }
             )
         with self._lock:
             self._started += size
 
-    def open(self, ids: Iterable[str]) -> None:
-        """Rollouts are in flight from now on."""
+    def open(self, group_id: str, size: int) -> None:
+        """The rollouts of a group are in flight from now on."""
         with self._lock:
-            for rollout_id in ids:
-                if rollout_id in self._live:
-                    raise RunFailed(f"the ledger is wrong: {rollout_id} was started twice")
-                self._live[rollout_id] = "in_flight"
-                self._counts["in_flight"] += 1
+            if group_id in self._live:
+                raise RunFailed(f"the ledger is wrong: {group_id} was started twice")
+            self._live[group_id] = _Live(in_flight=(1 << size) - 1)
+            self._counts["in_flight"] += size
 
-    def deliver(self, ids: Iterable[str]) -> None:
-        """Rollouts in flight are waiting from now on."""
+    def deliver(self, group_id: str) -> None:
+        """What is in flight of a group is waiting from now on."""
         with self._lock:
-            for rollout_id in ids:
-                self._leave(rollout_id)
-                self._live[rollout_id] = "waiting"
-                self._counts["waiting"] += 1
+            live = self._live.get(group_id)
+            if live is None or not live.in_flight:
+                raise RunFailed(f"the ledger is wrong: {group_id} is not in flight (never started, or delivered twice)")
+            count = live.in_flight.bit_count()
+            live.waiting |= live.in_flight
+            live.in_flight = 0
+            self._counts["in_flight"] -= count
+            self._counts["waiting"] += count
+
+    def live_groups(self) -> list[str]:
+        """Groups with a rollout in flight or waiting."""
+        with self._lock:
+            return list(self._live)
+
+    def is_live(self, group_id: str) -> bool:
+        """Whether any rollout of a group is in flight or waiting."""
+        return group_id in self._live
 
     def settle(self, ids: Iterable[str], fate: Fate, step: int, reason: str) -> None:
         """Live rollouts meet their fate, which is logged.
@@ -100,14 +121,14 @@ class Ledger:
             ids = list(ids)
             for rollout_id in ids:
                 self._leave(rollout_id)
-                self._counts[fate] += 1
+            self._counts[fate] += len(ids)
             self.log_fates(((rollout_id, fate, reason) for rollout_id in ids), step)
 
     def log_fates(self, decisions: Iterable[tuple[str, str, str]], step: int) -> None:
         """Appends (rollout id, fate or `waiting`, reason) to the fate log, and counts nothing."""
         if self._fates is None:
             return
-        stamp = {"step": step, "lineage": self._lineage, "time": self._clock()}
+        stamp = {"step": step, "lineage": self.lineage, "time": self._clock()}
         self._fates.append(
             *({"rollout_id": i, "fate": fate, "reason": reason, **stamp} for i, fate, reason in decisions)
         )
@@ -116,8 +137,8 @@ class Ledger:
         """Starts from what the files of an earlier life say."""
         with self._lock:
             self._started = started
-            self._live = dict.fromkeys(waiting, "waiting")
-            self._counts = Counter[str](waiting=len(self._live))
+            self._live, count = _by_group(waiting)
+            self._counts = Counter[str](waiting=count)
             self._counts.update({str(fate): count for fate, count in fates.items()})
 
     def snapshot(self) -> dict[str, int]:
@@ -125,11 +146,11 @@ class Ledger:
         with self._lock:
             return {"started": self._started, **{state: self._counts[state] for state in STATES}}
 
-    def check(self, expected_live: Collection[str] | None = None) -> None:
+    def check(self, expected_live: Iterable[str] | None = None) -> None:
         """Compares the books.
 
         Args:
-            expected_live: Ids that should be live, from who holds them; None compares numbers only.
+            expected_live: Ids that should be live, each once, from who holds them; None compares numbers only.
 
         Raises:
             RunFailed: they do not close; the message names rollouts.
@@ -139,12 +160,12 @@ class Ledger:
             if total != self._started:
                 raise RunFailed(
                     f"the ledger does not close: {self._started} rollouts were started, {total} are accounted for "
-                    f"({self._describe()}); live are {_some(self._live)}"
+                    f"({self._describe()}); live are {_some(list(self._ids()))}"
                 )
             if expected_live is None:
                 return
-            expected = set(expected_live)
-            missing, extra = expected - self._live.keys(), self._live.keys() - expected
+            expected, live = set(expected_live), set(self._ids())
+            missing, extra = expected - live, live - expected
             if missing or extra:
                 raise RunFailed(
                     f"the ledger does not close: held but not live {_some(missing)}, "
@@ -158,13 +179,42 @@ class Ledger:
                 log.sync()
 
     def _leave(self, rollout_id: str) -> None:
-        state = self._live.pop(rollout_id, None)
-        if state is None:
+        group_id, bit = _split(rollout_id)
+        live = self._live.get(group_id)
+        if live is not None and live.waiting & bit:
+            live.waiting ^= bit
+            self._counts["waiting"] -= 1
+        elif live is not None and live.in_flight & bit:
+            live.in_flight ^= bit
+            self._counts["in_flight"] -= 1
+        else:
             raise RunFailed(f"the ledger is wrong: {rollout_id} is not live (never started, or settled twice)")
-        self._counts[state] -= 1
+        if not live.waiting and not live.in_flight:
+            del self._live[group_id]
+
+    def _ids(self) -> Iterator[str]:
+        for group_id, live in self._live.items():
+            bits = live.in_flight | live.waiting
+            yield from (f"{group_id}/{index}" for index in range(bits.bit_length()) if bits >> index & 1)
 
     def _describe(self) -> str:
         return ", ".join(f"{state} {self._counts[state]}" for state in STATES if self._counts[state])
+
+
+def _split(rollout_id: str) -> tuple[str, int]:
+    """The group, and the bit of the index."""
+    group_id, _, index = rollout_id.rpartition("/")
+    return group_id, 1 << int(index)
+
+
+def _by_group(ids: Iterable[str]) -> tuple[dict[str, _Live], int]:
+    groups: dict[str, _Live] = {}
+    count = 0
+    for rollout_id in ids:
+        group_id, bit = _split(rollout_id)
+        groups.setdefault(group_id, _Live()).waiting |= bit
+        count += 1
+    return groups, count
 
 
 def _some(ids: Collection[str]) -> str:

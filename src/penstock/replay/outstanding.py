@@ -33,6 +33,7 @@ class Outstanding:
         number: Counts admissions; the issue order.
         phase: How far it is.
         since: When it was handed out; None before.
+        overtaken: How many groups that were admitted later were trained before it.
     """
 
     ticket: Ticket
@@ -40,6 +41,7 @@ class Outstanding:
     number: int
     phase: Phase = "pending"
     since: float | None = None
+    overtaken: int = 0
 
 
 @dataclass(slots=True)

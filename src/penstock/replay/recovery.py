@@ -18,13 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from penstock.replay.draws import parse_ticket_id
-from penstock.replay.history import History
+from penstock.replay.admission import TicketKey
+from penstock.replay.history import History, LoggedFate
 from penstock.replay.ledger import FATES
 from penstock.types import Fate, WeightVersion
-
-TicketKey = tuple[str, int]
-"""Lesson and index: the same group in every lineage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +31,18 @@ class CheckpointView:
     Attributes:
         step: The version to resume from.
         outstanding: Its outstanding tickets' ids, by key.
-        reusable: Groups that wait for a further use.
-        was_drawn: Whether a ticket had been drawn.
+        alive: Rollouts that waited and belong to no outstanding ticket, by group: those of an open buffer, and those
+            that wait for a further use.
+        key_of: Names a group across the lives of the run.
+        was_drawn: Whether a group had been drawn, or had arrived.
         survives: Whether a version's weights are also the resumed run's.
     """
 
     step: int
     outstanding: Mapping[TicketKey, str]
-    reusable: Collection[str]
-    was_drawn: Callable[[str, int], bool]
+    alive: Mapping[str, Collection[str]]
+    key_of: Callable[[str], TicketKey]
+    was_drawn: Callable[[TicketKey], bool]
     survives: Callable[[WeightVersion], bool]
 
 
@@ -82,26 +82,24 @@ class _Planner:
         tickets = self._history.tickets()
         candidates: dict[TicketKey, list[str]] = {}
         for ticket, ids in tickets.items():
-            lesson_id, _, index = parse_ticket_id(ticket)
-            key = (lesson_id, index)
-            if ticket in self._checkpoint.reusable:
-                self._bring_back(ticket, ids)
-            elif key not in self._checkpoint.outstanding and self._checkpoint.was_drawn(*key):
+            key = self._checkpoint.key_of(ticket)
+            alive = self._checkpoint.alive.get(ticket)
+            if alive is not None:
+                self._bring_back(ticket, [rollout_id for rollout_id in ids if rollout_id in alive])
+                self._confirm([rollout_id for rollout_id in ids if rollout_id not in alive])
+            elif key not in self._checkpoint.outstanding and self._checkpoint.was_drawn(key):
                 self._confirm(ids)
             elif any(self._is_valid(rollout_id) for rollout_id in ids):
                 candidates.setdefault(key, []).append(ticket)
             else:
                 self._abandon(ids)
         for key, groups in candidates.items():
-            best, *others = sorted(groups, key=lambda group: self._preference(key, group), reverse=True)
+            *others, best = sorted(groups, key=lambda group: group == self._checkpoint.outstanding.get(key))
             self._bring_back(best, tickets[best])
             self._plan.claims[key] = best
             for group in others:
                 self._abandon(tickets[group])
         return self._plan
-
-    def _preference(self, key: TicketKey, group: str) -> tuple[bool, int]:
-        return group == self._checkpoint.outstanding.get(key), parse_ticket_id(group)[1]
 
     def _is_valid(self, rollout_id: str) -> bool:
         sealed = self._history.sealed.get(rollout_id)
@@ -112,7 +110,7 @@ class _Planner:
         self._plan.waiting[group] = valid
         self._plan.started += len(valid)
         for rollout_id in valid:
-            if self._history.fates.get(rollout_id) in FATES:
+            if self._logged_fate(rollout_id) is not None:
                 self._plan.decisions.append((rollout_id, "waiting", "decided after the checkpoint: taken back"))
         self._abandon([rollout_id for rollout_id in ids if rollout_id not in valid])
 
@@ -120,7 +118,7 @@ class _Planner:
         """Settled before the checkpoint: the logged fate stands, and what was trained is `trained`."""
         for rollout_id in ids:
             fate = self._logged_fate(rollout_id)
-            if self._plan.uses[rollout_id]:
+            if self._plan.uses[rollout_id] or (fate == "trained" and self._stands(self._history.fates[rollout_id])):
                 self._end(rollout_id, "trained", "trained before the checkpoint")
             elif fate is not None and fate != "trained":
                 self._end(rollout_id, fate, "")
@@ -145,9 +143,14 @@ class _Planner:
     def _end(self, rollout_id: str, fate: Fate, reason: str) -> None:
         self._plan.started += 1
         self._plan.fates[fate] += 1
-        if self._history.fates.get(rollout_id) != fate:
+        if self._logged_fate(rollout_id) != fate:
             self._plan.decisions.append((rollout_id, fate, reason))
 
     def _logged_fate(self, rollout_id: str) -> Fate | None:
         logged = self._history.fates.get(rollout_id)
-        return next((fate for fate in FATES if fate == logged), None)
+        return None if logged is None else next((fate for fate in FATES if fate == logged.fate), None)
+
+    def _stands(self, logged: LoggedFate) -> bool:
+        """Whether the update that used a rollout last lies before the checkpoint, in a life that goes on."""
+        outcome = WeightVersion(logged.version.lineage, logged.version.step + 1)
+        return outcome.step <= self._checkpoint.step and self._checkpoint.survives(outcome)

@@ -17,7 +17,7 @@ class Sealer:
     Args:
         store: Where groups go.
         lock: Held while the queue is touched, never while a file is written.
-        seal_rollouts: A file is due when so many rollouts are queued.
+        buffer_size: A file is due when so many rollouts are queued.
         seal_s: Or when the oldest of them has been queued so long.
         clock: Unix seconds.
     """
@@ -26,13 +26,13 @@ class Sealer:
         self,
         store: ExperienceStore,
         lock: AbstractContextManager[object],
-        seal_rollouts: int,
+        buffer_size: int,
         seal_s: float,
         clock: Clock,
     ) -> None:
         self._store = store
         self._lock = lock
-        self._seal_rollouts = seal_rollouts
+        self._buffer_size = buffer_size
         self._seal_s = seal_s
         self._clock = clock
         self._writing = threading.RLock()
@@ -57,7 +57,7 @@ class Sealer:
         """Whether a file should be written although nobody waits for it."""
         with self._lock:
             waited = self._clock() - self._oldest
-            return bool(self._group_ids) and (len(self._records) >= self._seal_rollouts or waited >= self._seal_s)
+            return bool(self._group_ids) and (len(self._records) >= self._buffer_size or waited >= self._seal_s)
 
     def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:
         """Writes what is queued, then calls `sealed` with the group ids, the lock held.

@@ -1,20 +1,23 @@
-"""Groups between ingest and their last use; keeps batch maker, ledger and ticket places in step with them.
+"""Groups between ingest and their last use; keeps batch makers, ledger and ticket places in step with them.
 
-Everything here happens with the buffer's lock held, and nothing touches a file but the fate log.
+A use is counted when a batch takes a rollout. One that has all its uses leaves at once, but meets its fate only when
+the update of its last batch was applied; one with uses left stays, and may be in the next batch too. Everything here
+happens with the buffer's lock held, and nothing touches a file but the fate log.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.batch import BatchMaker
-from penstock.replay.config import ReplayConfig
-from penstock.replay.freshness import FreshnessWindow, Verdict
-from penstock.replay.issuer import TicketIssuer
-from penstock.replay.ledger import Ledger
+from penstock.batch import BatchMaker, Dropped
+from penstock.replay.admission import Admission
+from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.feed import MakerFeed, batch_metrics, takes_whole_groups, unit_size
+from penstock.replay.freshness import FreshnessRules, Verdict
 from penstock.replay.tally import Tally
 from penstock.replay.waiting import WaitingGroup, WaitingGroups
-from penstock.types import Fate, InvalidRolloutError, RLExample, Rollout, RolloutGroup, RunFailed
+from penstock.types import AnyRollout, Fate, RLExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +25,13 @@ class FormedBatch:
     """What one update trains on.
 
     Attributes:
+        step: The update.
         examples: In batch order.
         group_ids: Their groups, in the same order.
         metrics: Of the batch, and of the wait for it.
     """
 
+    step: int
     examples: tuple[RLExample, ...]
     group_ids: tuple[str, ...]
     metrics: dict[str, float]
@@ -37,167 +42,251 @@ class Stock:
 
     Args:
         config: Pace and limits.
-        window: What is fresh.
-        issuer: Its places are freed as groups leave.
-        ledger: Learns every fate.
-        maker: Chooses batches.
+        rules: What is fresh.
+        admission: Its places are freed as groups leave.
+        feed: The batch makers.
         tally: Counts.
     """
 
     def __init__(
         self,
-        config: ReplayConfig,
-        window: FreshnessWindow,
-        issuer: TicketIssuer,
-        ledger: Ledger,
-        maker: BatchMaker,
+        config: ReplayBufferConfig,
+        rules: FreshnessRules,
+        admission: Admission,
+        feed: MakerFeed,
         tally: Tally,
     ) -> None:
         self.current = 0
-        self.waiting = WaitingGroups(window, config.capacity)
+        self.waiting = WaitingGroups(rules, config.capacity)
         self._config = config
-        self._issuer = issuer
-        self._ledger = ledger
-        self._maker = maker
+        self._admission = admission
+        self._ledger = admission.ledger
+        self._feed = feed
         self._tally = tally
-        self._reusable: dict[str, None] = {}
-        self._in_training: dict[int, list[WaitingGroup]] = {}
+        self._fresh: dict[str, WaitingGroup] = {}
+        self._reusable: dict[str, WaitingGroup] = {}
+        self._in_training: dict[int, list[tuple[WaitingGroup, AnyRollout]]] = {}
+        self._pending: Counter[str] = Counter()
 
-    def add(self, group: RolloutGroup, deadline_step: int, uses: int = 0, durable: bool = False) -> None:
+    def add(self, group: WaitingGroup, durable: bool = False) -> None:
         """Takes an ingested group; one that is not durable yet is offered later."""
-        entering = WaitingGroup.of(group, deadline_step, uses)
-        self.waiting.add(entering)
-        if uses:
-            self._reusable[entering.group_id] = None
-        elif durable:
-            self.offer(entering.group_id)
-        self._evict(entering.env_name)
+        self.waiting.add(group)
+        if durable:
+            self.offer(group.group_id)
+        while (oldest := self.waiting.over_capacity(group.env_name)) is not None:
+            reason = f"more than {self._config.capacity} rollouts of {group.env_name} wait (replay.capacity)"
+            for rollout in list(oldest.rollouts):
+                self._lose(oldest, rollout, Verdict("evicted", reason))
 
     def offer(self, group_id: str) -> None:
-        """Its file has its name: the batch maker may have it. A group that has left meanwhile is ignored."""
+        """Its file has its name: a batch maker may have it. A group that has left meanwhile is ignored."""
         if group_id not in self.waiting:
             return
         group = self.waiting.get(group_id)
-        self._hand_to_maker(group, group.deadline_step if group.uses == 0 else None)
-        entry = self._issuer.outstanding.get(group_id)
+        group.offered = True
+        dropped = self._feed.give(group)
+        if self._admission.paced:
+            (self._fresh if group.first_use is None else self._reusable)[group_id] = group
+        self._drop_all(dropped)
+        entry = self._admission.outstanding.get(group_id)
         if entry is not None and entry.phase == "waiting":
-            self._issuer.outstanding.set_trainable(group_id)
+            self._admission.outstanding.set_trainable(group_id)
 
     def settle(self, ids: Collection[str], fate: Fate, reason: str) -> None:
         """Rollouts meet their fate."""
-        self._ledger.settle(ids, fate, self._issuer.update, reason)
+        self._ledger.settle(ids, fate, self._admission.update, reason)
         self._tally.dropped[fate] += len(ids)
+
+    def count_filtered(self, group_id: str, lesson_id: str, reward: float) -> None:
+        """A group without signal is gone; where nothing else comes any more, the run ends."""
+        self._admission.free(group_id)
+        failure = self._tally.count_filtered(lesson_id, reward)
+        if failure is not None and self._admission.paced:
+            self._admission.end_with(failure)
 
     def drop_expired(self, now: float) -> None:
         """Drops what is no longer fresh."""
-        for group_id, rollout, verdict in self.waiting.expired(self.current, now):
-            self._drop(group_id, rollout, verdict)
+        for group, rollout, verdict in self.waiting.expired(self.current, now):
+            self._lose(group, rollout, verdict)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
     def form_batch(self, step: int) -> FormedBatch | None:
-        """The batch of update `step`; None while a group that it owes is missing, or there are too few."""
+        """The batch of update `step` of a paced run; None while a group that it owes is missing, or too few wait."""
+        outstanding = self._admission.outstanding
         wanted = self._config.groups_per_batch
-        short = max(0, wanted - self._issuer.outstanding.trainable)
-        if self._issuer.outstanding.missing(step) or short > len(self._reusable):
+        short = max(0, wanted - outstanding.trainable)
+        if outstanding.missing(step) or short > len(self._reusable):
             return None
-        for group_id in list(islice(self._reusable, short)):
-            if not self.waiting.get(group_id).offered:
-                self.offer(group_id)
-        for group_id in self._issuer.outstanding.must_take(step):
-            self._make_due(group_id, step)
-        self._maker.set_step(step)
-        examples = self._maker.create_batch(wanted)
-        return None if examples is None else self._take(step, examples)
+        due = outstanding.must_take(step)
+        for group_id in due:
+            group = self._fresh[group_id]
+            if group.deadline_step is None or group.deadline_step > step:
+                self._feed.press(group, step)
+        oldest = dict.fromkeys([*due, *self._fresh])
+        chosen = [self._fresh[group_id] for group_id in islice(oldest, max(wanted, len(due)))]
+        chosen += islice(self._reusable.values(), short)
+        shares: Counter[BatchMaker] = Counter()
+        for group in chosen:
+            maker = self._feed.of(group.env_name)
+            assert maker is not None  # it was offered
+            shares[maker] += unit_size(maker, group)
+        return self._draw(step, shares)
+
+    def sample(self, step: int, batch_size: int, env_name: str | None = None) -> FormedBatch | None:
+        """A batch for update `step` of an open buffer; None where there is too little for one.
+
+        Args:
+            step: The update.
+            batch_size: In the makers' units; several makers share it evenly, the first taking what is left over.
+            env_name: Ask only the maker of this environment.
+        """
+        makers = list(self._feed) if env_name is None else [m for m in [self._feed.of(env_name)] if m is not None]
+        each, over = divmod(batch_size, max(len(makers), 1))
+        return self._draw(step, Counter({m: each + (i < over) for i, m in enumerate(makers) if each or i < over}))
 
     def finish(self, step: int) -> None:
         """Update `step` was applied: its rollouts were used once more."""
         used_up: list[str] = []
-        for group in self._in_training.pop(step):
-            group.uses += 1
-            if group.uses >= self._config.uses:
-                used_up += [rollout.rollout_id for rollout in group.rollouts]
-            else:
-                group.offered = False
-                self.waiting.add(group)
-                self._reusable[group.group_id] = None
-                self._evict(group.env_name)
+        for group, rollout in self._in_training.pop(step):
+            self._pending[rollout.rollout_id] -= 1
+            if self._pending[rollout.rollout_id]:
+                continue
+            del self._pending[rollout.rollout_id]
+            if not self._waits(group, rollout):
+                used_up.append(rollout.rollout_id)
         self._ledger.settle(used_up, "trained", step, f"trained by update {step}")
+
+    def finish_before(self, step: int) -> None:
+        """Updates before `step` were applied."""
+        for update in [update for update in self._in_training if update < step]:
+            self.finish(update)
 
     def is_training(self, step: int) -> bool:
         """Whether update `step` has its batch and is not finished."""
         return step in self._in_training
 
-    def groups(self) -> Iterator[WaitingGroup]:
-        """Every group here, those in training first."""
-        for groups in self._in_training.values():
-            yield from groups
-        for group_id in self.waiting.ids():
-            yield self.waiting.get(group_id)
+    def ids(self) -> Iterator[str]:
+        """Every rollout here, those in training included; some twice."""
+        for taken in self._in_training.values():
+            yield from (rollout.rollout_id for _, rollout in taken)
+        for group in self.waiting:
+            yield from (rollout.rollout_id for rollout in group.rollouts)
 
-    def _take(self, step: int, examples: Sequence[RLExample]) -> FormedBatch:
-        chosen = {rollout_id for example in examples for rollout_id in example.rollout_ids}
-        ids = dict.fromkeys(i.rpartition("/")[0] for example in examples for i in example.rollout_ids)
-        if any(group_id not in self.waiting for group_id in ids):
-            raise RunFailed(f"the batch maker returned a group that does not wait, among {list(ids)}")
-        groups = [self.waiting.remove(group_id) for group_id in ids]
-        for group_id in ids:
-            self._reusable.pop(group_id, None)
-        for group in groups:
-            left_out = [rollout.rollout_id for rollout in group.rollouts if rollout.rollout_id not in chosen]
-            if left_out:
-                self.settle(left_out, "filtered", f"left out of the batch of update {step} by the batch maker")
-            group.rollouts = [rollout for rollout in group.rollouts if rollout.rollout_id in chosen]
-        overtakes = self._issuer.take([group.group_id for group in groups if group.uses == 0])
-        self._in_training[step] = groups
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        metrics = self._tally.batch_metrics(step, rollouts)
-        metrics |= self._maker.get_batch_metadata(examples).get("metrics", {})
-        metrics["replay/overtakes"] = float(overtakes)
-        metrics["replay/reused"] = float(sum(group.uses > 0 for group in groups))
-        return FormedBatch(tuple(examples), tuple(ids), metrics)
+    def groups(self) -> dict[str, list[str]]:
+        """Rollout ids here by group, those in training included."""
+        groups: dict[str, list[str]] = {}
+        for rollout_id in dict.fromkeys(self.ids()):
+            groups.setdefault(rollout_id.rpartition("/")[0], []).append(rollout_id)
+        return groups
 
-    def _make_due(self, group_id: str, step: int) -> None:
-        """Any batch maker takes what is due; this is how it learns that a later deadline presses already."""
-        group = self.waiting.get(group_id)
-        if group.deadline_step > step:
-            self._maker.discard([group_id])
-            self._hand_to_maker(group, step)
+    def used(self) -> dict[str, list[str]]:
+        """Of `groups`, those whose first use lies behind the run: its update was applied."""
+        confirmed: set[str] = set()
+        for group in [*self.waiting, *(group for taken in self._in_training.values() for group, _ in taken)]:
+            if group.first_use is not None and group.first_use not in self._in_training:
+                confirmed.add(group.group_id)
+        return {group_id: ids for group_id, ids in self.groups().items() if group_id in confirmed}
+
+    def _draw(self, step: int, shares: Counter[BatchMaker]) -> FormedBatch | None:
+        examples: list[RLExample] = []
+        taken: list[tuple[WaitingGroup, AnyRollout]] = []
+        metrics: dict[str, float] = {}
+        for maker, share in shares.items():
+            drawn, dropped = self._feed.draw(maker, step, share)
+            live = [(example, members) for example in drawn if (members := self._members(example)) is not None]
+            self._tally.dead_in_batch += len(drawn) - len(live)
+            examples += [example for example, _ in live]
+            mine = [member for _, members in live for member in members]
+            taken += mine
+            if drawn:
+                metrics |= batch_metrics(maker, drawn)
+            self._drop_all(dropped)
+            if takes_whole_groups(maker):
+                self._leave_out(step, mine)
+        if not examples:
+            return None
+        return self._take(step, examples, taken, metrics)
+
+    def _members(self, example: RLExample) -> list[tuple[WaitingGroup, AnyRollout]] | None:
+        """Whom an example is made of; None where one of them is not live any more."""
+        members: list[tuple[WaitingGroup, AnyRollout]] = []
+        for rollout_id in example.rollout_ids:
+            group_id = rollout_id.rpartition("/")[0]
+            group = self.waiting.get(group_id) if group_id in self.waiting else None
+            rollout = None if group is None else _member(group, rollout_id)
+            if group is None or rollout is None:
+                return None
+            members.append((group, rollout))
+        return members
+
+    def _leave_out(self, step: int, taken: Sequence[tuple[WaitingGroup, AnyRollout]]) -> None:
+        """A maker of whole groups that returned a part of one does not want the rest."""
+        chosen = {rollout.rollout_id for _, rollout in taken}
+        for group in {group.group_id: group for group, _ in taken}.values():
+            for rollout in [r for r in group.rollouts if r.rollout_id not in chosen]:
+                self._lose(group, rollout, Verdict("filtered", f"left out of the batch of update {step} by its maker"))
+
+    def _take(
+        self,
+        step: int,
+        examples: Sequence[RLExample],
+        taken: Sequence[tuple[WaitingGroup, AnyRollout]],
+        metrics: dict[str, float],
+    ) -> FormedBatch:
+        groups = {group.group_id: group for group, _ in taken}
+        first = [group_id for group_id, group in groups.items() if group.first_use is None]
+        metrics |= self._tally.batch_metrics(step, [rollout for _, rollout in taken])
+        metrics |= self._admission.take(step, first)
+        metrics["replay/reused"] = float(len(groups) - len(first))
+        for group_id in first:
+            groups[group_id].first_use = step
+            if self._fresh.pop(group_id, None) is not None:
+                self._reusable[group_id] = groups[group_id]
+        self._in_training.setdefault(step, []).extend(taken)
+        for group, rollout in taken:
+            self._pending[rollout.rollout_id] += 1
+            if group.count_use(rollout.rollout_id) >= self._config.uses:
+                self._retire(group, rollout)
+        return FormedBatch(step, tuple(examples), tuple(groups), metrics)
 
     # --- leaving ---------------------------------------------------------------------------------------------------
 
-    def _hand_to_maker(self, group: WaitingGroup, deadline_step: int | None) -> None:
-        group.offered = True
-        for rollout in list(group.rollouts):
-            try:
-                self._maker.add_rollout(rollout, deadline_step)
-            except InvalidRolloutError as error:
-                self._lose(group, rollout, Verdict("invalid", str(error)))
+    def _drop_all(self, dropped: Sequence[Dropped]) -> None:
+        for rollout_id, fate, reason in dropped:
+            group_id = rollout_id.rpartition("/")[0]
+            group = self.waiting.get(group_id) if group_id in self.waiting else None
+            rollout = None if group is None else _member(group, rollout_id)
+            if group is not None and rollout is not None:
+                self._lose(group, rollout, Verdict(fate, reason))
 
-    def _drop(self, group_id: str, rollout: Rollout, verdict: Verdict) -> None:
-        """One rollout leaves; the batch maker learns what is left of its group."""
-        group = self.waiting.get(group_id)
+    def _lose(self, group: WaitingGroup, rollout: AnyRollout, verdict: Verdict) -> None:
+        """A rollout leaves, not because a batch took it."""
+        uses = group.uses_of(rollout.rollout_id)
+        if uses and not self._pending[rollout.rollout_id]:
+            reason = f"used {uses} times, then {verdict.fate}: {verdict.reason}"
+            self._ledger.settle([rollout.rollout_id], "trained", max(0, self.current - 1), reason)
+        elif not uses:
+            self.settle([rollout.rollout_id], verdict.fate, verdict.reason)
+        self._retire(group, rollout)
+        if group.rollouts or group.first_use is not None:
+            return
+        if verdict.fate == "filtered":
+            self.count_filtered(group.group_id, group.lesson_id, rollout.episode_reward)
+        else:
+            self._admission.free(group.group_id, f"lesson {group.lesson_id}: {verdict.fate}, {verdict.reason}")
+
+    def _retire(self, group: WaitingGroup, rollout: AnyRollout) -> None:
         if group.offered:
-            self._maker.discard([group_id])
-        self._lose(group, rollout, verdict)
-        if group.offered and group.rollouts:
-            self._hand_to_maker(group, group.deadline_step if group.uses == 0 else None)
-
-    def _lose(self, group: WaitingGroup, rollout: Rollout, verdict: Verdict) -> None:
-        if group.uses:
-            verdict = Verdict("trained", f"used {group.uses} times, then {verdict.fate}: {verdict.reason}")
-        self.settle([rollout.rollout_id], verdict.fate, verdict.reason)
-        self.waiting.drop(group.group_id, rollout)
+            self._feed.forget(group, rollout)
+        self.waiting.drop(group, rollout)
         if not group.rollouts:
-            self._free(group, rollout.lesson_id, verdict)
+            self._fresh.pop(group.group_id, None)
+            self._reusable.pop(group.group_id, None)
 
-    def _free(self, group: WaitingGroup, lesson_id: str, verdict: Verdict) -> None:
-        self._reusable.pop(group.group_id, None)
-        if group.uses == 0:
-            self._issuer.free(group.group_id, f"lesson {lesson_id}: {verdict.fate}, {verdict.reason}")
+    def _waits(self, group: WaitingGroup, rollout: AnyRollout) -> bool:
+        return any(member is rollout for member in group.rollouts)
 
-    def _evict(self, env_name: str) -> None:
-        while (group_id := self.waiting.over_capacity(env_name)) is not None:
-            reason = f"more than {self._config.capacity} rollouts of {env_name} wait (replay.capacity)"
-            for rollout in list(self.waiting.get(group_id).rollouts):
-                self._drop(group_id, rollout, Verdict("evicted", reason))
+
+def _member(group: WaitingGroup, rollout_id: str) -> AnyRollout | None:
+    return next((rollout for rollout in group.rollouts if rollout.rollout_id == rollout_id), None)

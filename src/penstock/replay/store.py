@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from penstock.replay.history import History, SealedRollout, StoredBatch
+from penstock.replay.config import StoreConfig
+from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.replay.ledger import Ledger
 from penstock.replay.lineages import Lineages
 from penstock.rundir import (
@@ -34,6 +35,10 @@ class ExperienceStore(Protocol):
         """The run's lives."""
         ...
 
+    def open_ledger(self, lineage: int = 0) -> Ledger:
+        """Makes this process the run's writer."""
+        ...
+
     def seal(self, records: Sequence[RolloutRecord]) -> None:
         """Makes whole groups durable."""
         ...
@@ -50,19 +55,37 @@ class ExperienceStore(Protocol):
         """What the files say about every rollout."""
         ...
 
+    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+        """Files that may be deleted once the checkpoint that is being made is there."""
+        ...
+
+    def expire(self, names: Collection[str]) -> None:
+        """Deletes files that `expendable` named."""
+        ...
+
+    def maintain(self) -> None:
+        """One round of compaction."""
+        ...
+
 
 class RolloutStore:
     """Files of one run.
 
     Args:
         directory: Of the run.
-        compression: Of the Parquet files.
+        config: Of the files.
         clock: Stamps names and lines.
     """
 
-    def __init__(self, directory: RunDirectory, compression: str = "zstd", clock: Clock = time.time) -> None:
+    def __init__(
+        self, directory: RunDirectory | str | Path, config: StoreConfig = StoreConfig(), clock: Clock = time.time
+    ) -> None:
+        if not isinstance(directory, RunDirectory):
+            directory = RunDirectory(directory)
+            directory.rollouts.mkdir(parents=True, exist_ok=True)
+            directory.batches.mkdir(exist_ok=True)
         self._directory = directory
-        self._compression = compression
+        self._compression = config.compression
         self._clock = clock
         self._logs: list[JsonLinesLog] = []
         self.lineages = Lineages(directory.lineages_path)
@@ -120,9 +143,24 @@ class RolloutStore:
                 str(row["ticket_id"]): int(row["rollouts"]) for row in read_json_lines(self._directory.tickets_path)
             },
             sealed={sealed.rollout_id: sealed for path in self._parts() for sealed in _sealed(path)},
-            fates={str(row["rollout_id"]): str(row["fate"]) for row in read_json_lines(self._directory.fates_path)},
+            fates={
+                str(row["rollout_id"]): LoggedFate(
+                    str(row["fate"]), WeightVersion(int(row["lineage"]), int(row["step"]))
+                )
+                for row in read_json_lines(self._directory.fates_path)
+            },
             batches=[_stored_batch(path) for path in sorted(self._directory.batches.glob("*.parquet"))],
         )
+
+    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+        """Files that may be deleted once the checkpoint that is being made is there."""
+        return ()
+
+    def expire(self, names: Collection[str]) -> None:
+        """Deletes files that `expendable` named."""
+
+    def maintain(self) -> None:
+        """One round of compaction."""
 
     def _parts(self) -> list[Path]:
         return sorted(self._directory.rollouts.glob("*.parquet"))

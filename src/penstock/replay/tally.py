@@ -6,8 +6,8 @@ Also the place where a wait that cannot end is recognised: when the zero-varianc
 from collections import Counter
 from collections.abc import Sequence
 
-from penstock.replay.config import ReplayConfig
-from penstock.types import Fate, Rollout, RolloutGroup, RunFailed
+from penstock.replay.config import ReplayBufferConfig
+from penstock.types import AnyRollout, Fate, RunFailed
 
 
 class Tally:
@@ -17,22 +17,26 @@ class Tally:
         config: Limits.
     """
 
-    def __init__(self, config: ReplayConfig) -> None:
+    def __init__(self, config: ReplayBufferConfig) -> None:
         self._config = config
         self.dropped: Counter[Fate] = Counter()
+        self.dead_in_batch = 0
         self._filtered_groups: Counter[str] = Counter()
         self._filtered_rewards: dict[str, float] = {}
 
-    def count_filtered(self, group: RolloutGroup) -> RunFailed | None:
-        """Counts a group without signal; returns the error that ends the run where the limit is reached."""
-        lesson_id = group.rollouts[0].lesson_id
+    def count_filtered(self, lesson_id: str, reward: float) -> RunFailed | None:
+        """Counts a group without signal; returns the error that ends the run where the limit is reached.
+
+        Args:
+            lesson_id: Its lesson.
+            reward: Of its members.
+        """
         self._filtered_groups[lesson_id] += 1
-        reward = self._filtered_rewards.get(lesson_id, 0.0) + group.rollouts[0].episode_reward
-        self._filtered_rewards[lesson_id] = reward
+        self._filtered_rewards[lesson_id] = self._filtered_rewards.get(lesson_id, 0.0) + reward
         total = self._filtered_groups.total()
         return RunFailed(self._nothing_left(total)) if total >= self._config.filtered_limit else None
 
-    def batch_metrics(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def batch_metrics(self, step: int, rollouts: Sequence[AnyRollout]) -> dict[str, float]:
         """Metrics of a batch that was formed; starts counting anew.
 
         Args:
@@ -48,7 +52,9 @@ class Tally:
             "replay/stale": float(self.dropped["stale_step"] + self.dropped["stale_time"]),
             "replay/invalid": float(self.dropped["invalid"] + self.dropped["rolled_back"]),
             "replay/evicted": float(self.dropped["evicted"]),
+            "replay/dead_in_batch": float(self.dead_in_batch),
         }
+        self.dead_in_batch = 0
         self.dropped.clear()
         self._filtered_groups.clear()
         self._filtered_rewards.clear()
@@ -60,8 +66,8 @@ class Tally:
             for lesson, count in sorted(self._filtered_groups.items())
         )
         return (
-            f"replay.filter_zero_variance filtered {total} groups while one batch waited "
+            f"replay.batch_maker.filter_zero_variance filtered {total} groups while one batch waited "
             f"(replay.max_filtered_groups_per_batch): in each, all rewards were equal. Lessons: {lessons}. "
             "Make rewards differ (an easier lesson, a warm start, a higher temperature, a larger "
-            "n_generations_per_prompt), or set replay.filter_zero_variance: false"
+            "n_generations_per_prompt), or set replay.batch_maker.filter_zero_variance: false"
         )

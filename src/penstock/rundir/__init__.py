@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
     from penstock.rundir.rollout_rows import (
         ROLLOUT_SCHEMA,
-        newest_weight_step,
         read_records,
         records_from_table,
         table_from_records,
@@ -40,7 +39,6 @@ _EXPORTS = {
     "ROLLOUT_SCHEMA": "rollout_rows",
     "RunDirectory": "directory",
     "examples_from_table": "example_rows",
-    "newest_weight_step": "rollout_rows",
     "read_events": "logs",
     "read_examples": "example_rows",
     "read_json_lines": "logs",
@@ -61,7 +59,7 @@ _EXPORTS = {
 
 __all__ = [
     "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "ROLLOUT_SCHEMA", "RunDirectory",
-    "examples_from_table", "newest_weight_step", "read_events", "read_examples", "read_json_lines",
+    "examples_from_table", "read_events", "read_examples", "read_json_lines",
     "read_metrics", "read_parquet", "read_records", "read_rows", "read_status", "records_from_table",
     "replaced_atomically", "table_from_examples", "table_from_records", "write_atomically",
     "write_examples", "write_parquet", "write_records",

@@ -40,7 +40,10 @@ def arrays_from_column(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray 
     arrays: list[np.ndarray | None] = []
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy(zero_copy_only=False)
-        values = chunk.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+        values = chunk.values.to_numpy(zero_copy_only=False)
+        if values.dtype == np.uint8 and dtype is np.bool_:
+            values = values.view(np.bool_)  # messages keep a byte per flag, so that it can be a view
+        values = values.astype(dtype, copy=False)
         valid = chunk.is_valid().to_numpy(zero_copy_only=False)
         for row in range(len(chunk)):
             arrays.append(values[offsets[row] : offsets[row + 1]] if valid[row] else None)

@@ -71,15 +71,6 @@ _ARRAYS = {
 }
 
 
-def newest_weight_step(rollout: Rollout) -> int:
-    """The newest version behind any sampled token of a rollout that has metadata."""
-    assert rollout.metadata is not None
-    steps = rollout.response_weight_steps
-    if steps is None or not rollout.sampled_tokens:
-        return rollout.metadata.weight_step
-    return max(rollout.metadata.weight_step, int(steps[rollout.response_mask].max()))
-
-
 def write_records(path: Path, records: Sequence[RolloutRecord], compression: str = "zstd") -> None:
     """Writes a rollout file, durably and whole.
 
@@ -148,7 +139,7 @@ def _scalars(record: RolloutRecord) -> dict[str, Any]:
         "timestamp": metadata.timestamp,
         "lineage": metadata.lineage,
         "weight_step": metadata.weight_step,
-        "newest_weight_step": newest_weight_step(rollout),
+        "newest_weight_step": rollout.newest_weight_step,
         "oldest_weight_step": rollout.oldest_weight_step,
         "episode_reward": float(rollout.episode_reward),
         "finish_reason": rollout.finish_reason,

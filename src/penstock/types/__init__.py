@@ -14,9 +14,11 @@ from penstock.types.errors import (
     RunFailed,
     SchemaVersionError,
     Stopped,
+    TransferError,
     WeightsError,
 )
 from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
+from penstock.types.packed import AnyRollout, PackedRollout
 from penstock.types.protocols import (
     BatchSource,
     Checkpointable,
@@ -48,13 +50,13 @@ from penstock.types.seeds import as_seed, fold, generator
 from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
 
 __all__ = [
-    "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
+    "AnyRollout", "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
     "Decoding", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason", "GenerationCall",
     "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
-    "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PenstockError", "RLExample",
+    "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError", "RLExample",
     "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats", "RolloutGroup",
     "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
     "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "TextCodec", "Ticket", "TicketSource",
-    "TrainingBatch", "Turn", "WeightSink", "WeightSource", "WeightVersion", "WeightsError",
-    "as_seed", "fold", "generator",
+    "TrainingBatch", "TransferError", "Turn", "WeightSink", "WeightSource", "WeightVersion",
+    "WeightsError", "as_seed", "fold", "generator",
 ]  # fmt: skip

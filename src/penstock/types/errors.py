@@ -10,6 +10,7 @@
     ├── EnvironmentFailure      an environment or reward function that broke its contract (counted likewise)
     ├── WeightsError            arrays missing, extra, misshaped, or of a superseded version
     ├── SchemaVersionError      a record written by a newer Penstock
+    ├── TransferError           a message of rollouts that is torn, corrupt, or not one
     └── RunFailed               a run that ends with exit code 1
         ├── NoProgressError     a component that owes progress did not deliver it in time
         ├── MismatchError       learner and engine disagree about log-probabilities
@@ -48,6 +49,10 @@ class WeightsError(PenstockError):
 
 class SchemaVersionError(PenstockError):
     """A stored record has a schema version that this Penstock does not know."""
+
+
+class TransferError(PenstockError):
+    """A message of rollouts between two processes is torn, corrupt, or not one."""
 
 
 class RunFailed(PenstockError):

@@ -6,12 +6,15 @@ without metadata; whoever generates attaches it (`Rollout.with_metadata`), and s
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 
 from penstock.types.errors import InvalidRolloutError
 from penstock.types.generation import Decoding, FinishReason
+
+if TYPE_CHECKING:
+    from penstock.types.packed import AnyRollout
 
 SCHEMA_VERSION = 1
 """Version of the stored form of every record in this module."""
@@ -127,9 +130,42 @@ class Rollout:
         """How many tokens the policy sampled."""
         return int(self.response_mask.sum())
 
+    @property
+    def newest_weight_step(self) -> int:
+        """The newest version that sampled any token; a resume goes by it."""
+        return newest_weight_step(self)
+
+    @property
+    def defect(self) -> str | None:
+        """Why no update could learn from it; None where one could."""
+        return find_defect(self)
+
     def with_metadata(self, metadata: RolloutMetadata, rollout_id: str, lesson_id: str) -> "Rollout":
         """This rollout with what only its generator knows."""
         return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id)
+
+
+def newest_weight_step(rollout: "AnyRollout") -> int:
+    """The newest version that sampled any of its tokens; its metadata hold the oldest.
+
+    Raises:
+        InvalidRolloutError: it has no metadata.
+    """
+    if rollout.metadata is None:
+        raise InvalidRolloutError(f"rollout {rollout.rollout_id!r} has no metadata: attach it first")
+    steps = rollout.response_weight_steps
+    if steps is None or not rollout.sampled_tokens:
+        return rollout.metadata.weight_step
+    return max(rollout.metadata.weight_step, int(steps[rollout.response_mask].max()))
+
+
+def find_defect(rollout: "AnyRollout") -> str | None:
+    """Why no update could learn from a rollout, whatever its age; None where one could."""
+    if rollout.sampled_tokens == 0:
+        return "the policy sampled none of its tokens"
+    if rollout.finish_reason == "aborted":
+        return "its generation was aborted"
+    return None
 
 
 def _check_array(name: str, array: Any, dtype: type, length: int | None) -> None:
@@ -171,7 +207,7 @@ class RolloutGroup:
     """
 
     key: str
-    rollouts: tuple[Rollout, ...]
+    rollouts: "tuple[AnyRollout, ...]"
     group_id: str = ""
 
     def __post_init__(self) -> None:
@@ -213,7 +249,7 @@ class RolloutBatch:
         stamps = [r.metadata for group in groups for r in group.rollouts if r.metadata is not None]
         return cls(groups, min(stamps, key=lambda m: (m.lineage, m.weight_step, m.timestamp), default=None))
 
-    def rollouts(self) -> Iterator[Rollout]:
+    def rollouts(self) -> "Iterator[AnyRollout]":
         """Every rollout, group by group."""
         for group in self.groups:
             yield from group.rollouts
@@ -291,7 +327,7 @@ class RolloutRecord:
         group_key: The group's key: environment and example.
     """
 
-    rollout: Rollout
+    rollout: "AnyRollout"
     group_id: str
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
     group_key: str = ""

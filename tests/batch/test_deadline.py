@@ -3,14 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch import BatchMaker, DeadlineBatchMaker
-from penstock.batch.makers import ticket_order
+from penstock.batch import DeadlineBatchMaker, PacedBatchMaker
+from penstock.batch.holding import ticket_order
 from penstock.types import InvalidRolloutError, RLExample, Rollout, RolloutGroup, RolloutMetadata
 
 
-def _add(maker: BatchMaker, group: RolloutGroup, deadline_step: int | None = None) -> None:
+def _add(maker: PacedBatchMaker, group: RolloutGroup, deadline_step: int | None = None) -> None:
     for rollout in group.rollouts:
-        maker.add_rollout(rollout, deadline_step)
+        maker.add_rollout(rollout)
+    if deadline_step is not None:
+        maker.set_deadline(group.group_id, deadline_step)
 
 
 def _groups_of(batch: list[RLExample]) -> list[str]:
@@ -109,7 +111,7 @@ def test_discarded_groups_are_gone_and_unknown_ids_do_no_harm(add):
     maker = DeadlineBatchMaker()
     add(maker, "a-0-0")
     add(maker, "a-0-1")
-    maker.discard(["a-0-0", "never-seen"])
+    maker.discard(["a-0-0/0", "a-0-0/1", "never-seen/0", "a-0-1/7", "odd"])
     assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
 
 
@@ -142,19 +144,25 @@ def _one(group_id: str) -> Rollout:
 def test_overtaking_is_bounded_by_the_deadline(batch_size, staleness, random):
     """With at most (S + 1)·B tickets outstanding, no group is trained after its deadline, whoever is fast."""
     maker, running, issued = DeadlineBatchMaker(), {}, 0
+    deadlines = {}
+
+    def finish(group_id):
+        deadlines[group_id] = running.pop(group_id)
+        maker.add_rollout(_one(group_id))
+        maker.set_deadline(group_id, deadlines[group_id])
+
     for step in range(12):
         while len(running) + len(maker) < (staleness + 1) * batch_size:
             running[f"l-0-{issued}"] = step + staleness
             issued += 1
         for group_id in random.sample(sorted(running), k=random.randint(0, len(running))):
-            maker.add_rollout(_one(group_id), running.pop(group_id))
+            finish(group_id)
         for group_id in [g for g, deadline in running.items() if deadline == step]:  # the buffer waits for these
-            maker.add_rollout(_one(group_id), running.pop(group_id))
+            finish(group_id)
         while len(maker) < batch_size:  # and for a full batch
             group_id = next(iter(running))
-            maker.add_rollout(_one(group_id), running.pop(group_id))
+            finish(group_id)
         maker.set_step(step)
-        deadlines = {g: w.deadline_step for g, w in maker._groups.items()}
         taken = [deadlines[group] for group in _groups_of(maker.create_batch(batch_size))]
         assert len(taken) == batch_size or (len(taken) > batch_size and set(taken) == {step})
         assert min(taken) >= step

@@ -1,0 +1,43 @@
+"""Configuration of the batch maker: which one, and how it picks."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BUILT_IN_MAKERS = ("deadline", "recency", "grpo")
+
+
+class BatchMakerConfig(BaseModel):
+    """Which batch maker a replay buffer asks, and how that one picks; docs/batch.md compares them.
+
+    Attributes:
+        name: ``deadline`` (bounded overtaking), ``recency`` (newer rollouts more often), ``grpo`` (a reservoir of
+            rollouts with an advantage), or the dotted path of one's own: ``package.module:Class``.
+        alpha: recency: P(i) ∝ (i + 1)^alpha over the rank by arrival; 0 is uniform.
+        balance: recency: environments share a batch by their ``size``, or ``even``.
+        unit: recency: what is picked, and what a batch size counts: a whole ``group`` or single ones (``rollout``).
+        retention: grpo: keep only the ``newest`` policy version of each problem, or ``all``.
+        filter_zero_variance: Leave out groups whose valid rewards are all equal, before any maker sees them.
+        arguments: Further keyword arguments of one's own class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "deadline"
+    alpha: float = Field(default=3.0, ge=0)
+    balance: Literal["size", "even"] = "size"
+    unit: Literal["group", "rollout"] = "group"
+    retention: Literal["newest", "all"] = "newest"
+    filter_zero_variance: bool = False
+    arguments: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _known(self) -> "BatchMakerConfig":
+        if self.name not in BUILT_IN_MAKERS and ":" not in self.name:
+            raise ValueError(
+                f"name is {self.name!r}: it must be one of {', '.join(BUILT_IN_MAKERS)}, "
+                "or the dotted path of a class, package.module:Class"
+            )
+        if self.arguments and self.name in BUILT_IN_MAKERS:
+            raise ValueError(f"arguments {sorted(self.arguments)} are for one's own class; {self.name!r} takes none")
+        return self

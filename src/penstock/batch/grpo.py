@@ -1,0 +1,215 @@
+"""A batch maker that keeps a reservoir of rollouts with something to learn from, and mixes them.
+
+Groups are merged into problems for the baseline only: fates, deadlines and storage go on by group. Costs O(log n) per
+rollout that comes, goes or is drawn.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+from penstock.batch.arguments import check_choice, uses_limit
+from penstock.batch.baselines import Baseline, Baselines, Retention, version_of
+from penstock.batch.draws import RankDraw
+from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups
+from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
+from penstock.batch.metadata import batch_metadata
+from penstock.batch.pool import Pool
+from penstock.batch.queues import Deadlines
+from penstock.batch.randomness import BatchRandomness
+from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup
+
+
+@final
+class GrpoBatchMaker(PacedBatchMaker):
+    """Draws single rollouts at random from those whose advantage is not zero.
+
+    Rollouts share a baseline by (environment, example, policy version); the version of a rollout is the oldest behind
+    any of its own group. The advantage is RLOO over every rollout of that key so far (`penstock.batch.baselines`), at
+    the time of the batch. At each `create_batch`, after everything new was merged, rollouts whose advantage is zero
+    are given up as ``filtered``, also older ones that became so. That is final: a rollout that was given up does not
+    come back when its key gets more members, but its reward counts for them.
+
+    A batch has `batch_size` rollouts, or all unused ones of groups that are due where those are more. Due groups come
+    first; the others are drawn without replacement.
+
+    Args:
+        environment_name: Take rollouts of this environment only; None means any.
+        retention: ``newest``: when a newer version of a problem comes, the rollouts of the older one are given up as
+            ``evicted``, and so are those that come later; ``all``: versions stay side by side.
+        seed: Two makers with the same seed, steps and rollouts make the same batches; None means from the
+            operating system.
+        max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
+        max_samples: Batches that a rollout may be in; −1 means any number.
+        ordered: Take due groups by ticket, not by arrival.
+        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+
+    Raises:
+        ConfigError: `max_samples` is neither −1 nor at least 1.
+    """
+
+    def __init__(
+        self,
+        environment_name: str | None = None,
+        retention: Retention = "newest",
+        seed: int | None = None,
+        max_tokens: int = 2048,
+        max_samples: int = 1,
+        ordered: bool = False,
+        allow_truncated_sampling: bool = False,
+    ) -> None:
+        check_choice("retention", retention, Retention)
+        self._uses = uses_limit(max_samples)
+        self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = HeldGroups(self._acceptance, ordered)
+        self._baselines = Baselines(retention)
+        self._reservoir = Pool(by_member=True)
+        self._draw = RankDraw(alpha=0.0)
+        self._randomness = BatchRandomness(seed)
+        self._step = 0
+        self._deadlines = Deadlines()
+        self._dropped: list[Dropped] = []
+        self._last: list[RolloutGroup] = []
+
+    def __len__(self) -> int:
+        """How many rollouts are in the reservoir or about to be judged."""
+        return len(self._reservoir) + sum(len(group.members) for group in self._held.unplaced())
+
+    @property
+    def unit(self) -> Unit:
+        """Rollouts."""
+        return "rollout"
+
+    @property
+    def environment_name(self) -> str | None:
+        """See `PacedBatchMaker.environment_name`."""
+        return self._acceptance.environment_name
+
+    def add_rollout(self, rollout: AnyRollout) -> None:
+        """See `BatchMaker.add_rollout`."""
+        self._held.add(rollout)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        """See `BatchMaker.create_batch`; `batch_size` counts rollouts."""
+        self._judge_arrivals()
+        if len(self._reservoir) < max(batch_size, 1):
+            return None
+        slots = self._choose(batch_size)
+        chosen = [self._member(slot) for slot in slots]
+        self._last = _by_group(rollout for _, rollout in chosen)
+        batch = [self._acceptance.example(rollout, _advantage(group, rollout)) for group, rollout in chosen]
+        self._reservoir.set_drawable(slots, True)
+        self._remove([slot for slot in slots if self._reservoir.count_use(slot) >= self._uses])
+        return batch
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.metadata.batch_metadata`."""
+        return batch_metadata(self._last, [False] * len(self._last), batch)
+
+    def set_step(self, step: int) -> None:
+        """See `PacedBatchMaker.set_step`."""
+        self._step = step
+
+    def set_deadline(self, group_id: str, deadline_step: int) -> None:
+        """See `PacedBatchMaker.set_deadline`; ignored for groups that are not here."""
+        group = self._held.get(group_id)
+        if group is not None:
+            self._deadlines.set(group, deadline_step)
+
+    def discard(self, rollout_ids: Iterable[str]) -> None:
+        """See `PacedBatchMaker.discard`; baselines still count what is discarded."""
+        for rollout_id in rollout_ids:
+            gone = self._held.discard(rollout_id)
+            if gone is not None:
+                self._forget(gone)
+
+    def dropped(self) -> list[Dropped]:
+        """See `PacedBatchMaker.dropped`."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    # --- what comes in ---------------------------------------------------------------------------------------------
+
+    def _judge_arrivals(self) -> None:
+        touched: dict[Baseline, None] = {}
+        for group in self._held.arrived():
+            baseline = self._baselines.find(group)
+            version = version_of(group)
+            if version < baseline.version:
+                reason = f"{_problem(group)} has {_name(baseline.version)} already; this is {_name(version)}"
+                self._drop(group.rollouts(), "evicted", reason)
+                continue
+            if version > baseline.version:
+                reason = f"{_name(version)} of {_problem(group)} came; this is {_name(baseline.version)}"
+                for older in list(baseline.groups):
+                    self._drop(older.rollouts(), "evicted", reason)
+                touched.pop(baseline, None)
+                baseline = self._baselines.renew(baseline, version)
+            self._baselines.enter(baseline, group)
+            self._reservoir.place(group, drawable=True)
+            touched[baseline] = None
+        for baseline in touched:
+            self._filter(baseline)
+
+    def _filter(self, baseline: Baseline) -> None:
+        """Gives up what has nothing to learn from."""
+        for group in list(baseline.groups):
+            without = [r for r in group.rollouts() if baseline.advantage(r.episode_reward) == 0]
+            if without:
+                reason = f"its advantage is zero among {baseline.count} rollouts of {_problem(group)}"
+                self._drop(without, "filtered", reason)
+
+    def _drop(self, rollouts: Sequence[AnyRollout], fate: Fate, reason: str) -> None:
+        ids = [rollout.rollout_id for rollout in rollouts]
+        self._dropped += [Dropped(rollout_id, fate, reason) for rollout_id in ids]
+        self.discard(ids)
+
+    # --- what goes out ---------------------------------------------------------------------------------------------
+
+    def _choose(self, batch_size: int) -> list[int]:
+        """The slots of the next batch: what is due, then at random."""
+        due = [slot for group in self._deadlines.pop_due(self._step) for slot in self._reservoir.slots(group)]
+        first = [slot for slot in due if not self._reservoir.uses(slot)]
+        self._reservoir.set_drawable(first, False)  # what is taken already is not drawn
+        count = max(0, batch_size - len(first))
+        ranks = self._draw.draw(len(self._reservoir), count, self._randomness.next(self._step))
+        return first + self._reservoir.select(ranks)
+
+    def _member(self, slot: int) -> tuple[HeldGroup, AnyRollout]:
+        group = self._reservoir.owner(slot)
+        rollout = group.members[slot - group.first_slot]
+        assert rollout is not None  # a slot with an owner has a rollout
+        return group, rollout
+
+    def _remove(self, slots: Sequence[int]) -> None:
+        for group in self._held.retire(self._reservoir, slots):
+            self._forget(group)
+
+    def _forget(self, group: HeldGroup) -> None:
+        self._deadlines.clear(group)
+        self._baselines.leave(group)
+
+
+def _advantage(group: HeldGroup, rollout: AnyRollout) -> float:
+    assert group.baseline is not None  # what is in the reservoir was judged
+    return group.baseline.advantage(rollout.episode_reward)
+
+
+def _by_group(rollouts: Iterable[AnyRollout]) -> list[RolloutGroup]:
+    """The rollouts of a batch as groups, in the order of their first ones."""
+    members: dict[str, list[AnyRollout]] = {}
+    for rollout in rollouts:
+        members.setdefault(rollout.group_id, []).append(rollout)
+    return [
+        RolloutGroup(f"{of_one[0].env_name}:{of_one[0].env_example_id}", tuple(of_one), group_id)
+        for group_id, of_one in members.items()
+    ]
+
+
+def _problem(group: HeldGroup) -> str:
+    first = group.rollouts()[0]
+    return f"problem {first.env_name}:{first.env_example_id}"
+
+
+def _name(version: tuple[int, int]) -> str:
+    lineage, step = version
+    return f"weight step {step} (lineage {lineage})"

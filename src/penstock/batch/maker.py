@@ -1,0 +1,91 @@
+"""The two contracts of a batch maker: which of the fresh rollouts make the next batch, and with what advantage.
+
+In memory only. The replay buffer owns freshness, durability, capacity and fates; it adds rollouts that may be
+trained now and takes batches. Whoever calls holds a lock; makers have none.
+
+`BatchMaker` is all that one's own maker needs: the buffer leaves out of its batches whatever is no longer live, and
+stops using a rollout after `max_samples` uses. `PacedBatchMaker` is for makers that want to know what the buffer
+knows: deadlines, and which rollouts are gone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from penstock.types import AnyRollout, Fate, RLExample
+
+Unit = Literal["group", "rollout"]
+
+
+class Dropped(NamedTuple):
+    """A rollout that a maker gave up by itself.
+
+    Attributes:
+        rollout_id: Which.
+        fate: What it becomes: ``filtered``, ``evicted`` or ``invalid``.
+        reason: In words.
+    """
+
+    rollout_id: str
+    fate: Fate
+    reason: str
+
+
+class BatchMaker(ABC):
+    """Chooses training batches."""
+
+    @abstractmethod
+    def add_rollout(self, rollout: AnyRollout) -> None:
+        """Takes one rollout; its group is the part of its id before the last slash.
+
+        All rollouts of a group are added before the next `create_batch`.
+
+        Args:
+            rollout: With metadata and id. Reads like a `penstock.types.Rollout`; a buffer gives a `PackedRollout`,
+                which is small to keep.
+
+        Raises:
+            InvalidRolloutError: it cannot be trained on, and was not taken.
+        """
+
+    @abstractmethod
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        """The next batch; None while there is too little for one. Being in it is one use of a rollout.
+
+        Args:
+            batch_size: In the maker's units: rollouts, unless it is a `PacedBatchMaker` that says otherwise.
+        """
+
+    @abstractmethod
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        """Facts about the batch that `create_batch` returned last, its numbers for the metrics under ``metrics``."""
+
+
+class PacedBatchMaker(BatchMaker):
+    """A batch maker that knows deadlines, counts uses itself, and forgets what the buffer drops."""
+
+    @property
+    @abstractmethod
+    def unit(self) -> Unit:
+        """What `batch_size` counts."""
+
+    @property
+    @abstractmethod
+    def environment_name(self) -> str | None:
+        """The one environment that it takes rollouts of; None means any."""
+
+    @abstractmethod
+    def set_step(self, step: int) -> None:
+        """The update that the next batch is for."""
+
+    @abstractmethod
+    def set_deadline(self, group_id: str, deadline_step: int) -> None:
+        """The last update that may train a group for the first time; follows its rollouts, and may come nearer."""
+
+    @abstractmethod
+    def discard(self, rollout_ids: Iterable[str]) -> None:
+        """Forgets rollouts that became stale, were evicted or are used up; unknown ids are ignored."""
+
+    @abstractmethod
+    def dropped(self) -> list[Dropped]:
+        """What it gave up by itself since the last call; asked after `add_rollout` and `create_batch`."""

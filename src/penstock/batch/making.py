@@ -1,0 +1,121 @@
+"""The batch maker that a config names: a built-in one, or one's own by its dotted path."""
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+from penstock.batch.advantages import AdvantageName
+from penstock.batch.config import BatchMakerConfig
+from penstock.batch.deadline import DeadlineBatchMaker
+from penstock.batch.grpo import GrpoBatchMaker
+from penstock.batch.maker import BatchMaker
+from penstock.batch.recency import RecencyBatchMaker
+from penstock.types import ConfigError
+
+FIELD = "replay.batch_maker.name"
+"""What error messages call the config's `name`."""
+
+
+def make_batch_maker(
+    config: BatchMakerConfig,
+    *,
+    advantage: AdvantageName,
+    max_tokens: int,
+    max_samples: int,
+    ordered: bool,
+    allow_truncated_sampling: bool,
+    seed: int | None,
+    environment_name: str | None = None,
+) -> BatchMaker:
+    """Makes the batch maker that a config names.
+
+    One's own class is called with `BatchMakerConfig.arguments`, and with those of the arguments below that its
+    constructor names as well.
+
+    Args:
+        config: Which one, and how it picks.
+        advantage: Name of the advantage. The grpo maker has its own, rloo, and refuses another.
+        max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
+        max_samples: Batches that a rollout may be in; −1 means any number.
+        ordered: Deadline maker: order by ticket, not by arrival.
+        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        seed: Of the makers that draw; None means from the operating system.
+        environment_name: Take rollouts of this environment only; None means any.
+
+    Raises:
+        ConfigError: the name stands for no batch maker, or the arguments do not fit.
+    """
+    offered: dict[str, Any] = {
+        "advantage": advantage,
+        "max_tokens": max_tokens,
+        "max_samples": max_samples,
+        "ordered": ordered,
+        "allow_truncated_sampling": allow_truncated_sampling,
+        "seed": seed,
+        "environment_name": environment_name,
+    }
+    if config.name == "deadline":
+        return _construct(DeadlineBatchMaker, {}, offered)
+    if config.name == "recency":
+        own = {"alpha": config.alpha, "balance": config.balance, "unit": config.unit}
+        return _construct(RecencyBatchMaker, own, offered)
+    if config.name == "grpo":
+        if advantage != "rloo":
+            raise ConfigError(
+                f"the grpo batch maker measures advantages by rloo, but {advantage!r} is asked for: "
+                "set learner.loss.advantage: rloo, or choose another replay.batch_maker.name"
+            )
+        return _construct(GrpoBatchMaker, {"retention": config.retention}, offered)
+    return _construct(_load_class(config.name), config.arguments, offered)
+
+
+def _construct(cls: type[BatchMaker], own: dict[str, Any], offered: dict[str, Any]) -> BatchMaker:
+    """Calls a class with its own arguments and those on offer that it names."""
+    signature = inspect.signature(cls)
+    arguments = {name: value for name, value in offered.items() if name in signature.parameters} | own
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"replay.batch_maker.arguments {own} do not fit {cls.__name__}{signature}: {error}"
+        ) from error
+    return cls(**arguments)
+
+
+def _load_class(path: str) -> type[BatchMaker]:
+    module_name, _, name = path.partition(":")
+    module = _import_module(module_name, path)
+    found = getattr(module, name, None) if name else None
+    if found is None:
+        known = [member for member in dir(module) if not member.startswith("_")]
+        raise ConfigError(f"{FIELD} {path!r}: module {module_name} has no {name!r}; it has {', '.join(known)}")
+    if not (inspect.isclass(found) and issubclass(found, BatchMaker)):
+        raise ConfigError(
+            f"{FIELD} {path!r}: {found!r} is no class derived from penstock.batch.BatchMaker; "
+            "docs/batch.md shows one of fifteen lines"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"{FIELD} {path!r}: {name} is abstract: define {missing}")
+    return found
+
+
+def _import_module(module_name: str, path: str) -> Any:
+    """Imports it; modules beside the current directory are found as they are by ``python -m``."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{FIELD} {path!r}: no module named {error.name!r}: write package.module:Class, and put the "
+                "package beside the current directory or install it"
+            ) from error
+        raise ConfigError(f"{FIELD} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{FIELD} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,228 @@
+"""A rollout as a person reads it: its story, then the conversation turn by turn, each token on the ground of its number.
+
+Tokens that the policy did not sample (the prompt, what a tool or the environment said) have no colour; in the response they
+are dim. Where the tokens cannot be decoded, the text of the turns stands without colours, and a note says so.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from penstock.dashboard.color_scales import AdvantageScale, ColorScale, LogprobScale
+from penstock.dashboard.group_table import state_style
+from penstock.dashboard.safe_text import printable
+from penstock.dashboard.stored_rollouts import StoredRollout, Use
+from penstock.dashboard.token_text import TokenText
+from penstock.types import AnyRollout, Turn
+
+Coloring = Literal["logprob", "advantage", "none"]
+"""By which number tokens are coloured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationStyle:
+    """How conversations are shown.
+
+    Attributes:
+        token_text: Decodes tokens; None shows the text of the turns.
+        coloring: By which number.
+        scale: Its colours; None shows none.
+    """
+
+    token_text: TokenText | None
+    coloring: Coloring
+    scale: ColorScale | None
+
+    @classmethod
+    def of(
+        cls, stored: Sequence[StoredRollout], token_text: TokenText | None, coloring: Coloring
+    ) -> "ConversationStyle":
+        """The style for some rollouts; one scale for all of them."""
+        scale: ColorScale | None = None
+        if token_text is not None and coloring == "logprob":
+            scale = LogprobScale()
+        elif token_text is not None and coloring == "advantage":
+            known = [rollout.advantages for rollout in stored if rollout.advantages is not None]
+            scale = AdvantageScale.over([float(v) for v in np.concatenate(known)]) if known else None
+        return cls(token_text, coloring, scale)
+
+
+def print_conversations(stored: Sequence[StoredRollout], style: ConversationStyle, console: Console) -> None:
+    """Prints rollouts; those of one group show their prompt once."""
+    if style.scale is not None:
+        console.print(style.scale.legend())
+        if console.color_system is None:
+            console.print("(no colours here: --tokens prints the numbers)", style="dim")
+    elif style.coloring == "advantage" and style.token_text is not None:
+        console.print("No batch holds this, so it has no advantages yet: shown without colours.", style="magenta")
+    for number, rollout in enumerate(stored):
+        same_prompt = number > 0 and np.array_equal(
+            rollout.record.rollout.prompt_tokens, stored[0].record.rollout.prompt_tokens
+        )
+        console.print(conversation(rollout, style, with_prompt=not same_prompt))
+
+
+def conversation(stored: StoredRollout, style: ConversationStyle, with_prompt: bool = True) -> RenderableType:
+    """One rollout.
+
+    Args:
+        stored: The rollout.
+        style: How.
+        with_prompt: Whether what came before the response is shown too.
+    """
+    rollout = stored.record.rollout
+    prompt = len(rollout.prompt_tokens)
+    rows: list[RenderableType] = [header(stored)]
+    for turn in _turns(rollout):
+        if not with_prompt and turn.stop <= prompt:
+            continue
+        rows.append(Rule(_turn_title(turn, rollout), align="left", style="dim"))
+        rows.append(_turn_text(turn, stored, style))
+    return Group(*rows, Text())
+
+
+def header(stored: StoredRollout) -> RenderableType:
+    """The story of a rollout."""
+    rollout = stored.record.rollout
+    title = Text.assemble(
+        (printable(stored.rollout_id), "bold"),
+        ("   reward ", "dim"), (f"{rollout.episode_reward:.3f}", "bold"),
+        ("   advantage ", "dim"), ("–" if stored.advantage is None else f"{stored.advantage:+.3f}", "bold"),
+        "   ", (_state_words(stored), state_style(stored.state)),
+    )  # fmt: skip
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in _facts(stored):
+        grid.add_row(name, Text(printable(value)))
+    return Group(Rule(style="dim"), title, grid)
+
+
+def _state_words(stored: StoredRollout) -> str:
+    return stored.state if stored.fate_step is None else f"{stored.state} at step {stored.fate_step}"
+
+
+def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
+    rollout = stored.record.rollout
+    metadata, decoding = rollout.metadata, rollout.decoding
+    yield "problem", f"lesson {rollout.lesson_id or '–'}, environment {rollout.env_name}, example {rollout.env_example_id}"
+    if metadata is not None:
+        finished = datetime.fromtimestamp(metadata.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        steps = sorted({metadata.weight_step, rollout.newest_weight_step})
+        versions = "–".join(map(str, steps))
+        yield "weights", f"version {versions}, lineage {metadata.lineage}"
+        yield "made by", f"{metadata.worker_id}, {finished}{_seconds(stored)}"
+    limits = [f"temperature {decoding.temperature:g}", f"at most {decoding.max_output_tokens} tokens"]
+    limits += [f"top-k {decoding.top_k}"] if decoding.top_k is not None else []
+    limits += [f"top-p {decoding.top_p:g}"] if decoding.top_p is not None else []
+    limits += [f"stop strings {list(decoding.stop_strings)!r}"] if decoding.stop_strings else []
+    yield "decoding", ", ".join(limits)
+    yield "response", (
+        f"{len(rollout.response_tokens)} tokens, {rollout.sampled_tokens} of them sampled; "
+        f"ended by {rollout.finish_reason}"
+    )
+    for use in stored.uses:
+        yield "used by", _use_words(use, stored)
+    if stored.fate_reason:
+        yield "fate", f"{stored.state}: {stored.fate_reason}"
+
+
+def _use_words(use: Use, stored: StoredRollout) -> str:
+    advantage = use.advantage(stored.record.rollout.response_mask)
+    words = f"update {use.step}" + (f" of lineage {use.lineage}" if use.lineage else "")
+    words += "" if advantage is None else f", advantage {advantage:+.4f}"
+    return words + ("" if use.survives else ", rolled back") + f" ({use.batch_id})"
+
+
+def _seconds(stored: StoredRollout) -> str:
+    times = [f"{name.removesuffix('_s')} {seconds:.2f} s" for name, seconds in stored.record.timings.items()]
+    return f" ({', '.join(times)})" if times else ""
+
+
+def _turns(rollout: AnyRollout) -> list[Turn]:
+    """The turns; spans between them belong to the one that follows. Without any: the prompt and the response."""
+    prompt, length = len(rollout.prompt_tokens), len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    turns = list(rollout.turns) or [Turn("user", "", 0, prompt), Turn("assistant", "", prompt, length)]
+    starts = [0, *(turn.stop for turn in turns)]
+    spread = [Turn(t.role, t.content, min(a, t.start), t.stop) for a, t in zip(starts, turns, strict=False)]
+    last = spread[-1]
+    return [*spread[:-1], Turn(last.role, last.content, last.start, max(length, last.stop))]
+
+
+def _turn_title(turn: Turn, rollout: AnyRollout) -> Text:
+    prompt = len(rollout.prompt_tokens)
+    span = slice(max(turn.start - prompt, 0), max(turn.stop - prompt, 0))
+    mask = rollout.response_mask[span]
+    title = Text(turn.role, style="bold")
+    words = [f"{turn.stop - turn.start} tokens"]
+    if mask.any():
+        words.append(f"mean logprob {rollout.response_logprobs[span][mask].mean():.2f}")
+        if rollout.response_weight_steps is not None:
+            steps = rollout.response_weight_steps[span][mask]
+            words.append(f"weights {steps.min()}" + ("" if steps.min() == steps.max() else f"–{steps.max()}"))
+    return title.append("  " + ", ".join(words), style="not bold dim")
+
+
+def _turn_text(turn: Turn, stored: StoredRollout, style: ConversationStyle) -> Text:
+    rollout = stored.record.rollout
+    if style.token_text is None:
+        return Text(printable(turn.content, newlines=True))
+    tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])[turn.start : turn.stop].tolist()
+    text = Text()
+    prompt = len(rollout.prompt_tokens)
+    breaks = _breaks(rollout, turn)
+    for piece in style.token_text.pieces(tokens, breaks):
+        first, last = turn.start + piece.start - prompt, turn.start + piece.stop - prompt
+        _append_piece(text, piece.text, first, last, stored, style)
+    return text
+
+
+def _breaks(rollout: AnyRollout, turn: Turn) -> set[int]:
+    """Where within a turn the prompt ends, or sampled tokens begin or end."""
+    sampled = np.concatenate([np.zeros(len(rollout.prompt_tokens), np.bool_), rollout.response_mask])
+    changes = np.flatnonzero(np.diff(sampled[turn.start : turn.stop].astype(np.int8))) + 1
+    return {*map(int, changes), len(rollout.prompt_tokens) - turn.start}
+
+
+def _append_piece(
+    text: Text, content: str, first: int, last: int, stored: StoredRollout, style: ConversationStyle
+) -> None:
+    """Adds the text of response tokens `first` to `last` (negative: of the prompt), with its marks."""
+    rollout = stored.record.rollout
+    if first < 0:
+        text.append(printable(content, newlines=True))
+        return
+    sampled = bool(rollout.response_mask[first:last].all())
+    _append_version(text, rollout, first)
+    shown = printable(content, newlines=True).replace("\n", "↵\n" if sampled else "\n")
+    values = _values(stored, style.coloring)
+    if not sampled:
+        text.append(shown, "dim")
+    elif style.scale is None or values is None:
+        text.append(shown)
+    else:
+        text.append(shown, style.scale.style(float(values[first:last].mean())))
+    reward = float(rollout.token_rewards[first:last].sum())
+    if reward:
+        text.append(f" ⟨reward {reward:+.2f}⟩", "bold")
+
+
+def _append_version(text: Text, rollout: AnyRollout, position: int) -> None:
+    """Marks where other weights went on sampling."""
+    steps = rollout.response_weight_steps
+    if steps is None or not rollout.response_mask[position]:
+        return
+    before = np.flatnonzero(rollout.response_mask[:position])
+    if len(before) and steps[before[-1]] != steps[position]:
+        text.append(f"⟨weights {steps[position]}⟩", "dim")
+
+
+def _values(stored: StoredRollout, coloring: Coloring) -> np.ndarray | None:
+    return stored.advantages if coloring == "advantage" else stored.record.rollout.response_logprobs

@@ -1,0 +1,118 @@
+"""Feeds the learner from a background thread: the next batch is formed and stored while an update is computed.
+
+Working ahead changes nothing but the wait: files are sealed early and stragglers aborted only once the learner itself
+waits, and a batch that was formed ahead counts as outstanding until its update is finished.
+"""
+
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from penstock.replay.buffer import ReplayBuffer
+from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch
+
+_NAP_S = 1.0
+"""Longest sleep before the thread looks whether it should stop; news wake it."""
+
+
+class ReplayDataLoader:
+    """Implements `penstock.types.BatchSource` over a replay buffer. The thread starts with the first `next_batch`.
+
+    Args:
+        buffer: Paced, or open: then batches have `groups_per_batch` units.
+        prefetch: Batches formed ahead; 0 forms each when it is asked for, in the caller's thread.
+        until: No batch is formed for this update or a later one; None means no end.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, prefetch: int = 1, until: int | None = None) -> None:
+        self._buffer = buffer
+        self._prefetch = prefetch
+        self._until = until
+        self._changed = threading.Condition()
+        self._ready: deque[TrainingBatch] = deque()
+        self._wanted = False
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops the thread."""
+        self.stop()
+
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+        """See `BatchSource.next_batch`; steps must follow one another.
+
+        Raises:
+            NoProgressError: at the timeout, saying what was waited for.
+            Stopped: the buffer or this loader was stopped.
+            RunFailed: no batch can come.
+        """
+        if not self._prefetch:
+            return self._buffer.next_batch(step, timeout_s)
+        self._start(step)
+        self._want(True)
+        try:
+            with self._changed:
+                if not self._changed.wait_for(self._is_settled, timeout_s):
+                    raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self._buffer.waiting_for()}")
+                if not self._ready:
+                    raise self._failure or Stopped("the data loader was stopped")
+                batch = self._ready.popleft()
+                self._changed.notify_all()
+        finally:
+            self._want(False)
+        if batch.step != step:
+            raise PenstockError(f"the batch of update {step} was asked for, but {batch.step} is next")
+        return batch
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread; batches that nobody took stay what they were before: waiting, after a resume.
+
+        Raises:
+            NoProgressError: it did not end in time.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._buffer.wake()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise NoProgressError(f"the data loader did not stop within {timeout_s:.1f} s: it writes a batch")
+
+    def _is_settled(self) -> bool:
+        return bool(self._ready) or self._failure is not None or self._stopping
+
+    def _start(self, step: int) -> None:
+        if self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._run, args=(step,), name="replay-data-loader", daemon=True)
+            self._thread.start()
+
+    def _want(self, wanted: bool) -> None:
+        self._wanted = wanted and not self._ready
+        if self._wanted:
+            self._buffer.wake()
+
+    def _run(self, step: int) -> None:
+        try:
+            while not self._stopping and (self._until is None or step < self._until):
+                batch = self._buffer.await_batch(step, _NAP_S, lambda: self._wanted)
+                if batch is None:
+                    continue
+                step += 1
+                with self._changed:
+                    self._ready.append(batch)
+                    self._wanted = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._stopping)
+        except Exception as error:  # whatever it is, the learner raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()

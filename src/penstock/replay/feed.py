@@ -1,0 +1,108 @@
+"""The batch makers of one buffer: who gets which rollouts, and what each is asked for.
+
+A maker that is bound to an environment gets that one's rollouts; one that is not bound gets the rest. Makers with the
+two small contracts of `penstock.batch` look alike from here: what a plain `BatchMaker` is not told (deadlines, what is
+gone), the buffer makes up for when it looks at its batches.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
+from penstock.replay.waiting import WaitingGroup
+from penstock.types import AnyRollout, ConfigError, InvalidRolloutError, RLExample
+
+
+class MakerFeed:
+    """Routes rollouts to makers by environment.
+
+    Args:
+        makers: At least one; no two for one environment.
+
+    Raises:
+        ConfigError: two makers would take the same rollouts, or there is none.
+    """
+
+    def __init__(self, makers: BatchMaker | Sequence[BatchMaker]) -> None:
+        self._makers: dict[str | None, BatchMaker] = {}
+        for maker in [makers] if isinstance(makers, BatchMaker) else makers:
+            name = _environment_name(maker)
+            if name in self._makers:
+                bound = "any environment" if name is None else f"environment {name!r}"
+                raise ConfigError(
+                    f"two batch makers take rollouts of {bound}: give each an environment_name of its own"
+                )
+            self._makers[name] = maker
+        if not self._makers:
+            raise ConfigError("a replay buffer needs at least one batch maker")
+
+    def __iter__(self) -> Iterator[BatchMaker]:
+        """Every maker."""
+        return iter(self._makers.values())
+
+    def of(self, env_name: str) -> BatchMaker | None:
+        """Who takes rollouts of an environment; None where nobody does."""
+        return self._makers.get(env_name, self._makers.get(None))
+
+    def give(self, group: WaitingGroup) -> list[Dropped]:
+        """Adds a group, with its deadline where it has one; returns what the maker did not take, or gave up for it."""
+        maker = self.of(group.env_name)
+        if maker is None:
+            return [
+                _refused(rollout, f"no batch maker takes environment {group.env_name!r}") for rollout in group.rollouts
+            ]
+        refused: list[Dropped] = []
+        for rollout in group.rollouts:
+            try:
+                maker.add_rollout(rollout)
+            except InvalidRolloutError as error:
+                refused.append(_refused(rollout, str(error)))
+        if isinstance(maker, PacedBatchMaker):
+            if group.deadline_step is not None and group.first_use is None and len(refused) < len(group.rollouts):
+                maker.set_deadline(group.group_id, group.deadline_step)
+            refused += maker.dropped()
+        return refused
+
+    def press(self, group: WaitingGroup, step: int) -> None:
+        """Update `step` must take the group, although its own deadline is later."""
+        maker = self.of(group.env_name)
+        if isinstance(maker, PacedBatchMaker):
+            maker.set_deadline(group.group_id, step)
+
+    def forget(self, group: WaitingGroup, rollout: AnyRollout) -> None:
+        """A rollout is gone."""
+        maker = self.of(group.env_name)
+        if isinstance(maker, PacedBatchMaker):
+            maker.discard([rollout.rollout_id])
+
+    def draw(self, maker: BatchMaker, step: int, batch_size: int) -> tuple[list[RLExample], list[Dropped]]:
+        """A batch, empty where the maker has too little for one, and what it gave up while making it."""
+        if not isinstance(maker, PacedBatchMaker):
+            return maker.create_batch(batch_size) or [], []
+        maker.set_step(step)
+        examples = maker.create_batch(batch_size) or []
+        return examples, maker.dropped()
+
+
+def unit_size(maker: BatchMaker, group: WaitingGroup) -> int:
+    """What one group amounts to in the maker's batch size."""
+    return 1 if takes_whole_groups(maker) else len(group.rollouts)
+
+
+def takes_whole_groups(maker: BatchMaker) -> bool:
+    """Whether a group leaves the maker as a whole."""
+    return isinstance(maker, PacedBatchMaker) and maker.unit == "group"
+
+
+def batch_metrics(maker: BatchMaker, examples: Sequence[RLExample]) -> dict[str, float]:
+    """The maker's own numbers about the batch that it made last."""
+    metrics: dict[str, Any] = maker.get_batch_metadata(examples).get("metrics", {})
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _environment_name(maker: BatchMaker) -> str | None:
+    return maker.environment_name if isinstance(maker, PacedBatchMaker) else getattr(maker, "environment_name", None)
+
+
+def _refused(rollout: AnyRollout, reason: str) -> Dropped:
+    return Dropped(rollout.rollout_id, "invalid", reason)

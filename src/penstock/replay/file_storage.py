@@ -1,0 +1,250 @@
+"""Rollout storage for processes that share nothing but a file system: a folder of Arrow files, read in turn.
+
+Needs of the file system only that a rename within a folder is atomic: no locks, no appending, no notification (a
+network file system has none of them reliably). So the reader polls.
+
+Invariants: a file is deleted only when it was acknowledged; one that cannot be read is moved to ``quarantine/``; the
+reader holds the names that wait, never the rollouts. A gap in a writer's sequence is looked at twice (a listing taken
+during a rename may miss an older file and hold a newer one) and then passed: its file was acknowledged or quarantined.
+
+Not covered: two readers in different processes. They would both be given the same files.
+"""
+
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.replay.backpressure import Backpressure
+from penstock.replay.file_writer import FileWriter, list_batches, remove_unfinished
+from penstock.replay.lines import WriterLines
+from penstock.replay.spool_names import FOLDER_PATTERN, BatchName
+from penstock.replay.storage import OnQuarantine, RolloutStorageConfig
+from penstock.replay.transfer import batch_from_buffer
+from penstock.types import (
+    InvalidRolloutError,
+    RolloutBatch,
+    RunFailed,
+    SchemaVersionError,
+    Stopped,
+    TransferError,
+)
+
+QUARANTINE = "quarantine"
+READ_ATTEMPTS = 5
+"""A file that the system does not give out is tried so often, once per look, before it is put aside."""
+
+
+class FileRolloutStorage:
+    """Implements `penstock.replay.RolloutStorage`.
+
+    Args:
+        path: The folder; made where it is missing.
+        config: Capacity, limits and polling.
+        on_quarantine: Told of files that were put aside.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: RolloutStorageConfig | None = None,
+        on_quarantine: OnQuarantine = lambda source, reason: None,
+    ) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._config = config or RolloutStorageConfig(kind="file")
+        self._on_quarantine = on_quarantine
+        self._backpressure = Backpressure(str(self.path), self._config.write_timeout_s)
+        self._closed = threading.Event()
+        self._news = threading.Event()
+        self._reading = threading.RLock()
+        self._lines: WriterLines[BatchName] = WriterLines()
+        self._known: set[tuple[str, BatchName]] = set()
+        self._next: dict[tuple[str, tuple[int, str]], int] = {}
+        self._attempts: Counter[Path] = Counter()
+        self._looked_at = -float("inf")
+        self._depth = 0
+        self._counts: Counter[str] = Counter()
+
+    def writer(self, writer_id: str) -> FileWriter:
+        """See `RolloutStorage.writer`. Another process makes its own storage on the same path and asks that."""
+        return FileWriter(self.path, writer_id, self._config, self._backpressure, self._closed, self._news.set)
+
+    def receive(self, timeout_s: float) -> "FileDelivery | None":
+        """See `RolloutStorage.receive`; looks into the folders every `poll_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._backpressure.note_reader()
+            told = self._news.is_set()
+            self._news.clear()
+            delivery = self._next_delivery(told)
+            if delivery is not None:
+                return delivery
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._news.wait(min(left, self._config.poll_s))
+
+    def redeliver(self) -> None:
+        """See `RolloutStorage.redeliver`."""
+        with self._reading:
+            self._lines.clear()
+            self._known.clear()
+            self._next.clear()
+            self._depth = 0
+            self._looked_at = -float("inf")
+            for folder in self._folders():
+                remove_unfinished(folder)
+
+    def close(self) -> None:
+        """See `RolloutStorage.close`."""
+        self._closed.set()
+        self._news.set()
+
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutStorage.metrics`; `depth` is that of the last look, the waits are those of this process."""
+        return {
+            "rollout_storage/depth": float(self._depth),
+            "rollout_storage/received": float(self._counts["received"]),
+            "rollout_storage/quarantined": float(self._counts["quarantined"]),
+            **self._backpressure.metrics(),
+        }
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def _next_delivery(self, told: bool) -> "FileDelivery | None":
+        with self._reading:
+            if self._closed.is_set():
+                self._news.set()  # for another reader thread, whose wake-up this one may have taken
+                raise Stopped("the rollout storage is closed")
+            if told or time.monotonic() - self._looked_at >= self._config.poll_s:
+                self._look()
+            unreadable: list[tuple[str, BatchName]] = []
+            delivery = None
+            while delivery is None and (taken := self._lines.take()) is not None:
+                delivery = self._read(*taken, unreadable)
+            for folder, name in reversed(unreadable):
+                self._lines.put_back(folder, name)
+            return delivery
+
+    def _look(self) -> None:
+        """Puts new files into their writers' lines."""
+        for folder in self._folders():
+            names = self._list(folder)
+            if self._has_gap(folder.name, names):
+                newest = max(names)
+                names = [name for name in self._list(folder) if name <= newest]
+            for name in names:
+                self._known.add((folder.name, name))
+                self._lines.append(folder.name, name)
+                self._depth += name.groups
+                self._next[folder.name, name.life] = name.sequence + 1
+        self._looked_at = time.monotonic()
+
+    def _folders(self) -> list[Path]:
+        return sorted(folder for folder in self.path.glob(FOLDER_PATTERN) if folder.is_dir())
+
+    def _list(self, folder: Path) -> list[BatchName]:
+        try:
+            return [name for name in list_batches(folder) if (folder.name, name) not in self._known]
+        except FileNotFoundError:  # somebody tidied up by hand
+            return []
+        except OSError as error:
+            raise RunFailed(f"{folder} cannot be listed: {error}; rollout.storage.path says where it is") from error
+
+    def _has_gap(self, folder: str, names: Iterable[BatchName]) -> bool:
+        expected = dict[tuple[int, str], int]()
+        for name in names:
+            if name.sequence != expected.get(name.life, self._next.get((folder, name.life), 0)):
+                return True
+            expected[name.life] = name.sequence + 1
+        return False
+
+    def _read(self, folder: str, name: BatchName, unreadable: list[tuple[str, BatchName]]) -> "FileDelivery | None":
+        path = self.path / folder / name.file_name
+        try:
+            batch = batch_from_buffer(path.read_bytes())
+        except FileNotFoundError:  # an old listing, or somebody tidied up by hand
+            self._forget(folder, name)
+        except OSError as error:
+            self._attempts[path] += 1
+            if self._attempts[path] < READ_ATTEMPTS:
+                unreadable.append((folder, name))
+                return None
+            self._set_aside(folder, name, f"cannot be read: {error}")
+        except (TransferError, SchemaVersionError, InvalidRolloutError) as error:
+            self._set_aside(folder, name, str(error))
+        else:
+            self._counts["received"] += 1
+            self._depth -= name.groups
+            self._attempts.pop(path, None)
+            return FileDelivery(self, folder, name, batch)
+        self._depth -= name.groups
+        return None
+
+    # --- what becomes of a file ----------------------------------------------------------------------------------
+
+    def delete(self, folder: str, name: BatchName) -> None:
+        """The reader has acknowledged a file."""
+        path = self.path / folder / name.file_name
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFailed(f"{path} was read but cannot be deleted: {error}; make its folder writable") from error
+        self._forget(folder, name)
+
+    def set_aside(self, folder: str, name: BatchName, reason: str) -> None:
+        """The reader cannot use a file."""
+        with self._reading:
+            if (folder, name) in self._known:
+                self._set_aside(folder, name, reason)
+
+    def _set_aside(self, folder: str, name: BatchName, reason: str) -> None:
+        path, target = self.path / folder / name.file_name, self.path / QUARANTINE / folder / name.file_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            target = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}")
+        try:
+            path.rename(target)
+            target.with_name(f"{target.name}.reason").write_text(f"{reason}\n")
+        except OSError as error:
+            raise RunFailed(
+                f"{path} is of no use ({reason}) and cannot be moved to {target}: {error}; move it by hand"
+            ) from error
+        self._forget(folder, name)
+        self._counts["quarantined"] += 1
+        self._on_quarantine(str(target), reason)
+
+    def _forget(self, folder: str, name: BatchName) -> None:
+        self._known.discard((folder, name))
+        self._attempts.pop(self.path / folder / name.file_name, None)
+
+
+class FileDelivery:
+    """Implements `penstock.replay.Delivery`: one file."""
+
+    def __init__(self, storage: FileRolloutStorage, folder: str, name: BatchName, batch: RolloutBatch) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._name = name
+        self._batch = batch
+
+    @property
+    def source(self) -> str:
+        """The file."""
+        return str(self._storage.path / self._folder / self._name.file_name)
+
+    @property
+    def batches(self) -> tuple[RolloutBatch, ...]:
+        """One batch."""
+        return (self._batch,)
+
+    def acknowledge(self) -> None:
+        """See `Delivery.acknowledge`."""
+        self._storage.delete(self._folder, self._name)
+
+    def quarantine(self, reason: str) -> None:
+        """See `Delivery.quarantine`."""
+        self._storage.set_aside(self._folder, self._name, reason)

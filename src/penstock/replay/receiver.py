@@ -1,0 +1,93 @@
+"""The loop between a rollout storage and the replay buffer: receive, hand over, acknowledge.
+
+A batch is acknowledged only after the buffer took it, so one that is under way when the process dies is delivered
+again; the buffer takes one delivery per ticket and refuses the second. A batch that the buffer refuses as invalid is
+put aside and counted; any other error ends the loop and is the caller's. Batches are handed over one by one, in the
+order in which the storage gives them.
+"""
+
+import threading
+import time
+
+from penstock.replay.storage import Delivery, RolloutStorage
+from penstock.types import InvalidRolloutError, RolloutSink, Stopped
+
+POLL_S = 0.5
+"""How often a waiting receiver looks whether it should stop; rollouts wake it at once."""
+
+
+class RolloutReceiver:
+    """Feeds the buffer until it is stopped. One per storage.
+
+    Args:
+        storage: Rollouts come from here.
+        sink: And go there: the replay buffer.
+    """
+
+    def __init__(self, storage: RolloutStorage, sink: RolloutSink) -> None:
+        self._storage = storage
+        self._sink = sink
+        self._stopping = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._since = time.monotonic()
+        self._doing = "not started"
+        self.groups_received = 0
+        self.groups_refused = 0
+
+    @property
+    def doing(self) -> str:
+        """In words, what it is at, and for how long; for the error that ends a silent run."""
+        return f"{self._doing} for {time.monotonic() - self._since:.0f} s"
+
+    def run(self) -> None:
+        """Receives until `stop`, or until storage or sink is closed."""
+        self._idle.clear()
+        try:
+            self._storage.redeliver()
+            while not self._stopping.is_set():
+                self._now("waiting for rollouts")
+                delivery = self._storage.receive(POLL_S)
+                if delivery is not None:
+                    self._hand_over(delivery)
+        except Stopped:
+            return  # what was not acknowledged stays in the storage
+        finally:
+            self._now("stopped")
+            self._idle.set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Asks the loop to end, and waits for it.
+
+        Returns:
+            Whether it has ended; within the limit, either way.
+        """
+        self._stopping.set()
+        return self._idle.wait(timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that the sink took and refused, and the storage's own numbers."""
+        return {
+            **self._storage.metrics(),
+            "rollout_storage/groups_received": float(self.groups_received),
+            "rollout_storage/groups_refused": float(self.groups_refused),
+        }
+
+    def _hand_over(self, delivery: Delivery) -> None:
+        refusals: list[str] = []
+        for batch in delivery.batches:
+            self._now(f"handing {len(batch.groups)} groups from {delivery.source} to the replay buffer")
+            try:
+                self._sink.add_batches([batch])
+                self.groups_received += len(batch.groups)
+            except InvalidRolloutError as error:
+                self.groups_refused += len(batch.groups)
+                refusals.append(str(error))
+        if refusals:
+            delivery.quarantine("; ".join(refusals))
+        else:
+            delivery.acknowledge()
+
+    def _now(self, doing: str) -> None:
+        if doing != self._doing:
+            self._doing, self._since = doing, time.monotonic()

@@ -1,0 +1,94 @@
+"""The JSON-lines logs of a run as Arrow tables, for queries over many lines.
+
+A last line without its end is being written: it is left out. Keys that a schema does not name are left out too, and
+keys that a line lacks are null. `penstock.rundir.logs` has the readers that yield Python rows.
+"""
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json as pj
+
+from penstock.rundir.logs import read_events
+from penstock.types import RunDirectoryError
+
+TICKET_SCHEMA = pa.schema(
+    [
+        ("ticket_id", pa.string()),
+        ("lesson_id", pa.string()),
+        ("index", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("admitted_step", pa.int64()),
+        ("deadline_step", pa.int64()),
+        ("lineage", pa.int64()),
+        ("time", pa.float64()),
+    ]
+)
+FATE_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("fate", pa.string()),
+        ("reason", pa.string()),
+        ("step", pa.int64()),
+        ("lineage", pa.int64()),
+        ("time", pa.float64()),
+    ]
+)
+_METRIC_KEYS = pa.schema([("step", pa.int64()), ("time", pa.float64())])
+_EVENT_SCHEMA = pa.schema([("time", pa.float64()), ("event", pa.string()), ("details", pa.string())])
+_LEAST_BLOCK_BYTES = 1 << 20
+
+
+def read_log_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """The finished lines of a log, in order, as columns of a schema; no rows where the file is missing.
+
+    Raises:
+        RunDirectoryError: a finished line is not such a JSON object.
+    """
+    return _read(path, schema, "ignore")
+
+
+def read_fate_table(path: Path) -> pa.Table:
+    """``fates.jsonl`` with the number of each line, since a rollout's last line counts."""
+    table = read_log_table(path, FATE_SCHEMA)
+    return table.append_column("line", pa.array(range(1, table.num_rows + 1), pa.int64()))
+
+
+def read_metric_table(path: Path) -> pa.Table:
+    """``metrics.jsonl`` with one column per metric; null where a line does not have it."""
+    table = _read(path, _METRIC_KEYS, "infer")
+    # A metric that was null on every line has no type of its own yet.
+    fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def read_event_table(path: Path) -> pa.Table:
+    """``events.jsonl``: time, event, and what belongs to it as one JSON object, for it differs from event to event."""
+    rows = [
+        {
+            "time": event.get("time"),
+            "event": event.get("event"),
+            "details": json.dumps({key: value for key, value in event.items() if key not in ("time", "event")}),
+        }
+        for event in read_events(path)
+    ]
+    return pa.Table.from_pylist(rows, schema=_EVENT_SCHEMA)
+
+
+def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
+    content = path.read_bytes() if path.exists() else b""
+    content = content[: content.rfind(b"\n") + 1]
+    if not content.strip():
+        return schema.empty_table()
+    # No line may be longer than a block.
+    block_bytes = max(_LEAST_BLOCK_BYTES, 1 + max(map(len, io.BytesIO(content))))
+    try:
+        return pj.read_json(
+            io.BytesIO(content),
+            read_options=pj.ReadOptions(block_size=block_bytes),
+            parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
+        )
+    except pa.ArrowInvalid as error:
+        raise RunDirectoryError(f"{path} has a line that is not a JSON object of this log: {error}") from error

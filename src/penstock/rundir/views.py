@@ -1,0 +1,242 @@
+"""SQL over a run directory: DuckDB views of its files, read-only, on a live run and on a dead one.
+
+The views show the run at the moment they were opened: Parquet through Arrow datasets, logs as Arrow tables. So DuckDB
+itself opens no file at all, and its access to files, extensions and Python variables is off and locked: a statement can
+neither write nor reach outside the run. (The type of a statement alone is no protection: in DuckDB 2 a SELECT may hold a
+``COPY … TO``.) Files that are merged or expire meanwhile are looked up anew. Not covered: following a run as it grows;
+open the views again for that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import duckdb
+import pyarrow as pa
+
+from penstock.rundir.directory import RunDirectory
+from penstock.rundir.log_tables import (
+    TICKET_SCHEMA,
+    read_event_table,
+    read_fate_table,
+    read_log_table,
+    read_metric_table,
+)
+from penstock.rundir.logs import read_json_lines, read_status
+from penstock.rundir.run_files import RunFiles
+from penstock.types import ConfigError, RunDirectoryError
+
+VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
+"""What can be queried; docs/rollouts.md describes the columns."""
+
+_LOOK_AGAIN = 3
+_BATCH_ROWS = 8192
+
+# A rollout without a fate waits, unless the update that is next (or a later one) has it in its batch.
+_VIEWS = """
+CREATE VIEW fates AS SELECT * FROM _fates;
+CREATE VIEW tickets AS SELECT * FROM _tickets;
+CREATE VIEW metrics AS SELECT * FROM _metrics;
+CREATE VIEW events AS SELECT time, event, details::JSON AS details FROM _events;
+CREATE VIEW fragments AS SELECT * FROM _fragments;
+CREATE VIEW batches AS
+    SELECT b.*, coalesce(b.step < h.before, false) AS survives FROM _batches b LEFT JOIN _horizons h USING (lineage);
+CREATE VIEW uses AS
+    SELECT unnest(rollout_ids) AS rollout_id, batch_id, step, lineage, survives, rollout_advantage AS advantage
+    FROM batches;
+CREATE VIEW rollouts AS
+    WITH last_fates AS (
+        SELECT rollout_id, arg_max(fate, line) AS fate, arg_max(step, line) AS fate_step,
+               arg_max(reason, line) AS fate_reason
+        FROM _fates GROUP BY rollout_id
+    ), used AS (
+        SELECT rollout_id, count(*) AS uses, max(step) AS trained_step, arg_max(advantage, step) AS advantage
+        FROM uses WHERE survives GROUP BY rollout_id
+    )
+    SELECT r.*, coalesce(u.uses, 0) AS uses, u.trained_step, u.advantage,
+           nullif(f.fate, 'waiting') AS fate,
+           CASE WHEN f.fate <> 'waiting' THEN f.fate_step END AS fate_step,
+           CASE WHEN f.fate <> 'waiting' THEN f.fate_reason END AS fate_reason,
+           CASE WHEN f.fate <> 'waiting' THEN f.fate
+                WHEN u.trained_step >= (SELECT step FROM _current) THEN 'training'
+                ELSE 'waiting' END AS state
+    FROM _rollouts r LEFT JOIN last_fates f USING (rollout_id) LEFT JOIN used u USING (rollout_id);
+CREATE VIEW turns AS
+    SELECT rollout_id, group_id, position AS index, turn.role, turn.content, turn.start, turn.stop
+    FROM (SELECT rollout_id, group_id, unnest(turns) AS turn, generate_subscripts(turns, 1) - 1 AS position
+          FROM _rollouts);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult:
+    """What a query gave.
+
+    Attributes:
+        table: Its rows.
+        more: Whether there were more rows than asked for.
+    """
+
+    table: pa.Table
+    more: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns; two may have the same."""
+        return list(self.table.column_names)
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """The rows as Python values; maps are dictionaries."""
+        for batch in self.table.to_batches():
+            yield from zip(*(column.to_pylist(maps_as_pydicts="strict") for column in batch.columns), strict=True)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows by column name, which must differ."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows()]
+
+
+class RunViews:
+    """Views over one run; a context manager.
+
+    Args:
+        path: The run directory, or any folder in which a `rollouts` folder is.
+
+    Raises:
+        RunDirectoryError: there is no such folder, or one of its files is broken.
+        SchemaVersionError: a newer Penstock wrote a file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.directory = RunDirectory(path)
+        _check_is_a_run(self.directory)
+        self._connection, self.files = self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the connection."""
+        self._connection.close()
+
+    def reopen(self) -> None:
+        """Looks at the files anew."""
+        self.close()
+        self._connection, self.files = self._open()
+
+    def select(
+        self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None, limit: int | None = None
+    ) -> QueryResult:
+        """Runs one SELECT, or what reads like one: FROM, WITH, VALUES, DESCRIBE, SUMMARIZE, SHOW.
+
+        Args:
+            sql: One statement over `VIEWS`.
+            parameters: For ``?`` or ``$name`` in it.
+            limit: Most rows to take; None takes all.
+
+        Raises:
+            ConfigError: it is another kind of statement, or DuckDB cannot answer it.
+        """
+        for _ in range(_LOOK_AGAIN):
+            try:
+                self._check(sql)
+                return self._run(sql, parameters, limit)
+            except (duckdb.Error, OSError, pa.ArrowException) as error:
+                if not self.files.vanished:
+                    raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
+            self.reopen()
+        raise RunDirectoryError(f"{self.directory.path}: its files change faster than they can be read: try again")
+
+    def _check(self, sql: str) -> None:
+        statements = self._connection.extract_statements(sql)
+        kinds = [statement.type for statement in statements]
+        if kinds != [duckdb.StatementType.SELECT]:
+            named = ", ".join(kind.name for kind in kinds) or "nothing"
+            raise ConfigError(
+                f"the query is {named}: it must be one statement that reads, such as SELECT, over {', '.join(VIEWS)}"
+            )
+
+    def _run(self, sql: str, parameters: Any, limit: int | None) -> QueryResult:
+        found = self._connection.sql(sql) if parameters is None else self._connection.sql(sql, params=parameters)
+        reader = found.to_arrow_reader(_BATCH_ROWS)
+        if limit is None:
+            return QueryResult(reader.read_all())
+        batches: list[pa.RecordBatch] = []
+        taken = 0
+        for batch in reader:
+            batches.append(batch)
+            taken += batch.num_rows
+            if taken > limit:
+                break
+        table = pa.Table.from_batches(batches, reader.schema)
+        return QueryResult(table.slice(0, limit), taken > limit)
+
+    def _open(self) -> tuple[duckdb.DuckDBPyConnection, RunFiles]:
+        # Files first: a rollout may have a fate without a row by then, but none is shown that has met its fate as waiting.
+        files = RunFiles.list_now(self.directory)
+        forks = {
+            int(row["lineage"]): (int(row["parent"]), int(row["step"]))
+            for row in read_json_lines(self.directory.lineages_path)
+        }
+        connection = duckdb.connect()
+        connection.register("_rollouts", files.rollouts)
+        connection.register("_batches", files.batches)
+        connection.register("_fragments", files.fragments)
+        connection.register("_fates", read_fate_table(self.directory.fates_path))
+        connection.register("_tickets", read_log_table(self.directory.tickets_path, TICKET_SCHEMA))
+        connection.register("_metrics", read_metric_table(self.directory.metrics_path))
+        connection.register("_events", read_event_table(self.directory.events_path))
+        connection.register("_horizons", _horizons(forks))
+        connection.execute(_VIEWS.replace("CREATE VIEW rollouts", _current_step(self.directory) + "CREATE VIEW rollouts"))
+        for setting in (
+            "enable_external_access = false",
+            "python_enable_replacements = false",
+            "lock_configuration = true",
+        ):
+            connection.execute(f"SET {setting}")
+        return connection, files
+
+
+def _check_is_a_run(directory: RunDirectory) -> None:
+    if not directory.path.is_dir():
+        raise RunDirectoryError(f"{directory.path}: there is no such directory")
+    if not directory.config_path.is_file() and not directory.rollouts.is_dir():
+        raise RunDirectoryError(
+            f"{directory.path} is not a run directory: it has no config.yaml and no rollouts: "
+            "give the directory that penstock train wrote, such as runs/cats-1"
+        )
+
+
+def _horizons(forks: Mapping[int, tuple[int, int]]) -> pa.Table:
+    """For the newest life of the run and those it descends from: the update from which on theirs do not count.
+
+    Update u makes version u + 1, which survives a fork at step f where u + 1 ≤ f.
+    """
+    lineage, before = max(forks, default=0), 2**62
+    horizons = {lineage: before}
+    while lineage in forks:
+        lineage, step = forks[lineage]
+        before = min(before, step)
+        horizons[lineage] = before
+    return pa.table(
+        {"lineage": pa.array(horizons.keys(), pa.int32()), "before": pa.array(horizons.values(), pa.int64())}
+    )
+
+
+def _current_step(directory: RunDirectory) -> str:
+    """A view of the update that is next: what status.json says, or else that of the newest batch."""
+    status = read_status(directory.status_path) or {}
+    step = status.get("step")
+    known = str(int(step)) if isinstance(step, int | float) else "(SELECT max(step) FROM uses WHERE survives)"
+    return f"CREATE VIEW _current AS SELECT {known} AS step;\n"
+
+
+def _without_excerpt(message: str) -> str:
+    """DuckDB's message without the statement and its arrow, which make no sense in one line."""
+    return " ".join(message.partition("\n\nLINE ")[0].split())
