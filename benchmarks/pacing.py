@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.virtual_workers import GROUP_SIZE, GROUPS, POLICIES, SLOTS, Generated, mean_group_s
 from penstock.types import RolloutBatch, Ticket
@@ -155,23 +153,16 @@ class Simulation:
         )  # fmt: skip
 
 
-COLUMNS = (
-    "load", "S", "policy", "wasted tokens", "slow: begun", "trained", "reward: begun", "trained", "tokens: begun",
-    "trained", "learner idle", "workers idle",
-)  # fmt: skip
-
-
 def print_table(reports: list[Report], updates: int) -> None:
-    table = Table(title=f"Groups begun during {updates} updates of {GROUPS} groups, followed to their fates")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    print(f"Groups begun during {updates} updates of {GROUPS} groups, followed to their fates (begun > trained)")
+    print(f"{'load':>4}{'S':>3}  {'policy':<24}{'wasted':>7}{'slow prompts':>16}{'mean reward':>15}{'mean tokens':>14}"
+          f"{'idle: learner':>15}{'workers':>9}")  # fmt: skip
     for r in reports:
-        shares = [f"{value:.1%}" for value in (r.waste, r.slow_generated, r.slow_trained)]
-        means = [f"{r.reward_generated:.3f}", f"{r.reward_trained:.3f}"]
-        means += [f"{r.tokens_generated:.1f}", f"{r.tokens_trained:.1f}"]
-        idle = [f"{r.learner_idle:.0%}", f"{r.workers_idle:.0%}"]
-        table.add_row(f"{r.load:g}", str(r.budget), r.policy, *shares, *means, *idle)
-    Console(width=150).print(table)
+        shares = f"{r.slow_generated:.1%} > {r.slow_trained:.1%}"
+        rewards = f"{r.reward_generated:.2f} > {r.reward_trained:.2f}"
+        tokens = f"{r.tokens_generated:.0f} > {r.tokens_trained:.0f}"
+        print(f"{r.load:>4g}{r.budget:>3}  {r.policy:<24}{r.waste:>7.1%}{shares:>16}{rewards:>15}{tokens:>14}"
+              f"{r.learner_idle:>15.0%}{r.workers_idle:>9.0%}")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

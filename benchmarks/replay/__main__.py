@@ -15,12 +15,12 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.replay import durable, memory, parquet, rates
 from benchmarks.replay.list_design import ListReplay
-from benchmarks.replay.workload import ENVIRONMENTS, ROUND, SHAPES, Shape, Workload, buffer_config, whole_rounds
+from benchmarks.replay.workload import GROUPS, ROUND, SHAPES, Shape, Workload, buffer_config, whole_rounds
 
 LARGE_ROLLOUTS = 100_000
 """Most buffered rollouts of 4,096 tokens: 6.5 GB."""
@@ -89,24 +89,29 @@ def measure_peers(options: argparse.Namespace, marks: Marks) -> None:
     """Rounds in a buffer of 100,000 (or the largest asked for below that): ours, the list design's, dm-reverb's."""
     workload = Workload(SHAPES[256])
     rounds = whole_rounds(max(size for size in options.sizes if size <= 100_000))
-    config = buffer_config(rounds)
-    peer = ListReplay(
-        rounds * ROUND // len(ENVIRONMENTS),
-        config.max_rollout_step_delay,
-        config.max_rollout_timestamp_delay,
-        alpha=3.0,
-        max_tokens=256,
-    )
     ours = rates.fill(rates.make_buffer(workload, rounds), workload, rounds)
-    lists = rates.fill(peer, workload, rounds)
-    rates.measure([ours, lists], workload, max(3, options.repeats // 3))
-    assert len(peer) == rounds * ROUND
+    lists = rates.fill(make_lists(rounds), workload, rounds)
+    repeats = max(3, options.repeats // 3)
+    rates.measure([ours, lists], workload, repeats)
     print(f"\nThe same rounds at {rounds * ROUND:,} rollouts of 256 tokens; ms per round of {ROUND}, medians")
     for name, filled in (("penstock", ours), ("lists, filters, choice", lists)):
         parts = ", ".join(f"{part} {filled.median(part) * 1e3:.2f}" for part in rates.OPERATIONS)
         print(f"  {name:<24}{filled.round_s * 1e3:>9.2f}  ({parts})")
     print_reverb(options, rounds * ROUND, ours)
     marks.at_least(f"list design over penstock at {rounds * ROUND:,}", lists.round_s / ours.round_s, PEER)
+    together = [replace(filled, calls=1, seconds={name: [] for name in rates.OPERATIONS}) for filled in (ours, lists)]
+    rates.measure(together, workload, repeats)
+    once, lists_once = (filled.round_s * 1e3 for filled in together)
+    print(f"  with a round's {GROUPS} groups in one call: penstock {once:.2f}, lists {lists_once:.2f}, "
+          f"{lists_once / once:.1f} times as long")  # fmt: skip
+
+
+def make_lists(rounds: int) -> ListReplay:
+    """The peer, with the limits of ours."""
+    config = buffer_config(rounds)
+    return ListReplay(
+        config.capacity, config.max_rollout_step_delay, config.max_rollout_timestamp_delay, alpha=3.0, max_tokens=256
+    )
 
 
 def print_reverb(options: argparse.Namespace, buffered: int, ours: rates.Filled) -> None:

@@ -31,11 +31,12 @@ class Buffer(Protocol):
 
 @dataclass
 class Filled:
-    """A buffer at its size, and how long its operations took."""
+    """A buffer at its size, and how long its operations took; the groups of a round arrive in so many calls."""
 
     buffer: Buffer
     rollouts: int
     step: int
+    calls: int = GROUPS
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in OPERATIONS})
 
     def median(self, operation: str) -> float:
@@ -43,9 +44,14 @@ class Filled:
         return statistics.median(self.seconds[operation])
 
     @property
+    def rounds(self) -> list[float]:
+        """Seconds of each round, all operations."""
+        return [sum(parts) for parts in zip(*self.seconds.values(), strict=True)]
+
+    @property
     def round_s(self) -> float:
-        """Seconds per round, all operations: the median."""
-        return statistics.median(map(sum, zip(*self.seconds.values(), strict=True)))
+        """Seconds per round: the median."""
+        return statistics.median(self.rounds)
 
 
 def make_buffer(workload: Workload, rounds: int) -> ReplayBuffer:
@@ -69,8 +75,9 @@ def run_round(filled: Filled, workload: Workload) -> Sequence[RLExample]:
     batch: Any = None
 
     def deliver() -> None:
-        for group in arriving:
-            filled.buffer.add_batches([group])
+        size = GROUPS // filled.calls
+        for first in range(0, GROUPS, size):
+            filled.buffer.add_batches(arriving[first : first + size])
 
     def draw() -> None:
         nonlocal batch
@@ -118,12 +125,13 @@ def print_rates(buffers: Sequence[Filled], workload: Workload) -> None:
     print(f"\n{workload.shape.tokens}-token rollouts ({size:,} bytes of arrays each); µs per operation, medians of "
           f"{len(buffers[0].seconds['sample'])} rounds")  # fmt: skip
     print(f"{'buffered':>10}{'add a group':>13}{'step':>9}{f'draw {ROUND}':>9}"
-          f"{'ingest/s':>12}{'MB/s':>8}{'sample/s':>12}{'MB/s':>8}")  # fmt: skip
+          f"{'ingest/s':>12}{'MB/s':>8}{'sample/s':>12}{'MB/s':>8}{'slowest round':>15}")  # fmt: skip
     for filled in buffers:
         add, step, draw = (filled.median(name) for name in OPERATIONS)
         print(f"{filled.rollouts:>10,}{add / GROUPS * 1e6:>13,.0f}{step * 1e6:>9,.0f}{draw * 1e6:>9,.0f}"
               f"{ROUND / add:>12,.0f}{ROUND * size / add / 1e6:>8,.0f}"
-              f"{ROUND / draw:>12,.0f}{ROUND * size / draw / 1e6:>8,.0f}")  # fmt: skip
+              f"{ROUND / draw:>12,.0f}{ROUND * size / draw / 1e6:>8,.0f}"
+              f"{max(filled.rounds) * 1e6:>15,.0f}")  # fmt: skip
 
 
 def growth(buffers: Sequence[Filled]) -> dict[str, float]:

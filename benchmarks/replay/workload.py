@@ -66,7 +66,7 @@ class Workload:
             response_logprobs=self._logprobs[number % _POOL].copy(),
             token_rewards=rewards,
             episode_reward=reward,
-            metadata=RolloutMetadata("worker-0", timestamp, step),
+            metadata=RolloutMetadata("worker-0", timestamp + 1e-6 * member, step),  # no two finish at once
             rollout_id=f"lesson-0-{group}/{member}",
             lesson_id="lesson",
             response_weight_steps=np.full(self.shape.response, step, np.int32),

@@ -185,6 +185,49 @@ def serve(
     return 0
 
 
+@_app.command(
+    short_help="Look at a run's rollouts.",
+    epilog="""\b
+Example: penstock rollouts runs/cats-1 --step 40
+         penstock rollouts runs/cats-1 --show cats-0-7/2 --color advantage
+         penstock rollouts runs/cats-1 --sql "select state, count(*) from rollouts group by 1"
+         penstock rollouts runs/cats-1 --export hf --select pairs --out cat_pairs""",
+)
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    step: Annotated[int | None, typer.Option(help="Groups that this update trained, or that ended at it.")] = None,
+    lesson: Annotated[str | None, typer.Option(help="Groups of this lesson.")] = None,
+    fate: Annotated[
+        str | None, typer.Option(help="Groups with a rollout that is trained, waiting, training, stale_step, …")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most groups or rows; else what fits the screen.")] = None,
+    show: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Show a rollout, or all of a group; its beginning will do."),
+    ] = None,
+    color: Annotated[str | None, typer.Option(help="Its tokens by logprob (default), advantage or none.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show its tokens as a table of numbers.")] = False,
+    sql: Annotated[str | None, typer.Option(metavar="QUERY", help="Query rollouts, turns, batches and more.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
+    export: Annotated[str | None, typer.Option(help="Write a data set: jsonl, parquet or hf.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to; never overwritten.")] = None,
+    select: Annotated[str | None, typer.Option(help="Of which rollouts: all (default), best of group, pairs.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Leave out what was rewarded less.")] = None,
+    min_margin: Annotated[float | None, typer.Option(help="Leave out pairs whose rewards differ by less.")] = None,
+) -> int:
+    """Look at a run's rollouts: groups by step, conversations token by token, queries, data sets."""
+    from rich.console import Console
+
+    from penstock.dashboard import RolloutsRequest, show_rollouts
+
+    request = RolloutsRequest(
+        run_dir, step=step, lesson=lesson, fate=fate, limit=limit, show=show, color=color, tokens=tokens, sql=sql,
+        json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin,
+    )  # fmt: skip
+    show_rollouts(request, Console())
+    return 0
+
+
 @_app.command(epilog="Example: penstock recipes")
 def recipes() -> int:
     """List the recipes that ship."""

@@ -1,32 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.batch.conftest import advantages_of, groups_of, small_group
 
-from penstock.batch import DeadlineBatchMaker, PacedBatchMaker
-from penstock.batch.holding import ticket_order
-from penstock.types import InvalidRolloutError, RLExample, Rollout, RolloutGroup, RolloutMetadata
-
-
-def _add(maker: PacedBatchMaker, group: RolloutGroup, deadline_step: int | None = None) -> None:
-    for rollout in group.rollouts:
-        maker.add_rollout(rollout)
-    if deadline_step is not None:
-        maker.set_deadline(group.group_id, deadline_step)
-
-
-def _groups_of(batch: list[RLExample]) -> list[str]:
-    return list(dict.fromkeys(example.rollout_ids[0].rpartition("/")[0] for example in batch))
-
-
-@pytest.fixture
-def add(make_group):
-    """Adds a group of two by its id."""
-
-    def add(maker, group_id, deadline_step=None, rewards=(0.0, 1.0)):
-        _add(maker, make_group(list(rewards), group_id), deadline_step)
-
-    return add
+from penstock.batch import DeadlineBatchMaker
+from penstock.types import InvalidRolloutError
 
 
 def test_groups_due_now_come_first_then_the_oldest_finished(add):
@@ -34,9 +13,9 @@ def test_groups_due_now_come_first_then_the_oldest_finished(add):
     for group_id, deadline in [("a-0-0", 9), ("a-0-1", 8), ("a-0-2", 7), ("a-0-3", 7)]:
         add(maker, group_id, deadline)
     maker.set_step(7)
-    assert _groups_of(maker.create_batch(3)) == ["a-0-2", "a-0-3", "a-0-0"]
+    assert groups_of(maker.create_batch(3)) == ["a-0-2", "a-0-3", "a-0-0"]
     maker.set_step(8)
-    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert groups_of(maker.create_batch(1)) == ["a-0-1"]
     assert len(maker) == 0
 
 
@@ -46,7 +25,7 @@ def test_all_groups_due_go_even_if_more_than_asked(add):
         add(maker, f"a-0-{index}", deadline_step=2)
     add(maker, "a-0-9", deadline_step=5)
     maker.set_step(2)
-    assert _groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1", "a-0-2"]
+    assert groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1", "a-0-2"]
 
 
 def test_an_overdue_group_and_one_without_a_deadline(add):
@@ -54,8 +33,8 @@ def test_an_overdue_group_and_one_without_a_deadline(add):
     add(maker, "a-0-0", None)
     add(maker, "a-0-1", 1)
     maker.set_step(4)
-    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
-    assert _groups_of(maker.create_batch(1)) == ["a-0-0"]
+    assert groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert groups_of(maker.create_batch(1)) == ["a-0-0"]
 
 
 def test_too_few_groups_make_no_batch_and_lose_nothing(add):
@@ -78,18 +57,11 @@ def test_ordered_batches_do_not_depend_on_arrival(add):
     assert [ids[0] for ids in batches[0]][::2] == ["a-0-2/0", "a-0-10/0", "b-0-0/0", "b-0-1/0"]
 
 
-def test_a_resumed_cohort_keeps_its_order():
-    """Reissued tickets carry the new lineage; what was sealed before carries the old one."""
-    assert sorted(["a-1-3", "a-0-4", "a-1-12", "a-0-11"], key=ticket_order) == ["a-1-3", "a-0-4", "a-0-11", "a-1-12"]
-    assert ticket_order("le-ss-on-2-7") == ("le-ss-on", 7, 2)
-    assert ticket_order("free text") == ("free text", 0, 0)
-
-
 def test_advantages_are_of_the_group_and_reach_the_sampled_tokens(add):
     maker = DeadlineBatchMaker("rloo")
     add(maker, "a-0-0", rewards=(0.0, 1.0, 0.0))
     values = [example.advantage.tolist() for example in maker.create_batch(1)]
-    assert values == [[0, 0, -0.5, -0.5, -0.5], [0, 0, 1, 1, 1], [0, 0, -0.5, -0.5, -0.5]]
+    assert values == [[0, -0.5], [0, 1], [0, -0.5]]
 
 
 def test_reinforce_pp_uses_the_whole_batch(add):
@@ -112,7 +84,7 @@ def test_discarded_groups_are_gone_and_unknown_ids_do_no_harm(add):
     add(maker, "a-0-0")
     add(maker, "a-0-1")
     maker.discard(["a-0-0/0", "a-0-0/1", "never-seen/0", "a-0-1/7", "odd"])
-    assert _groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert groups_of(maker.create_batch(1)) == ["a-0-1"]
 
 
 def test_a_rollout_that_cannot_be_trained_on_is_refused_and_not_kept(make_rollout):
@@ -131,15 +103,77 @@ def test_metadata_names_groups_rollouts_and_rewards(add):
     assert metadata["rollout_ids"] == ("a-0-0/0", "a-0-0/1", "a-0-1/0", "a-0-1/1")
     assert metadata["metrics"]["train/reward_mean"] == 0.75
     assert metadata["metrics"]["train/zero_variance_groups"] == 0.5
-    assert metadata["metrics"]["train/response_tokens"] == 3.0
+    assert metadata["metrics"]["train/response_tokens"] == 1.0
 
 
-def _one(group_id: str) -> Rollout:
-    one, zero = np.ones(1, np.int32), np.zeros(1, np.float32)
-    rollout = Rollout("e", "x", one, one, zero, zero, 0.0)
-    return rollout.with_metadata(RolloutMetadata("w", 0.0, 0), f"{group_id}/0", "l")
+def test_a_group_is_used_max_samples_times_and_fresh_ones_come_first(add):
+    maker = DeadlineBatchMaker(max_samples=2)
+    for index in range(3):
+        add(maker, f"a-0-{index}", deadline_step=9)
+    assert groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1"]
+    add(maker, "a-0-3")
+    assert groups_of(maker.create_batch(3)) == ["a-0-2", "a-0-3", "a-0-0"]
+    assert len(maker) == 3
+    assert groups_of(maker.create_batch(3)) == ["a-0-1", "a-0-2", "a-0-3"]
+    assert maker.create_batch(1) is None and len(maker) == 0
 
 
+def test_without_a_limit_groups_are_used_in_turn(add):
+    maker = DeadlineBatchMaker(max_samples=-1)
+    for index in range(3):
+        add(maker, f"a-0-{index}")
+    batches = [groups_of(maker.create_batch(2)) for _ in range(3)]
+    assert batches == [["a-0-0", "a-0-1"], ["a-0-2", "a-0-0"], ["a-0-1", "a-0-2"]]
+
+
+def test_a_deadline_is_for_the_first_use_only_and_may_come_nearer(add):
+    maker = DeadlineBatchMaker(max_samples=2)
+    for index in range(3):
+        add(maker, f"a-0-{index}", deadline_step=5)
+    maker.set_deadline("a-0-2", 1)
+    maker.set_deadline("never-seen", 1)
+    maker.set_step(1)
+    assert groups_of(maker.create_batch(1)) == ["a-0-2"]
+    maker.set_deadline("a-0-2", 1)
+    assert groups_of(maker.create_batch(2)) == ["a-0-0", "a-0-1"]
+
+
+def test_a_deadline_may_follow_a_batch(add):
+    """A group that had none so far is not taken twice."""
+    maker = DeadlineBatchMaker()
+    for index in range(3):
+        add(maker, f"a-0-{index}")
+    assert groups_of(maker.create_batch(1)) == ["a-0-0"]
+    maker.set_deadline("a-0-2", 0)
+    assert groups_of(maker.create_batch(1)) == ["a-0-2"]
+    assert groups_of(maker.create_batch(1)) == ["a-0-1"]
+    assert maker.create_batch(1) is None
+
+
+def test_single_rollouts_are_discarded_and_the_rest_keeps_its_place(add):
+    maker = DeadlineBatchMaker("rloo")
+    add(maker, "a-0-0", rewards=(0.0, 1.0, 0.5))
+    add(maker, "a-0-1")
+    maker.discard(["a-0-0/2"])
+    assert advantages_of(maker.create_batch(1)) == {"a-0-0/0": -1.0, "a-0-0/1": 1.0}
+
+
+def test_what_was_discarded_may_come_again(add):
+    maker = DeadlineBatchMaker()
+    add(maker, "a-0-0", deadline_step=3)
+    maker.discard(["a-0-0/0", "a-0-0/1"])
+    add(maker, "a-0-0")
+    assert len(maker.create_batch(1)) == 2
+
+
+def test_it_counts_groups_of_its_environment_and_gives_nothing_up(add):
+    maker = DeadlineBatchMaker(environment_name="cats")
+    assert (maker.unit, maker.environment_name, maker.dropped()) == ("group", "cats", [])
+    with pytest.raises(InvalidRolloutError, match="'env'"):
+        add(maker, "a-0-0")
+
+
+@settings(max_examples=50)
 @given(st.integers(1, 4), st.integers(0, 4), st.randoms(use_true_random=False))
 def test_overtaking_is_bounded_by_the_deadline(batch_size, staleness, random):
     """With at most (S + 1)·B tickets outstanding, no group is trained after its deadline, whoever is fast."""
@@ -148,7 +182,7 @@ def test_overtaking_is_bounded_by_the_deadline(batch_size, staleness, random):
 
     def finish(group_id):
         deadlines[group_id] = running.pop(group_id)
-        maker.add_rollout(_one(group_id))
+        maker.add_rollout(*small_group(group_id, [0.0]))
         maker.set_deadline(group_id, deadlines[group_id])
 
     for step in range(12):
@@ -163,6 +197,6 @@ def test_overtaking_is_bounded_by_the_deadline(batch_size, staleness, random):
             group_id = next(iter(running))
             finish(group_id)
         maker.set_step(step)
-        taken = [deadlines[group] for group in _groups_of(maker.create_batch(batch_size))]
+        taken = [deadlines[group] for group in groups_of(maker.create_batch(batch_size))]
         assert len(taken) == batch_size or (len(taken) > batch_size and set(taken) == {step})
         assert min(taken) >= step

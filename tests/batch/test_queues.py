@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batch.holding import HeldGroup
@@ -57,23 +57,37 @@ def test_deadlines_do_not_grow_with_those_who_left():
     assert len(deadlines._steps) <= SLACK + 1
 
 
+def test_a_deadline_that_is_given_again_counts_once():
+    deadlines, group = Deadlines(), held(0)
+    for step in (9, 5):
+        deadlines.set(group, step)
+    assert deadlines.pop_due(5) == [group]
+    deadlines.set(group, 9)
+    assert len(deadlines) == 1 and deadlines.pop_due(9) == [group]
+
+
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["set", "due", "pop", "leave"]), st.integers(0, 9), st.integers(0, 12))))
 def test_first_uses_agree_with_a_dictionary(operations):
-    queue, groups, model = FirstUses(), [held(order) for order in range(10)], {}
-    for operation, order, step in operations:
+    queue, groups, model = FirstUses(), {order: held(order) for order in range(10)}, {}
+    for number, (operation, which, step) in enumerate(operations):
+        order = sorted(groups)[which]
+        gone: list[int] = []
         if operation == "set":
             queue.set_deadline(groups[order], step)
             model[order] = min(step, model.get(order, step))
         elif operation == "leave":
             queue.leave(groups[order])
-            model.pop(order, None)
+            gone = [order]
         elif operation == "due":
-            due = sorted(order for order, deadline in model.items() if deadline <= step)
-            assert orders(queue.pop_due(step)) == due
-            for order in due:
-                del model[order]
+            gone = sorted(order for order, deadline in model.items() if deadline <= step)
+            assert orders(queue.pop_due(step)) == gone
         elif model:
-            assert queue.pop().order == min(model)
-            del model[min(model)]
+            gone = [min(model)]
+            assert queue.pop().order == gone[0]
+        for order in gone:
+            model.pop(order, None)
+            assert groups.pop(order).deadline_step is None
+            groups[order + 10 * (number + 1)] = held(order + 10 * (number + 1))  # who left does not come back
         assert len(queue) == len(model)
-        assert {group.order: group.deadline_step for group in groups if group.deadline_step is not None} == model
+        assert {order: g.deadline_step for order, g in groups.items() if g.deadline_step is not None} == model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.batch import DeadlineBatchMaker
+from penstock.batch import make_batch_maker
 from penstock.replay import Ledger, Lineages, ReplayBuffer, ReplayBufferConfig, TicketIssuer
 from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.types import (
@@ -209,7 +209,15 @@ class Simulation:
         self.issuer = TicketIssuer(
             config, 7, lineage, self.curriculum, self.ledger, GROUP_SIZES.__getitem__, self.clock
         )
-        maker = DeadlineBatchMaker(max_tokens=16, max_samples=config.max_samples, ordered=config.synchronous)
+        maker = make_batch_maker(
+            config.batch_maker,
+            advantage="rloo",
+            max_tokens=16,
+            max_samples=config.max_samples,
+            ordered=config.synchronous,
+            allow_truncated_sampling=False,
+            seed=7,
+        )
         self.buffer = ReplayBuffer(config, self.store, maker, self.issuer, self.clock, self.curriculum.update)
         self.step = 0
         if states is not None:
@@ -345,17 +353,22 @@ class Simulation:
         self._after(1.0 + self._schedule.random(), self._finish_update, batch)
 
     def _check_batch(self, batch: TrainingBatch) -> None:
-        assert len(batch.group_ids) == self.config.groups_per_batch
+        maker = self.config.batch_maker
+        if maker.name == "grpo" or maker.unit == "rollout":
+            assert batch.examples
+        else:
+            assert len(batch.group_ids) == self.config.groups_per_batch
         assert len(set(batch.group_ids)) == len(batch.group_ids)
         ids = [rollout_id for example in batch.examples for rollout_id in example.rollout_ids]
         assert len(ids) == len(set(ids))
         for example in batch.examples:
             oldest = int(example.weight_steps[example.loss_mask].min())
-            assert batch.step - self.config.max_rollout_step_delay <= oldest <= batch.step
+            lesson_id, _ = lesson_and_index(example.rollout_ids[0].rpartition("/")[0])
+            assert batch.step - self.config.step_delay(lesson_id) <= oldest <= batch.step
         for group_id in batch.group_ids:
             ticket = self.admitted.get(group_id)
             fresh = not any(i.startswith(f"{group_id}/") for i in self.uses)
-            assert ticket is None or not fresh or batch.step <= ticket.deadline_step
+            assert maker.name == "grpo" or ticket is None or not fresh or batch.step <= ticket.deadline_step
         for rollout_id in ids:
             self.uses[rollout_id] += 1
             assert self.uses[rollout_id] <= self.config.uses

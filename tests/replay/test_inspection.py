@@ -90,5 +90,7 @@ def test_a_group_of_nothing_but_bad_members(inspect):
 
 def test_inspection_leaves_the_group_alone(sim):
     group = sim.make_group(TICKET, [0, 1, 0], timestamp=50.0)
-    Inspector(FreshnessRules(ReplayBufferConfig(max_rollout_timestamp_delay=-1)), lambda version: True).inspect(group, TICKET, EXPECTED, 6, 100.0)
+    Inspector(FreshnessRules(ReplayBufferConfig(max_rollout_timestamp_delay=-1)), lambda version: True).inspect(
+        group, TICKET, EXPECTED, 6, 100.0
+    )
     assert isinstance(group, RolloutGroup) and len(group.rollouts) == 3

@@ -14,6 +14,16 @@ class OneLesson:
         return "cats"
 
 
+class Lessons:
+    """Draws these in turn."""
+
+    def __init__(self, *lessons):
+        self.left = list(lessons)
+
+    def sample_lesson(self, seed):
+        return self.left.pop(0)
+
+
 class Clock:
     now = 100.0
 
@@ -219,3 +229,27 @@ def test_the_number_of_overtakes_counts_groups_ahead_of_an_older_one():
     tickets = issuer.acquire(6, 0.0)
     assert take(issuer, tickets[0], tickets[3])["replay/overtakes"] == 1
     assert take(issuer, tickets[1], tickets[2])["replay/overtakes"] == 0
+
+
+def test_a_lesson_of_less_tolerance_is_due_earlier_and_waits_for_its_version():
+    config = ReplayBufferConfig(
+        groups_per_batch=1, staleness_budget=2, tolerances={"strict": {"max_rollout_step_delay": 0}}
+    )
+    issuer = TicketIssuer(config, 1, 0, Lessons("lax", "strict", "strict", "lax"), Ledger(), lambda lesson: 2)
+    issuer.set_serving_step(0)
+    lax, strict = issuer.acquire(2, 0.0)
+    assert [lax.deadline_step, strict.deadline_step] == [2, 0]
+    finish(issuer, lax, strict)
+    assert issuer.outstanding.must_take(0) == [strict.ticket_id]
+    take(issuer, strict)
+    assert issuer.acquire(9, 0.0) == []  # update 1 is next: version 0 is too old for this lesson
+    issuer.finish(0)
+    state = issuer.state()
+    assert state["unplaced"] == [["strict", 1]] and not issuer.was_drawn(("strict", 1))
+
+    resumed = TicketIssuer(config, 1, 1, Lessons("lax"), Ledger(), lambda lesson: 2)
+    resumed.restore(state)
+    for each, name in ((issuer, "strict-0-1"), (resumed, "strict-1-1")):
+        each.set_serving_step(1)
+        tickets = each.acquire(9, 0.0) + each.acquire(9, 0.0)
+        assert {ticket.ticket_id: ticket.deadline_step for ticket in tickets}[name] == 1

@@ -26,13 +26,22 @@ def worlds(draw):
 
 
 @QUIET
-@given(worlds(), st.integers(1, 5), st.integers(0, 4), st.booleans(), st.sampled_from([1, 2, -1]))
-def test_every_update_is_formed_and_nothing_is_trained_late(sim, world, b, s, filtering, samples):
+@given(
+    worlds(),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.booleans(),
+    st.sampled_from([1, 2, -1]),
+    st.sampled_from(["deadline", "recency"]),
+    st.sampled_from([None, 0, 1]),
+)
+def test_every_update_is_formed_and_nothing_is_trained_late(sim, world, b, s, filtering, samples, maker, tolerance):
     config = ReplayBufferConfig(
         groups_per_batch=b,
         staleness_budget=s,
-        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
+        batch_maker=BatchMakerConfig(name=maker, filter_zero_variance=filtering),
         max_samples=samples,
+        tolerances={} if tolerance is None else {"hard": {"max_rollout_step_delay": tolerance}},
         max_failed_groups_per_batch=10_000,
         straggler_timeout_s=1e6,
     )
@@ -42,6 +51,27 @@ def test_every_update_is_formed_and_nothing_is_trained_late(sim, world, b, s, fi
     counts = simulation.ledger.snapshot()
     assert counts["stale_step"] == counts["stale_time"] == counts["evicted"] == counts["aborted"] == 0
     assert counts["started"] == sum(counts.values()) - counts["started"]
+
+
+@QUIET
+@given(worlds(), st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 2]), st.booleans())
+def test_makers_that_pick_single_rollouts_keep_the_run_going(sim, world, b, s, samples, grpo):
+    """They give the deadlines up: what they leave too long is stale, and counted."""
+    maker = BatchMakerConfig(name="grpo") if grpo else BatchMakerConfig(name="recency", unit="rollout")
+    config = ReplayBufferConfig(
+        groups_per_batch=b,
+        staleness_budget=s,
+        batch_maker=maker,
+        max_samples=samples,
+        max_failed_groups_per_batch=10_000,
+        max_filtered_groups_per_batch=10_000,
+        straggler_timeout_s=1e6,
+    )
+    simulation = sim.Simulation(config, sim.World(**world))
+    assert [update.step for update in simulation.run(6)] == list(range(6))
+    counts = simulation.ledger.snapshot()
+    assert counts["started"] == sum(counts.values()) - counts["started"]
+    assert counts["stale_time"] == counts["evicted"] == counts["aborted"] == 0
 
 
 @QUIET

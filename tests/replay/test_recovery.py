@@ -233,7 +233,9 @@ def sealed(rollout_id, lineage=0, step=0):
 
 
 def logged(step=2, lineage=0, **fates):
-    return {f"a-0-{name[1:-1]}/{name[-1]}": LoggedFate(fate, WeightVersion(lineage, step)) for name, fate in fates.items()}
+    return {
+        f"a-0-{name[1:-1]}/{name[-1]}": LoggedFate(fate, WeightVersion(lineage, step)) for name, fate in fates.items()
+    }
 
 
 def key_of(ticket):

@@ -49,7 +49,9 @@ class MemoryKind:
         self.quarantined: list[tuple[str, str]] = []
 
     def open(self, **config) -> RolloutStorage:
-        return MemoryRolloutStorage(RolloutStorageConfig(kind="memory", **config), self._note)
+        return MemoryRolloutStorage(
+            RolloutStorageConfig(kind="memory", **{"write_timeout_s": LIMIT_S} | config), self._note
+        )
 
     def restart_reader(self, storage: RolloutStorage) -> RolloutStorage:
         storage.redeliver()
@@ -68,7 +70,7 @@ class FileKind(MemoryKind):
         self.config = RolloutStorageConfig()
 
     def open(self, **config) -> RolloutStorage:
-        self.config = RolloutStorageConfig(kind="file", **{"poll_s": 0.02} | config)
+        self.config = RolloutStorageConfig(kind="file", **{"poll_s": 0.02, "write_timeout_s": LIMIT_S} | config)
         return FileRolloutStorage(self.path, self.config, self._note)
 
     def restart_reader(self, storage: RolloutStorage) -> RolloutStorage:

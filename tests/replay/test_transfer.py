@@ -275,3 +275,12 @@ def test_a_whole_message_with_an_invalid_rollout_says_so():
     rewards = pa.array([float("nan")] * 5)
     with pytest.raises(InvalidRolloutError, match="episode_reward is nan"):
         batch_from_buffer(sealed(stream_of(table.set_column(index, table.schema.field(index), rewards))))
+
+
+def test_offsets_that_reach_outside_the_message_are_refused():
+    table = table_of(make_batch())
+    index = table.schema.get_field_index("env_name")
+    offsets = pa.py_buffer(np.array([0, 10**9, 8, 12, 16, 20], np.int32))
+    names = pa.StringArray.from_buffers(5, offsets, pa.py_buffer(b"cats" * 5))
+    with pytest.raises(TransferError, match="ffset"):
+        batch_from_buffer(sealed(stream_of(table.set_column(index, table.schema.field(index), names))))

@@ -36,7 +36,9 @@ class RankDraw:
 
     def draw(self, n: int, count: int, rng: np.random.Generator) -> list[int]:
         """Distinct ranks in [0, n), in the order drawn; count ≤ n."""
-        if count * RACE_SHARE > n or self._alpha * math.log(max(n, 1)) > LARGEST_LOG_WEIGHT:
+        if count == 0:
+            return []
+        if count * RACE_SHARE > n or self._alpha * math.log(n) > LARGEST_LOG_WEIGHT:
             return self._race(n, count, [], rng)
         drawn: dict[int, None] = {}
         for _ in range(ROUNDS):
@@ -56,10 +58,7 @@ class RankDraw:
 
     def _race(self, n: int, count: int, taken: list[int], rng: np.random.Generator) -> list[int]:
         """The first `count` of n runners with speeds (i + 1)^alpha, in the order of their arrival."""
-        if count == 0:
-            return []
-        bases: Float64[np.ndarray, " n"] = np.arange(1, n + 1, dtype=np.float64)
-        lead = self._alpha * np.log(bases) + rng.gumbel(size=n)
+        lead = self._alpha * np.log(np.linspace(1.0, n, n)) + rng.gumbel(size=n)
         lead[taken] = -np.inf
         first = np.argpartition(-lead, count - 1)[:count]
         return first[np.argsort(-lead[first])].tolist()

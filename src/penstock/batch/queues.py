@@ -16,7 +16,7 @@ SLACK = 64
 
 @final
 class Line:
-    """Groups by a key, smallest first. A group stands in one line at most."""
+    """Groups by a key, smallest first. A group stands in one line at most; if it leaves one, it leaves for good."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, HeldGroup]] = []
@@ -91,9 +91,10 @@ class Deadlines:
             deadline = heapq.heappop(self._steps)
             groups = self._by_step.pop(deadline)
             self._entries -= len(groups)
-            due += [group for group in groups if group.deadline_step == deadline]
-        for group in due:
-            group.deadline_step = None
+            for group in groups:
+                if group.deadline_step == deadline:
+                    group.deadline_step = None
+                    due.append(group)
         self._live -= len(due)
         return sorted(due, key=lambda group: group.order)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.dashboard.datasets import DatasetRequest, export_dataset
     from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, list_groups
+    from penstock.dashboard.lookup import StoredRollout, find_rollouts
     from penstock.dashboard.rollouts import RolloutsRequest, show_rollouts
-    from penstock.dashboard.stored_rollouts import StoredRollout, find_rollouts
 
 _EXPORTS = {
     "DatasetRequest": "datasets",
@@ -15,9 +15,9 @@ _EXPORTS = {
     "GroupPage": "groups",
     "GroupSummary": "groups",
     "RolloutsRequest": "rollouts",
-    "StoredRollout": "stored_rollouts",
+    "StoredRollout": "lookup",
     "export_dataset": "datasets",
-    "find_rollouts": "stored_rollouts",
+    "find_rollouts": "lookup",
     "list_groups": "groups",
     "show_rollouts": "rollouts",
 }

@@ -75,7 +75,8 @@ class AdvantageScale:
         """Advantages with their colours."""
         text = Text("advantage ")
         for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
-            text.append(f" {share * self.limit:+.2f} ", self.style(share * self.limit))
+            value = share * self.limit
+            text.append(f" {value:+.2f} " if value else " 0 ", self.style(value))
         return text
 
 

@@ -1,7 +1,7 @@
-"""A rollout as a person reads it: its story, then the conversation turn by turn, each token on the ground of its number.
+"""A rollout as a person reads it: its story, then the conversation by turns, each token on the ground of its number.
 
-Tokens that the policy did not sample (the prompt, what a tool or the environment said) have no colour; in the response they
-are dim. Where the tokens cannot be decoded, the text of the turns stands without colours, and a note says so.
+Tokens that the policy did not sample (the prompt, what a tool or the environment said) have no colour; in the response
+they are dim. Where the tokens cannot be decoded, the text of the turns stands without colours, and a note says so.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ from rich.text import Text
 
 from penstock.dashboard.color_scales import AdvantageScale, ColorScale, LogprobScale
 from penstock.dashboard.group_table import state_style
+from penstock.dashboard.lookup import StoredRollout, Use
 from penstock.dashboard.safe_text import printable
-from penstock.dashboard.stored_rollouts import StoredRollout, Use
 from penstock.dashboard.token_text import TokenText
 from penstock.types import AnyRollout, Turn
 
@@ -63,33 +63,31 @@ def print_conversations(stored: Sequence[StoredRollout], style: ConversationStyl
     elif style.coloring == "advantage" and style.token_text is not None:
         console.print("No batch holds this, so it has no advantages yet: shown without colours.", style="magenta")
     for number, rollout in enumerate(stored):
-        same_prompt = number > 0 and np.array_equal(
-            rollout.record.rollout.prompt_tokens, stored[0].record.rollout.prompt_tokens
-        )
-        console.print(conversation(rollout, style, with_prompt=not same_prompt))
+        console.print(conversation(rollout, style, stored[0] if number else None))
 
 
-def conversation(stored: StoredRollout, style: ConversationStyle, with_prompt: bool = True) -> RenderableType:
+def conversation(stored: StoredRollout, style: ConversationStyle, after: StoredRollout | None = None) -> RenderableType:
     """One rollout.
 
     Args:
         stored: The rollout.
         style: How.
-        with_prompt: Whether what came before the response is shown too.
+        after: A rollout that is shown above it: what both have in common is left out.
     """
     rollout = stored.record.rollout
-    prompt = len(rollout.prompt_tokens)
-    rows: list[RenderableType] = [header(stored)]
+    prompt = rollout.prompt_tokens
+    rows: list[RenderableType] = [header(stored, after)]
+    same_prompt = after is not None and np.array_equal(prompt, after.record.rollout.prompt_tokens)
     for turn in _turns(rollout):
-        if not with_prompt and turn.stop <= prompt:
+        if same_prompt and turn.stop <= len(prompt):
             continue
         rows.append(Rule(_turn_title(turn, rollout), align="left", style="dim"))
         rows.append(_turn_text(turn, stored, style))
     return Group(*rows, Text())
 
 
-def header(stored: StoredRollout) -> RenderableType:
-    """The story of a rollout."""
+def header(stored: StoredRollout, after: StoredRollout | None = None) -> RenderableType:
+    """The story of a rollout, without what it has in common with one that is shown above it."""
     rollout = stored.record.rollout
     title = Text.assemble(
         (printable(stored.rollout_id), "bold"),
@@ -100,8 +98,10 @@ def header(stored: StoredRollout) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
+    known = set() if after is None else set(_facts(after))
     for name, value in _facts(stored):
-        grid.add_row(name, Text(printable(value)))
+        if (name, value) not in known:
+            grid.add_row(name, Text(printable(value)))
     return Group(Rule(style="dim"), title, grid)
 
 
@@ -112,7 +112,10 @@ def _state_words(stored: StoredRollout) -> str:
 def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
     rollout = stored.record.rollout
     metadata, decoding = rollout.metadata, rollout.decoding
-    yield "problem", f"lesson {rollout.lesson_id or '–'}, environment {rollout.env_name}, example {rollout.env_example_id}"
+    yield (
+        "problem",
+        f"lesson {rollout.lesson_id or '–'}, environment {rollout.env_name}, example {rollout.env_example_id}",
+    )
     if metadata is not None:
         finished = datetime.fromtimestamp(metadata.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         steps = sorted({metadata.weight_step, rollout.newest_weight_step})
@@ -124,21 +127,24 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
     limits += [f"top-p {decoding.top_p:g}"] if decoding.top_p is not None else []
     limits += [f"stop strings {list(decoding.stop_strings)!r}"] if decoding.stop_strings else []
     yield "decoding", ", ".join(limits)
-    yield "response", (
-        f"{len(rollout.response_tokens)} tokens, {rollout.sampled_tokens} of them sampled; "
-        f"ended by {rollout.finish_reason}"
+    yield (
+        "response",
+        (
+            f"{len(rollout.response_tokens)} tokens, {rollout.sampled_tokens} of them sampled; "
+            f"ended by {rollout.finish_reason}"
+        ),
     )
     for use in stored.uses:
         yield "used by", _use_words(use, stored)
     if stored.fate_reason:
-        yield "fate", f"{stored.state}: {stored.fate_reason}"
+        yield "fate", stored.fate_reason
 
 
 def _use_words(use: Use, stored: StoredRollout) -> str:
     advantage = use.advantage(stored.record.rollout.response_mask)
     words = f"update {use.step}" + (f" of lineage {use.lineage}" if use.lineage else "")
     words += "" if advantage is None else f", advantage {advantage:+.4f}"
-    return words + ("" if use.survives else ", rolled back") + f" ({use.batch_id})"
+    return words + ("" if use.survives else ", rolled back")
 
 
 def _seconds(stored: StoredRollout) -> str:

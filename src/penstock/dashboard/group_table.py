@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, RunCounts, count_rollouts, list_groups
+from penstock.dashboard.groups import GroupFilter, GroupSummary, RunCounts, count_rollouts, list_groups
 from penstock.dashboard.safe_text import printable
 from penstock.rundir import read_status
 from penstock.rundir.views import RunViews
@@ -22,7 +22,7 @@ LINES_AROUND = 8
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 8
-_GAP = 2
+_GAPS = (2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -
 
 def group_table(groups: Sequence[GroupSummary], width: int) -> Table:
     """The groups as a table that fits a width, as far as whole ids let it."""
-    columns = _fitting(_columns(groups), groups, width)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    columns, gap = _fitting(_columns(groups), groups, width)
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         is_id = column.title == "group"
         table.add_column(
@@ -112,18 +112,18 @@ def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
     ]
 
 
-def _fitting(columns: list[_Column], groups: Sequence[GroupSummary], width: int) -> list[_Column]:
-    """Leaves out columns, those of the highest rank first, until the rest fits or is needed."""
+def _fitting(columns: list[_Column], groups: Sequence[GroupSummary], width: int) -> tuple[list[_Column], int]:
+    """Moves columns closer, then leaves out those of the highest rank, until the rest fits or is needed."""
     widths = {
         column.title: max(cell_len(column.title), *(cell_len(str(column.cell(group))) for group in groups))
         for column in columns
     }
-    while sum(widths[column.title] + _GAP for column in columns) - _GAP > width:
-        rank = max(column.rank for column in columns)
-        if rank == 0:
-            break
-        columns = [column for column in columns if column.rank < rank]
-    return columns
+    for rank in sorted({column.rank for column in columns}, reverse=True):
+        columns = [column for column in columns if column.rank <= rank]
+        for gap in _GAPS:
+            if sum(widths[column.title] + gap for column in columns) - gap <= width:
+                return columns, gap
+    return columns, _GAPS[-1]
 
 
 def _number(value: float) -> str:

@@ -5,17 +5,20 @@ import json
 from decimal import Decimal
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.safe_text import shortened
+from penstock.dashboard.safe_text import printable, shortened
 from penstock.rundir.views import QueryResult, RunViews
 
 LINES_AROUND = 4
 """Lines of a screen that are not rows."""
 
 _CELL_WIDTH = 400
+_READABLE_WIDTH = 16
+_GAP = 2
 
 
 def print_query(views: RunViews, sql: str, limit: int | None, console: Console) -> None:
@@ -25,13 +28,8 @@ def print_query(views: RunViews, sql: str, limit: int | None, console: Console) 
         ConfigError: the query does more than read, or cannot be answered.
     """
     result = views.select(sql, limit=limit if limit is not None else max(console.height - LINES_AROUND, 5))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for column in result.table.schema:
-        numeric = str(column.type).startswith(("int", "uint", "float", "double", "decimal"))
-        table.add_column(Text(shortened(column.name, 60)), justify="right" if numeric else "left", overflow="fold")
-    for row in result.rows():
-        table.add_row(*(Text(_cell(value)) for value in row))
-    console.print(table)
+    rows = [[_cell(value) for value in row] for row in result.rows()]
+    console.print(_rows_across(result, rows) if _fits(result, rows, console.width) else _rows_down(result, rows))
     if result.more:
         console.print(f"{result.table.num_rows} rows; there are more: --limit N, or --json for all", style="dim")
 
@@ -48,6 +46,34 @@ def print_query_json(views: RunViews, sql: str, limit: int | None) -> None:
         print(json.dumps(dict(zip(names, map(_plain, row), strict=True))))
 
 
+def _fits(result: QueryResult, rows: list[list[str]], width: int) -> bool:
+    """Whether each column can have a readable width."""
+    widths = [max(map(cell_len, column)) for column in zip(result.columns, *rows, strict=True)]
+    return sum(min(natural, _READABLE_WIDTH) + _GAP for natural in widths) - _GAP <= width
+
+
+def _rows_across(result: QueryResult, rows: list[list[str]]) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column in result.table.schema:
+        numeric = str(column.type).startswith(("int", "uint", "float", "double", "decimal"))
+        table.add_column(Text(printable(column.name)), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _rows_down(result: QueryResult, rows: list[list[str]]) -> Table:
+    """One line per value: for rows with more columns than the screen has room for."""
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        table.add_row(Text(f"row {number}", style="bold"))
+        for name, value in zip(result.columns, row, strict=True):
+            table.add_row(Text(printable(name)), Text(value))
+    return table
+
+
 def _distinct(result: QueryResult) -> list[str]:
     names: list[str] = []
     for name in result.columns:
@@ -62,12 +88,23 @@ def _distinct(result: QueryResult) -> list[str]:
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    if isinstance(value, float):
-        return f"{value:.6g}"
     if isinstance(value, str):
         return shortened(value, _CELL_WIDTH)
-    plain = _plain(value)
+    if isinstance(value, float):
+        return str(_rounded(value))
+    plain = _rounded(_plain(value))
     return shortened(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False), _CELL_WIDTH)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits, Unix seconds to the millisecond."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    return round(value, 3) if abs(value) >= 1e6 else float(f"{value:.6g}")
 
 
 def _plain(value: Any) -> Any:

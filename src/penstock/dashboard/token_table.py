@@ -4,8 +4,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from penstock.dashboard.lookup import StoredRollout
 from penstock.dashboard.safe_text import printable
-from penstock.dashboard.stored_rollouts import StoredRollout
 from penstock.dashboard.token_text import TokenText
 
 

@@ -82,9 +82,17 @@ class TokenText:
             whole = bool(text) and not text.endswith(_REPLACEMENT)
             if not whole and not at_break and stop - start < _LONGEST_CHARACTER_TOKENS:
                 continue
-            pieces.append(Piece(start, stop, text))
+            pieces += self._split(tokens, Piece(start, stop, text))
             context, start = (start, stop) if whole and not at_break else (stop, stop)
         return pieces
+
+    def _split(self, tokens: Sequence[int], piece: Piece) -> list[Piece]:
+        """A last token that is whole by itself stands apart from broken bytes before it."""
+        last = self._text(tokens[piece.stop - 1 : piece.stop])
+        before = piece.text[: len(piece.text) - len(last)]
+        if piece.stop - piece.start == 1 or not before or not piece.text.endswith(last) or last.endswith(_REPLACEMENT):
+            return [piece]
+        return [Piece(piece.start, piece.stop - 1, before), Piece(piece.stop - 1, piece.stop, last)]
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Decoded, with a name for every id that the vocabulary lacks."""

@@ -7,7 +7,7 @@ of it: the way of simulators, which cannot be paused, and of scripts. The buffer
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from penstock.replay.ledger import Ledger, rollout_ids
@@ -113,6 +113,10 @@ class Admission(ABC):
     def readmit(self) -> None:
         """Admits what the checkpoint left outstanding again."""
 
+    def announced(self) -> Iterable[tuple[str, int]]:
+        """Groups and sizes that generators have begun without a place among the outstanding."""
+        return ()
+
     def raise_if_over(self) -> None:
         """Raises `Stopped` after `close`, and what `end_with` was given after that."""
         if self._failure is not None:
@@ -186,6 +190,10 @@ class OpenAdmission(Admission):
             self._open(group.group_id, lesson_id, size)
         ticket = Ticket(group.group_id, lesson_id, 0, 0, deadline_step=self.update, admitted_step=self.update)
         return Outstanding(ticket, size, self._admitted, "running")
+
+    def announced(self) -> Iterable[tuple[str, int]]:
+        """What `start` was called for and has not arrived."""
+        return self._started.items()
 
     def next_turn(self) -> str | None:
         """There is no order."""

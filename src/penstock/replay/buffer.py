@@ -374,8 +374,8 @@ class ReplayBuffer:
         if self._admission.paced:
             self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
         claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
-        for group_id, group in groups.items():
-            if group_id in claimed:
+        for group in (groups[group_id] for group_id in plan.waiting if group_id in groups):  # by arrival
+            if group.group_id in claimed:
                 continue
             waiting = waiting_group(group, None)
             waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None

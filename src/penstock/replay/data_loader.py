@@ -12,8 +12,8 @@ from typing import Self
 from penstock.replay.buffer import ReplayBuffer
 from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch
 
-_NAP_S = 1.0
-"""Longest sleep before the thread looks whether it should stop; news wake it."""
+_NAP_S = 0.2
+"""Longest wait for a batch before the thread looks whether it should stop."""
 
 
 class ReplayDataLoader:

@@ -115,6 +115,8 @@ class Intake:
                 yield from (rollout.rollout_id for rollout in self._claimed[name].rollouts)
             elif entry.phase in ("running", "delivered"):
                 yield from rollout_ids(name, entry.size)
+        for name, size in self._admission.announced():
+            yield from rollout_ids(name, size)
         for group in self.claims.values():
             yield from (rollout.rollout_id for rollout in group.rollouts)
 

@@ -81,7 +81,6 @@ class MemoryRolloutStorage:
                 self._changed.wait(left)
             _, entry = taken
             self._received[entry] = None
-            self._held[entry.writer_id] -= entry.groups
             self._depth -= entry.groups
             self._counts["received"] += 1
         return MemoryDelivery(self, entry)

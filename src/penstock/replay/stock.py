@@ -116,7 +116,8 @@ class Stock:
         outstanding = self._admission.outstanding
         wanted = self._config.groups_per_batch
         short = max(0, wanted - outstanding.trainable)
-        if outstanding.missing(step) or short > len(self._reusable):
+        # At staleness zero nothing is used again: whether a batch would have to wait depends on timing.
+        if outstanding.missing(step) or short > (0 if self._config.synchronous else len(self._reusable)):
             return None
         due = outstanding.must_take(step)
         for group_id in due:

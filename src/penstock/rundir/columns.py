@@ -1,34 +1,73 @@
-"""NumPy arrays of different lengths to Arrow list columns and back, without a Python object per element."""
+"""NumPy arrays and Python values to Arrow columns and back, whole columns at a time.
 
-from collections.abc import Sequence
+Rows become columns without a dictionary per row, columns become rows without an Arrow scalar per value. Lists of
+numbers are copied once on the way in and are read-only views on the way out, where the element types agree.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 
-def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) -> pa.Array:
+def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) -> pa.ListArray:
     """One list per array; None becomes null.
 
     Args:
         arrays: One-dimensional.
         value_type: Arrow type of the elements.
+
+    Raises:
+        ValueError: there are more elements than one column can hold.
     """
-    lengths = np.array([0 if array is None else len(array) for array in arrays], np.int64)
-    offsets = np.zeros(len(arrays) + 1, np.int64)
+    if any(array is None for array in arrays):
+        present = [array for array in arrays if array is not None]
+        lengths = [0 if array is None else len(array) for array in arrays]
+        nulls = pa.array([array is None for array in arrays], pa.bool_())
+    else:
+        present, lengths, nulls = arrays, list(map(len, arrays)), None
+    flat = np.concatenate(present) if present else np.zeros(0)
+    return pa.ListArray.from_arrays(offsets_of(lengths), pa.array(flat).cast(value_type), mask=nulls)
+
+
+def nested_column(lists: Sequence[Sequence[Any]], values: pa.Array) -> pa.ListArray:
+    """One list per member of `lists`; only their lengths are looked at, `values` are all their elements end to end."""
+    return pa.ListArray.from_arrays(offsets_of(list(map(len, lists))), values)
+
+
+def offsets_of(lengths: Sequence[int]) -> pa.Array:
+    """Arrow's int32 offsets for lists of these lengths.
+
+    Raises:
+        ValueError: together they are longer than one column can be.
+    """
+    offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"{offsets[-1]} elements do not fit one list column: write fewer rows per file")
-    present = [array for array in arrays if array is not None]
-    flat = np.concatenate(present) if present else np.zeros(0)
-    nulls = pa.array([array is None for array in arrays], pa.bool_())
-    return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)),
-        pa.array(flat).cast(value_type),
-        mask=nulls if len(present) < len(arrays) else None,
-    )
+    return pa.array(offsets.astype(np.int32))
 
 
-def arrays_from_column(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray | None]:
+def flattened(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """All elements end to end."""
+    return list(chain.from_iterable(lists))
+
+
+def shared_column(values: Sequence[Any], column: Any) -> pa.Array:
+    """A column of hashable values most of which are the same: each different one is converted once.
+
+    Args:
+        values: Row by row.
+        column: Makes an Arrow array of a list of the different values.
+    """
+    known: dict[Any, int] = {}
+    rows = [known.setdefault(value, len(known)) for value in values]
+    return column(list(known)).take(pa.array(rows, pa.int32()))
+
+
+def arrays_from_column(column: pa.ChunkedArray | pa.Array, dtype: type) -> list[np.ndarray | None]:
     """One NumPy array per list, None for null.
 
     Arrays are read-only views of the column where its element type allows.
@@ -38,13 +77,40 @@ def arrays_from_column(column: pa.ChunkedArray, dtype: type) -> list[np.ndarray 
         dtype: Of the arrays; elements are converted where the file's type differs.
     """
     arrays: list[np.ndarray | None] = []
-    for chunk in column.chunks:
-        offsets = chunk.offsets.to_numpy(zero_copy_only=False)
-        values = chunk.values.to_numpy(zero_copy_only=False)
-        if values.dtype == np.uint8 and dtype is np.bool_:
-            values = values.view(np.bool_)  # messages keep a byte per flag, so that it can be a view
-        values = values.astype(dtype, copy=False)
-        valid = chunk.is_valid().to_numpy(zero_copy_only=False)
-        for row in range(len(chunk)):
-            arrays.append(values[offsets[row] : offsets[row + 1]] if valid[row] else None)
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        values, offsets = flat_values(chunk, dtype), chunk.offsets.to_pylist()
+        views = [values[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
+        if chunk.null_count:
+            valid = chunk.is_valid().to_pylist()
+            views = [view if there else None for view, there in zip(views, valid, strict=True)]
+        arrays += views
     return arrays
+
+
+def flat_values(lists: pa.ListArray, dtype: type) -> np.ndarray:
+    """The elements behind a column of lists, read-only; `lists.offsets` point into them.
+
+    Raises:
+        ValueError: an element is null.
+    """
+    if lists.values.null_count:
+        raise ValueError("there is a null among the elements of its lists")
+    values = lists.values.to_numpy(zero_copy_only=False)
+    if values.dtype == np.uint8 and dtype is np.bool_:
+        values = values.view(np.bool_)  # messages keep a byte per flag, so that it can be a view
+    values = values.astype(dtype, copy=False)
+    values.flags.writeable = False  # where Arrow had to copy, as for packed flags
+    return values
+
+
+def values_from_column(column: pa.Array) -> list[Any]:
+    """Python values of a column of strings or numbers, None for null."""
+    if column.null_count:
+        return column.to_pylist()
+    return column.to_numpy(zero_copy_only=False).tolist()
+
+
+def slices(values: Sequence[Any], offsets: pa.Array) -> Iterable[Sequence[Any]]:
+    """`values` cut at Arrow's offsets."""
+    cuts = offsets.to_pylist()
+    return (values[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False))

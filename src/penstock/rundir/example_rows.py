@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from penstock.rundir.columns import arrays_from_column, list_column
 from penstock.rundir.parquet import read_parquet, versioned, write_parquet
-from penstock.types import RLExample
+from penstock.types import RLExample, RunDirectoryError
 from penstock.types.rollouts import SCHEMA_VERSION
 
 EXAMPLE_SCHEMA = versioned(
@@ -65,7 +65,7 @@ def read_examples(path: Path) -> list[RLExample]:
         SchemaVersionError: a newer Penstock wrote it.
         RunDirectoryError: it is missing or not a Parquet file.
     """
-    return examples_from_table(read_parquet(path))
+    return examples_from_table(read_parquet(path), path.stem)
 
 
 def table_from_examples(examples: Sequence[RLExample], batch_id: str, step: int, lineage: int) -> pa.Table:
@@ -77,19 +77,47 @@ def table_from_examples(examples: Sequence[RLExample], batch_id: str, step: int,
         step: The update; it starts from weight version (`lineage`, `step`).
         lineage: Of the run when the batch was made.
     """
-    rows = [_scalars(example, batch_id, step, lineage) for example in examples]
+    only = [example.rollout_ids[0] if len(example.rollout_ids) == 1 else None for example in examples]
+    values: dict[str, Any] = {
+        "schema_version": [SCHEMA_VERSION] * len(examples),
+        "batch_id": [batch_id] * len(examples),
+        "lineage": [lineage] * len(examples),
+        "step": [step] * len(examples),
+        "group_id": [None if rollout_id is None else rollout_id.rpartition("/")[0] for rollout_id in only],
+        "rollout_id": only,
+        "rollout_ids": [example.rollout_ids for example in examples],
+        "rollout_advantage": [
+            None if rollout_id is None else _first_advantage(example)
+            for rollout_id, example in zip(only, examples, strict=True)
+        ],
+    }
     columns = [
         list_column([getattr(example, field.name) for example in examples], field.type.value_type)
         if field.name in _ARRAYS
-        else pa.array([row[field.name] for row in rows], field.type)
+        else pa.array(values[field.name], field.type)
         for field in EXAMPLE_SCHEMA
     ]
     return pa.Table.from_arrays(columns, schema=EXAMPLE_SCHEMA)
 
 
-def examples_from_table(table: pa.Table) -> list[RLExample]:
-    """The examples of a batch file, in its order; arrays are read-only views of the table."""
-    arrays = {key: arrays_from_column(table.column(key), dtype) for key, dtype in _ARRAYS.items()}
+def examples_from_table(table: pa.Table, name: str = "batch") -> list[RLExample]:
+    """The examples of a batch file, in its order; arrays are read-only views of the table.
+
+    Args:
+        table: As read by `penstock.rundir.read_parquet`.
+        name: Names the table in errors.
+
+    Raises:
+        RunDirectoryError: a column is missing, or holds something else.
+        InvalidRolloutError: arrays of a row disagree.
+    """
+    for column in (*_ARRAYS, "rollout_ids"):
+        if column not in table.column_names:
+            raise RunDirectoryError(f"{name} has no column {column}: it holds no training examples")
+    try:
+        arrays = {key: arrays_from_column(table.column(key), dtype) for key, dtype in _ARRAYS.items()}
+    except (ValueError, AttributeError) as error:
+        raise RunDirectoryError(f"{name} holds no training examples: {error}") from error
     ids = table.column("rollout_ids").to_pylist()
     return [
         RLExample(
@@ -100,16 +128,6 @@ def examples_from_table(table: pa.Table) -> list[RLExample]:
     ]
 
 
-def _scalars(example: RLExample, batch_id: str, step: int, lineage: int) -> dict[str, Any]:
-    only = example.rollout_ids[0] if len(example.rollout_ids) == 1 else None
-    advantages = example.advantage[example.loss_mask]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "batch_id": batch_id,
-        "lineage": lineage,
-        "step": step,
-        "group_id": None if only is None else only.rpartition("/")[0],
-        "rollout_id": only,
-        "rollout_ids": list(example.rollout_ids),
-        "rollout_advantage": float(advantages[0]) if only is not None and len(advantages) else None,
-    }
+def _first_advantage(example: RLExample) -> float | None:
+    first = int(example.loss_mask.argmax()) if example.loss_mask.size else 0
+    return float(example.advantage[first]) if example.loss_mask[first : first + 1].any() else None

@@ -4,9 +4,11 @@ Files are written aside and renamed, so a reader that finds one finds all of it.
 `read_parquet` also refuses files of a newer Penstock, whose columns may mean something else by now.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +19,9 @@ from penstock.types.rollouts import SCHEMA_VERSION
 
 VERSION_KEY = b"penstock.schema_version"
 """Where a file's key-value metadata says its schema version; a file without it is of version 0."""
+REPLACES_KEY = b"penstock.replaces"
+"""In the metadata of a file made by merging others: their names, as a JSON list. Where both are there, the merged one
+counts."""
 
 
 def write_parquet(path: Path, table: pa.Table, compression: str = "zstd") -> None:
@@ -29,15 +34,20 @@ def write_parquet(path: Path, table: pa.Table, compression: str = "zstd") -> Non
         table: With a schema made by `versioned`.
         compression: Any codec that Parquet knows.
     """
-    strings, floats = _leaf_paths(table.schema)
-    with replaced_atomically(path) as temporary:
-        pq.write_table(
-            table,
-            temporary,
-            compression=compression,
-            use_dictionary=strings,  # pyright: ignore[reportArgumentType]  # a list of columns is allowed too
-            use_byte_stream_split=floats,  # pyright: ignore[reportArgumentType]
-        )
+    with replaced_atomically(path) as temporary, parquet_writer(temporary, table.schema, compression) as writer:
+        writer.write_table(table)
+
+
+def parquet_writer(path: Path, schema: pa.Schema, compression: str = "zstd") -> pq.ParquetWriter:
+    """A writer with the settings of all our files; neither atomic nor durable by itself."""
+    strings, floats = _leaf_paths(schema)
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression=compression,
+        use_dictionary=strings,  # pyright: ignore[reportArgumentType]  # a list of columns is allowed too
+        use_byte_stream_split=floats,  # pyright: ignore[reportArgumentType]
+    )
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -48,17 +58,44 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         RunDirectoryError: it is missing or not a Parquet file.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with opened_parquet(path, str(path)) as file:
+            return read_columns(file, columns)
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+@contextmanager
+def opened_parquet(source: "Path | BinaryIO", name: str) -> Generator[pq.ParquetFile, None, None]:
+    """Opens a file of any version up to the present one; what goes wrong inside the block is named too.
+
+    Args:
+        source: Path or opened file.
+        name: For errors.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is not a Parquet file.
+    """
+    try:
+        with pq.ParquetFile(source, pre_buffer=True) as file:
             version = schema_version(file.schema_arrow)
             if version > SCHEMA_VERSION:
                 raise SchemaVersionError(
-                    f"{path} has schema version {version}, this Penstock reads up to {SCHEMA_VERSION}: "
+                    f"{name} has schema version {version}, this Penstock reads up to {SCHEMA_VERSION}: "
                     "read it with the Penstock that wrote it, or a newer one"
                 )
-            present = None if columns is None else [c for c in columns if c in file.schema_arrow.names]
-            return file.read(columns=present)
+            yield file
+    except FileNotFoundError:
+        raise
     except (OSError, pa.ArrowInvalid) as error:
-        raise RunDirectoryError(f"{path} cannot be read as Parquet: {error}") from error
+        raise RunDirectoryError(f"{name} cannot be read as Parquet: {error}") from error
+
+
+def read_columns(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of an opened file: all columns, or those of the named ones that it has."""
+    present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
+    return file.read(columns=present)
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -80,6 +117,17 @@ def schema_version(schema: pa.Schema) -> int:
     """The version that a file's schema carries; 0 for the original form, which carried none."""
     metadata: Mapping[bytes, bytes] = schema.metadata or {}
     return int(metadata.get(VERSION_KEY, b"0"))
+
+
+def replacing(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    """The schema of a file that takes the place of the named ones."""
+    return schema.with_metadata({**(schema.metadata or {}), REPLACES_KEY: json.dumps(list(names)).encode()})
+
+
+def replaced_names(schema: pa.Schema) -> tuple[str, ...]:
+    """Names of the files whose rows a file with this schema holds as well."""
+    metadata: Mapping[bytes, bytes] = schema.metadata or {}
+    return tuple(str(name) for name in json.loads(metadata.get(REPLACES_KEY, b"[]")))
 
 
 def _leaf_paths(schema: pa.Schema) -> tuple[list[str], list[str]]:

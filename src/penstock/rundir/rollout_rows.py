@@ -13,9 +13,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, list_column
+from penstock.rundir.columns import flattened, list_column, nested_column, offsets_of, shared_column
 from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
-from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutMetadata, RolloutRecord, Turn
+from penstock.rundir.stored_rollouts import ROLLOUT_ARRAYS, records_from_batch
+from penstock.types import (
+    AnyRollout,
+    Decoding,
+    InvalidRolloutError,
+    RolloutMetadata,
+    RolloutRecord,
+    RunDirectoryError,
+)
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
 """In version 0: a JSON object in the file's key-value metadata, for all its rows."""
@@ -61,16 +69,6 @@ ROLLOUT_SCHEMA = versioned(
     ]
 )
 
-_ARRAYS = {
-    "prompt_tokens": np.int32,
-    "response_tokens": np.int32,
-    "response_logprobs": np.float32,
-    "token_rewards": np.float32,
-    "response_mask": np.bool_,
-    "response_weight_steps": np.int32,
-}
-
-
 def write_records(path: Path, records: Sequence[RolloutRecord], compression: str = "zstd") -> None:
     """Writes a rollout file, durably and whole.
 
@@ -86,6 +84,7 @@ def read_records(path: Path) -> list[RolloutRecord]:
     Raises:
         SchemaVersionError: a newer Penstock wrote it.
         RunDirectoryError: it is missing or not a Parquet file.
+        InvalidRolloutError: a row is no rollout.
     """
     return records_from_table(read_parquet(path), path.stem)
 
@@ -96,14 +95,37 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
     Raises:
         InvalidRolloutError: a rollout has no metadata.
     """
-    rows = [_scalars(record) for record in records]
-    columns: list[pa.Array] = []
-    for field in ROLLOUT_SCHEMA:
-        if field.name in _ARRAYS:
-            arrays = [getattr(record.rollout, field.name) for record in records]
-            columns.append(list_column(arrays, field.type.value_type))
-        else:
-            columns.append(pa.array([row[field.name] for row in rows], field.type))
+    rollouts = [record.rollout for record in records]
+    stamps = [_metadata_of(rollout) for rollout in rollouts]
+    arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in ROLLOUT_ARRAYS}
+    lists = {
+        name: list_column(values, ROLLOUT_SCHEMA.field(name).type.value_type) for name, values in arrays.items()
+    }
+    values: dict[str, Any] = {
+        "schema_version": [stamp.schema_version for stamp in stamps],
+        "rollout_id": [rollout.rollout_id for rollout in rollouts],
+        "group_id": [record.group_id for record in records],
+        "group_key": [record.group_key for record in records],
+        "lesson_id": [rollout.lesson_id for rollout in rollouts],
+        "env_name": [rollout.env_name for rollout in rollouts],
+        "env_example_id": [rollout.env_example_id for rollout in rollouts],
+        "worker_id": [stamp.worker_id for stamp in stamps],
+        "timestamp": [stamp.timestamp for stamp in stamps],
+        "lineage": [stamp.lineage for stamp in stamps],
+        "weight_step": [stamp.weight_step for stamp in stamps],
+        "newest_weight_step": _newest_weight_steps(rollouts, stamps, arrays, lists),
+        "oldest_weight_step": [rollout.oldest_weight_step for rollout in rollouts],
+        "episode_reward": [float(rollout.episode_reward) for rollout in rollouts],
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "turns": _turns_column(rollouts),
+        "decoding": shared_column([rollout.decoding for rollout in rollouts], _decoding_column),
+        "timings": _timings_column(records),
+        **lists,
+    }
+    columns = [
+        value if isinstance(value := values[field.name], pa.Array) else pa.array(value, field.type)
+        for field in ROLLOUT_SCHEMA
+    ]
     return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)
 
 
@@ -112,71 +134,88 @@ def records_from_table(table: pa.Table, name: str = "part") -> list[RolloutRecor
 
     Args:
         table: As read by `penstock.rundir.read_parquet`.
-        name: Names the rows of version 0, which have no ids of their own.
+        name: Names the table in errors, and the rows of version 0, which have no ids of their own.
+
+    Raises:
+        RunDirectoryError: a column is missing, or of a type that does not fit.
+        InvalidRolloutError: a row is no rollout; the message names row and field.
     """
     if schema_version(table.schema) == 0:
         table = _upgraded(table, name)
-    arrays = {key: arrays_from_column(table.column(key), dtype) for key, dtype in _ARRAYS.items()}
-    rows = table.drop_columns(list(_ARRAYS)).to_pylist()
-    return [_record(row, {key: values[index] for key, values in arrays.items()}) for index, row in enumerate(rows)]
+    elif not table.schema.equals(ROLLOUT_SCHEMA):
+        table = _conformed(table, name)
+    return [record for batch in table.to_batches() for record in records_from_batch(batch, name)]
 
 
-def _scalars(record: RolloutRecord) -> dict[str, Any]:
-    rollout = record.rollout
-    metadata = rollout.metadata
-    if metadata is None:
+def _metadata_of(rollout: AnyRollout) -> RolloutMetadata:
+    if rollout.metadata is None:
         raise InvalidRolloutError(f"rollout {rollout.rollout_id!r} has no metadata: it cannot be stored")
-    decoding = rollout.decoding
-    return {
-        "schema_version": metadata.schema_version,
-        "rollout_id": rollout.rollout_id,
-        "group_id": record.group_id,
-        "group_key": record.group_key,
-        "lesson_id": rollout.lesson_id,
-        "env_name": rollout.env_name,
-        "env_example_id": rollout.env_example_id,
-        "worker_id": metadata.worker_id,
-        "timestamp": metadata.timestamp,
-        "lineage": metadata.lineage,
-        "weight_step": metadata.weight_step,
-        "newest_weight_step": rollout.newest_weight_step,
-        "oldest_weight_step": rollout.oldest_weight_step,
-        "episode_reward": float(rollout.episode_reward),
-        "finish_reason": rollout.finish_reason,
-        "turns": [
-            {"role": turn.role, "content": turn.content, "start": turn.start, "stop": turn.stop}
-            for turn in rollout.turns
-        ],
-        "decoding": {
-            "temperature": float(decoding.temperature),
-            "top_k": decoding.top_k,
-            "top_p": decoding.top_p,
-            "max_output_tokens": decoding.max_output_tokens,
-            "stop_token_ids": list(decoding.stop_token_ids),
-            "stop_strings": list(decoding.stop_strings),
-        },
-        "timings": list(record.timings.items()),
-    }
+    return rollout.metadata
 
 
-def _record(row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> RolloutRecord:
-    decoding = row["decoding"]
-    rollout = Rollout(
-        env_name=row["env_name"],
-        env_example_id=row["env_example_id"],
-        episode_reward=row["episode_reward"],
-        metadata=RolloutMetadata(
-            row["worker_id"], row["timestamp"], row["weight_step"], row["lineage"], row["schema_version"]
-        ),
-        rollout_id=row["rollout_id"],
-        lesson_id=row["lesson_id"],
-        oldest_weight_step=row["oldest_weight_step"],
-        turns=tuple(Turn(**turn) for turn in row["turns"]),
-        decoding=Decoding(**decoding | {key: tuple(decoding[key]) for key in ("stop_token_ids", "stop_strings")}),
-        finish_reason=row["finish_reason"],
-        **arrays,  # pyright: ignore[reportArgumentType]  # None only where the schema allows null
+def _newest_weight_steps(
+    rollouts: Sequence[AnyRollout],
+    stamps: Sequence[RolloutMetadata],
+    arrays: dict[str, list[Any]],
+    lists: dict[str, pa.ListArray],
+) -> np.ndarray:
+    """`Rollout.newest_weight_step` of all rows at once."""
+    newest = np.array([stamp.weight_step for stamp in stamps], np.int32)
+    steps = lists["response_weight_steps"]
+    if steps.null_count:
+        return np.array([rollout.newest_weight_step for rollout in rollouts], np.int32)
+    flat = steps.values.to_numpy()
+    if not flat.size:
+        return newest
+    masks = np.concatenate(arrays["response_mask"])
+    if not masks.all():
+        flat = np.where(masks, flat, np.iinfo(np.int32).min)
+    starts = steps.offsets.to_numpy()
+    filled = np.flatnonzero(np.diff(starts))
+    newest[filled] = np.maximum(newest[filled], np.maximum.reduceat(flat, starts[:-1][filled]))
+    return newest
+
+
+def _turns_column(rollouts: Sequence[AnyRollout]) -> pa.Array:
+    lists = [rollout.turns for rollout in rollouts]
+    turns = flattened(lists)
+    values = (
+        [turn.role for turn in turns],
+        [turn.content for turn in turns],
+        [turn.start for turn in turns],
+        [turn.stop for turn in turns],
     )
-    return RolloutRecord(rollout, row["group_id"], dict(row["timings"]), row["group_key"])
+    columns = [pa.array(value, field.type) for value, field in zip(values, _TURN, strict=True)]
+    return nested_column(lists, pa.StructArray.from_arrays(columns, fields=list(_TURN)))
+
+
+def _decoding_column(decodings: Sequence[Decoding]) -> pa.Array:
+    columns = [pa.array([getattr(one, field.name) for one in decodings], field.type) for field in _DECODING]
+    return pa.StructArray.from_arrays(columns, fields=list(_DECODING))
+
+
+def _timings_column(records: Sequence[RolloutRecord]) -> pa.Array:
+    timings = [record.timings for record in records]
+    stages = pa.array(flattened(timings), pa.string())
+    seconds = pa.array(flattened(timing.values() for timing in timings), pa.float64())
+    return pa.MapArray.from_arrays(offsets_of(list(map(len, timings))), stages, seconds)
+
+
+def _conformed(table: pa.Table, name: str) -> pa.Table:
+    """The columns of the schema, whatever their order and widths; flags may have a byte each, as in messages."""
+    columns: list[pa.ChunkedArray] = []
+    for field in ROLLOUT_SCHEMA:
+        if field.name not in table.column_names:
+            raise RunDirectoryError(f"{name} has no column {field.name}: it holds no rollouts")
+        column = table.column(field.name)
+        flags = field.name == "response_mask" and column.type == pa.list_(pa.uint8())
+        try:
+            columns.append(column if flags else column.cast(field.type))
+        except pa.ArrowException as error:
+            raise RunDirectoryError(
+                f"{name}: column {field.name} is {column.type}, it must be {field.type}: {error}"
+            ) from error
+    return pa.Table.from_arrays(columns, names=ROLLOUT_SCHEMA.names)
 
 
 def _upgraded(table: pa.Table, name: str) -> pa.Table:

@@ -5,7 +5,6 @@ merged or expire; `vanished` says whether that happened. Rollouts and batches ma
 the run, at any fsspec URL that ``replay.store.url`` names. Nothing is written or made here. Not covered: the logs.
 """
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +18,10 @@ import pyarrow.parquet as pq
 
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
-from penstock.rundir.parquet import schema_version
+from penstock.rundir.parquet import replaced_names, schema_version
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
 from penstock.types import ConfigError, RolloutRecord, RunDirectoryError, SchemaVersionError
 from penstock.types.rollouts import SCHEMA_VERSION
-
-REPLACES_KEY = b"penstock.replaces"
-"""In the key-value metadata of a part made by merging others: their names, as a JSON list. While both are there the
-merged one counts."""
 
 FRAGMENT_SCHEMA = pa.schema(
     [
@@ -79,7 +74,7 @@ class RunFiles:
         filesystem, root = _store_of(directory)
         folder = _Folder(filesystem, root)
         parts, batches, fragments = (folder.footers(name) for name in ("rollouts", "batches", "fragments"))
-        replaced = {name for footer in parts.values() for name in _replaced_by(footer)}
+        replaced = {name for footer in parts.values() for name in replaced_names(footer)}
         parts = {path: footer for path, footer in parts.items() if path.rpartition("/")[2] not in replaced}
         legacy = [path for path, footer in parts.items() if schema_version(footer) == 0]
         current = [path for path in parts if path not in legacy]
@@ -166,11 +161,6 @@ def _store_of(directory: RunDirectory) -> tuple[pafs.FileSystem, str]:
     if "file" in filesystem.protocol:
         return pafs.LocalFileSystem(), root
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
-
-
-def _replaced_by(footer: pa.Schema) -> list[str]:
-    names = json.loads((footer.metadata or {}).get(REPLACES_KEY, b"[]"))
-    return [str(name).rpartition("/")[2] for name in names]
 
 
 def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema | None) -> ds.Dataset:

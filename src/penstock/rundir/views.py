@@ -2,9 +2,9 @@
 
 The views show the run at the moment they were opened: Parquet through Arrow datasets, logs as Arrow tables. So DuckDB
 itself opens no file at all, and its access to files, extensions and Python variables is off and locked: a statement can
-neither write nor reach outside the run. (The type of a statement alone is no protection: in DuckDB 2 a SELECT may hold a
-``COPY … TO``.) Files that are merged or expire meanwhile are looked up anew. Not covered: following a run as it grows;
-open the views again for that.
+neither write nor reach outside the run. (The type of a statement alone is no protection: in DuckDB 2 a SELECT may hold
+a ``COPY … TO``.) Files that are merged or expire meanwhile are looked up anew. Not covered: following a run as it
+grows; open the views again for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +34,7 @@ VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets"
 _LOOK_AGAIN = 3
 _BATCH_ROWS = 8192
 
-# A rollout without a fate waits, unless the update that is next (or a later one) has it in its batch.
-_VIEWS = """
+_BASE_VIEWS = """
 CREATE VIEW fates AS SELECT * FROM _fates;
 CREATE VIEW tickets AS SELECT * FROM _tickets;
 CREATE VIEW metrics AS SELECT * FROM _metrics;
@@ -46,6 +45,10 @@ CREATE VIEW batches AS
 CREATE VIEW uses AS
     SELECT unnest(rollout_ids) AS rollout_id, batch_id, step, lineage, survives, rollout_advantage AS advantage
     FROM batches;
+"""
+
+# A rollout without a fate waits, unless the update that is next (or a later one) has it in its batch.
+_ROLLOUT_VIEWS = """
 CREATE VIEW rollouts AS
     WITH last_fates AS (
         SELECT rollout_id, arg_max(fate, line) AS fate, arg_max(step, line) AS fate_step,
@@ -178,7 +181,7 @@ class RunViews:
         return QueryResult(table.slice(0, limit), taken > limit)
 
     def _open(self) -> tuple[duckdb.DuckDBPyConnection, RunFiles]:
-        # Files first: a rollout may have a fate without a row by then, but none is shown that has met its fate as waiting.
+        # Files first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
         files = RunFiles.list_now(self.directory)
         forks = {
             int(row["lineage"]): (int(row["parent"]), int(row["step"]))
@@ -193,7 +196,7 @@ class RunViews:
         connection.register("_metrics", read_metric_table(self.directory.metrics_path))
         connection.register("_events", read_event_table(self.directory.events_path))
         connection.register("_horizons", _horizons(forks))
-        connection.execute(_VIEWS.replace("CREATE VIEW rollouts", _current_step(self.directory) + "CREATE VIEW rollouts"))
+        connection.execute(_BASE_VIEWS + _current_step(self.directory) + _ROLLOUT_VIEWS)
         for setting in (
             "enable_external_access = false",
             "python_enable_replacements = false",

@@ -91,38 +91,38 @@ class PackedRollout:
 
     @property
     def prompt_tokens(self) -> np.ndarray:
-        """int32 [p]."""
+        """See `Rollout`: int32 [p]."""
         return np.frombuffer(self._block, np.int32, self._prompt_length)
 
     @property
     def response_tokens(self) -> np.ndarray:
-        """int32 [r]."""
+        """See `Rollout`: int32 [r]."""
         return self._view(0, np.int32)
 
     @property
     def response_logprobs(self) -> np.ndarray:
-        """float32 [r]."""
+        """See `Rollout`: float32 [r]."""
         return self._view(1, np.float32)
 
     @property
     def token_rewards(self) -> np.ndarray:
-        """float32 [r]."""
+        """See `Rollout`: float32 [r]."""
         return self._view(2, np.float32)
 
     @property
     def response_weight_steps(self) -> np.ndarray | None:
-        """int32 [r], or None."""
+        """See `Rollout`: int32 [r], or None."""
         return self._view(3, np.int32) if self._shared.has_weight_steps else None
 
     @property
     def response_mask(self) -> np.ndarray:
-        """bool [r]."""
+        """See `Rollout`: bool [r]."""
         length = self.response_length
         return np.frombuffer(self._block, np.bool_, length, len(self._block) - length)
 
     @property
     def response_length(self) -> int:
-        """r."""
+        """How many response tokens there are."""
         per_token = 4 * (4 if self._shared.has_weight_steps else 3) + 1
         return (len(self._block) - 4 * self._prompt_length) // per_token
 

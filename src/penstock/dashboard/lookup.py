@@ -171,7 +171,8 @@ def _why_missing(views: RunViews, name: str) -> str:
         "ORDER BY line DESC LIMIT 1", {"n": name},
     ).to_dicts()  # fmt: skip
     if fates:
-        return f"--show {name}: its tokens are not stored; it was {fates[0]['fate']} at step {fates[0]['step']}: {fates[0]['reason']}"
+        fate, step, reason = (fates[0][key] for key in ("fate", "step", "reason"))
+        return f"--show {name}: its tokens are not stored; it was {fate} at step {step}: {reason}"
     ticket = name.rpartition("/")[0] or name
     if views.select("SELECT 1 FROM tickets WHERE ticket_id IN ($a, $b)", {"a": name, "b": ticket}, 1).table.num_rows:
         return f"--show {name}: it was started, but has not been stored yet"

@@ -1,0 +1,46 @@
+"""What the store must know of a kind of experience: its folders, and how records become rows.
+
+Language rollouts and simulator fragments go through one store, each in a format of its own. Whatever else they hold,
+rows have `rollout_id`, `group_id`, `lineage` and `newest_weight_step`, and batch rows `lineage`, `step` and
+`rollout_ids`: the ledger is rebuilt from these.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.rundir import examples_from_table, records_from_table, table_from_examples, table_from_records
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceFormat:
+    """One kind of experience.
+
+    Attributes:
+        folder: Of the sealed parts, in the run directory.
+        to_table: Rows of records, in their order. Its schema is made by `penstock.rundir.parquet.versioned`.
+        from_table: The records of such a table, of any version; takes the file's name without its suffix too.
+        batch_folder: Of the batches.
+        batch_to_table: Rows of a batch: takes examples, batch id, step and lineage.
+        batch_from_table: The examples of such a table; takes the file's name too.
+    """
+
+    folder: str
+    to_table: Callable[[Sequence[Any]], pa.Table]
+    from_table: Callable[[pa.Table, str], list[Any]]
+    batch_folder: str
+    batch_to_table: Callable[[Sequence[Any], str, int, int], pa.Table]
+    batch_from_table: Callable[[pa.Table, str], list[Any]]
+
+
+LANGUAGE = ExperienceFormat(
+    folder="rollouts",
+    to_table=table_from_records,
+    from_table=records_from_table,
+    batch_folder="batches",
+    batch_to_table=table_from_examples,
+    batch_from_table=examples_from_table,
+)
+"""Rollouts of language policies, and the `RLExample` of their updates."""

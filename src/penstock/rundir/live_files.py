@@ -1,0 +1,50 @@
+"""How a folder is read while its writer merges and deletes files.
+
+A file that was merged into another does not count where both are there. A file that is gone when it is opened was
+merged or has expired: the folder is listed again. What was read already is not read twice, since files never change.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pyarrow.parquet as pq
+
+from penstock.rundir.parquet import opened_parquet, replaced_names
+from penstock.rundir.storage import Storage
+from penstock.types import RunDirectoryError
+
+Read = TypeVar("Read")
+
+_ATTEMPTS = 16
+
+
+def read_live(storage: Storage, folder: str, read: Callable[[pq.ParquetFile, str], Read]) -> dict[str, Read]:
+    """Reads every file of a folder that counts.
+
+    Args:
+        storage: Where the folder is.
+        folder: Its name.
+        read: Takes an opened file and its name.
+
+    Returns:
+        What was read, by name, in the order of names.
+
+    Raises:
+        SchemaVersionError: a newer Penstock wrote a file.
+        RunDirectoryError: a file is not Parquet, or files vanish faster than they can be read.
+    """
+    found: dict[str, tuple[Read, tuple[str, ...]]] = {}
+    for _ in range(_ATTEMPTS):
+        names = [file.name for file in storage.files(folder)]
+        try:
+            for name in names:
+                if name not in found:
+                    with storage.opened(name) as source, opened_parquet(source, storage.locate(name)) as file:
+                        found[name] = (read(file, name), replaced_names(file.schema_arrow))
+        except FileNotFoundError:
+            continue
+        replaced = {f"{folder}/{old}" for name in names for old in found[name][1]}
+        return {name: found[name][0] for name in names if name not in replaced}
+    raise RunDirectoryError(
+        f"{storage.locate(folder)}: files vanished {_ATTEMPTS} times while they were read; try again later"
+    )
