@@ -165,6 +165,15 @@ def test_a_due_group_of_which_some_were_used_gives_the_others(add):
     assert set(ids_of(maker.create_batch(1))) == {"a-0-0/0", "a-0-0/1", "a-0-0/2"} - set(used)
 
 
+def test_what_leaves_before_its_deadline_leaves_nothing_behind(add):
+    maker = GrpoBatchMaker(seed=0)
+    for index, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 1.0)]):
+        add(maker, f"a-0-{index}", 5, rewards=rewards, example=str(index))
+    maker.discard(["a-0-0/0", "a-0-0/1"])
+    assert len(maker.create_batch(2)) == 2
+    assert (len(maker._deadlines), len(maker._held), len(maker)) == (0, 0, 0)
+
+
 def test_it_is_bound_to_one_environment(add):
     maker = GrpoBatchMaker(environment_name="cats")
     add(maker, "a-0-0", env="cats")

@@ -9,7 +9,7 @@ from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, PacedBatchMaker, 
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["add", "add", "discard", "nearer", "step", "batch", "batch"]), st.integers(0, 999)),
-    min_size=5,
+    min_size=10,
     max_size=50,
 )
 MAKERS = {
@@ -54,13 +54,15 @@ class Model:
             self.deadlines[group_id] = self.step + number % 4
 
     def nearer(self, number: int) -> None:
-        if self.deadlines:
-            group_id = sorted(self.deadlines)[number % len(self.deadlines)]
-            self.maker.set_deadline(group_id, self.step)
-            self.deadlines[group_id] = min(self.step, self.deadlines[group_id])
+        """Any group that was not used may get a deadline, or an earlier one."""
+        used = {name.partition("/")[0] for name, uses in self.uses.items() if uses}
+        if fresh := sorted({name.partition("/")[0] for name in self.uses} - used):
+            group_id, step = fresh[number % len(fresh)], self.step + number % 2
+            self.maker.set_deadline(group_id, step)
+            self.deadlines[group_id] = min(step, self.deadlines.get(group_id, step))
 
     def discard(self, number: int) -> None:
-        some = sorted(self.uses)[number % 5 :: 5]
+        some = sorted(self.uses)[number % 5 :: 1 + number % 3]
         self.maker.discard([*some, "unknown/0"])
         self.forget(some)
 
@@ -105,7 +107,7 @@ class Model:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(OPERATIONS, st.sampled_from([1, 2, -1]))
 def test_promises_hold_in_any_order(name, operations, max_samples):
     with pytest.MonkeyPatch.context() as patch:

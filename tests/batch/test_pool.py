@@ -14,7 +14,12 @@ def held(number: int, width: int) -> HeldGroup:
 @given(
     st.booleans(),
     st.lists(
-        st.tuples(st.sampled_from(["place", "hidden", "remove", "use", "show"]), st.integers(0, 99), st.integers(1, 4)),
+        st.tuples(
+            st.sampled_from(["place", "hidden", "remove", "use", "show", "close up"]),
+            st.integers(0, 99),
+            st.integers(1, 4),
+        ),
+        min_size=5,
         max_size=60,
     ),
 )
@@ -33,8 +38,9 @@ def test_a_pool_agrees_with_a_list(by_member, operations):
             slot = pool.slots(unit[0])[[u for u in model if u[0] is unit[0]].index(unit)]
             if operation == "remove":
                 pool.remove([slot])
-                pool._close_up() if which % 2 else None
                 model.remove(unit)
+            elif operation == "close up":
+                pool._close_up()
             elif operation == "use":
                 unit[3] += 1
                 assert pool.count_use(slot) == unit[3]

@@ -128,15 +128,17 @@ def test_with_deadlines_only_what_had_its_first_use_is_drawn(add):
     assert len(groups_of(maker.create_batch(8))) == 8
 
 
-def test_a_deadline_may_follow_a_batch(add):
-    maker = RecencyBatchMaker(max_samples=1)
-    for index in range(3):
+@pytest.mark.parametrize("seed", range(5))
+def test_a_deadline_may_follow_a_batch_and_then_the_group_is_not_drawn_as_well(add, seed):
+    maker = RecencyBatchMaker(seed=seed)
+    for index in range(5):
         add(maker, f"a-0-{index}")
-    left = set(groups_of(maker.create_batch(1))) ^ {f"a-0-{index}" for index in range(3)}
-    due = min(left)
+    left = {f"a-0-{index}" for index in range(5)} - set(groups_of(maker.create_batch(1)))
+    due = max(left)
     maker.set_deadline(due, 0)
-    assert groups_of(maker.create_batch(1)) == [due]
-    assert groups_of(maker.create_batch(1)) == list(left - {due})
+    batch = groups_of(maker.create_batch(3))
+    assert batch[0] == due and len(batch) == 3
+    assert groups_of(maker.create_batch(1)) == list(left - set(batch))
 
 
 def test_advantages_of_single_rollouts_are_those_of_the_whole_group(add):

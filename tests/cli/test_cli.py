@@ -5,7 +5,7 @@ import pytest
 from penstock import cli
 from penstock.types import CheckpointError, ConfigError, MismatchError, RunFailed, SchemaVersionError, Stopped
 
-VERBS = ["train", "eval", "serve", "recipes", "doctor"]
+VERBS = ["train", "eval", "serve", "rollouts", "recipes", "doctor"]
 
 
 def test_help_lists_what_exists(penstock):

@@ -1,26 +1,50 @@
-"""A small run of the real classes in a process of its own, made to be killed: ``killed_run.py DIRECTORY STEPS``.
+"""A small run of the real classes, made to be killed: ``killed_run.py`` forks a life for every line it reads.
 
-Starts or resumes the run, prints the first and then each further step, and ends at STEPS. Generators take
-milliseconds; everything else is the production code, files and threads included.
+A line is ``[directory, steps, variant]`` as JSON. A life starts or resumes the run in that directory, says ``ready``
+with its ledger, prints each further step, and ends at STEPS; before it comes ``life PID``, after it ``exit CODE``.
+Forking keeps half a second of imports out of every life; the parent does nothing but import and fork, so a life
+begins as a fresh process would. Generators take milliseconds; all else is production code, files and threads included.
 """
 
 import json
+import os
 import random
 import sys
 import threading
 import time
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pandas  # noqa: F401  (Arrow would import it in every life)
 import simulation
 
-from penstock.batch import DeadlineBatchMaker
-from penstock.replay import ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig, TicketIssuer
-from penstock.rundir import RunDirectory, write_atomically
-from penstock.types import Stopped
-
-CONFIG = ReplayBufferConfig(
-    groups_per_batch=3, staleness_budget=1, store=StoreConfig(buffer_size=4), max_failed_groups_per_batch=10_000
+from penstock.batch import DeadlineBatchMaker, RecencyBatchMaker
+from penstock.replay import (
+    FileRolloutStorage,
+    OpenAdmission,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    RolloutReceiver,
+    RolloutStore,
+    StoreConfig,
+    TicketIssuer,
 )
+from penstock.rundir import RunDirectory, write_atomically
+from penstock.types import RolloutBatch, RolloutSink, Stopped, Ticket
+
+FILES = {"buffer_size": 4, "compact_parts": 4, "compact_rollouts": 32}
+PACED = {"groups_per_batch": 3, "staleness_budget": 1, "max_failed_groups_per_batch": 10_000}
+OPEN = {"groups_per_batch": 3, "staleness_budget": 1, "max_rollout_step_delay": 2, "capacity": 40, "max_samples": 3}
+VARIANTS = {
+    "plain": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES)),
+    "reuse": ReplayBufferConfig(**PACED, max_samples=2, store=StoreConfig(**FILES)),
+    "spool": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES)),
+    "expiring": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES, max_bytes=300_000)),
+    "open": ReplayBufferConfig(**OPEN, store=StoreConfig(**FILES)),
+}
+"""`spool`: rollouts pass through files on their way to the buffer; `open`: nothing is paced."""
+
 CHECKPOINT_EVERY = 3
 
 
@@ -29,76 +53,155 @@ def newest_checkpoint(directory: RunDirectory) -> dict | None:
     return json.loads(paths[-1].read_text()) if paths else None
 
 
-def work(issuer: TicketIssuer, buffer: ReplayBuffer, serving: list[int], number: int) -> None:
-    rng = random.Random(time.time_ns() + number)
+@dataclass
+class Life:
+    """One process's part of a run.
+
+    Attributes:
+        directory: Of the run.
+        variant: Name of its configuration.
+        step: The version that the learner holds; generators use `serving`.
+    """
+
+    directory: RunDirectory
+    variant: str
+    step: int = 0
+    serving: int = 0
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = VARIANTS[self.variant]
+        states = newest_checkpoint(self.directory)
+        store = RolloutStore(self.directory, self.config.store)
+        self.lineage = store.lineages.newest + 1 if states is not None else 0
+        ledger, self.curriculum = store.open_ledger(self.lineage), simulation.Curriculum()
+        if self.variant == "open":
+            self.issuer, self.admission = None, OpenAdmission(ledger, self.lineage)
+            maker = RecencyBatchMaker(unit="group", max_samples=self.config.max_samples, max_tokens=16)
+        else:
+            sizes = simulation.GROUP_SIZES.__getitem__
+            self.issuer = TicketIssuer(self.config, 7, self.lineage, self.curriculum, ledger, sizes)
+            self.admission = self.issuer
+            maker = DeadlineBatchMaker(max_samples=self.config.max_samples, max_tokens=16)
+        self.buffer = ReplayBuffer(
+            self.config, store, maker, self.admission, curriculum_hook=self.curriculum.update
+        )  # fmt: skip
+        if states is not None:
+            self._restore(states)
+        self.buffer.check_ledger()
+        self.step = self.serving = self.admission.update
+        if states is None:
+            self.checkpoint()
+        print("ready", json.dumps({"step": self.step, **ledger.snapshot()}), flush=True)
+
+    def _restore(self, states: dict) -> None:
+        self.curriculum.restore(states["curriculum"])
+        if self.issuer is not None:
+            self.issuer.restore(states["issuer"])
+        self.buffer.restore(states["replay"])
+
+    def checkpoint(self) -> None:
+        with self.buffer.boundary():
+            states = {"curriculum": self.curriculum.state(), "replay": self.buffer.state()}
+            if self.issuer is not None:
+                states["issuer"] = self.issuer.state()
+        write_atomically(self.directory.checkpoints / f"{self.step}.json", json.dumps(states))
+        self.buffer.checkpoint_saved()
+
+    def run(self, steps: int) -> None:
+        """Trains to that version."""
+        self._start_workers()
+        self.serve()
+        while self.step < steps:
+            self.buffer.next_batch(self.step, 30.0)
+            self.buffer.finish_update(self.step)
+            self.step += 1
+            self.buffer.set_current_step(self.step)
+            self.buffer.check_ledger()
+            if self.step % CHECKPOINT_EVERY == 0:
+                self.checkpoint()
+            self.serve()
+            print(self.step, flush=True)
+        self.buffer.close()
+        for thread in self.threads:
+            thread.join(10)
+        self.checkpoint()
+
+    def serve(self) -> None:
+        self.serving = self.step
+        if self.issuer is not None:
+            self.issuer.set_serving_step(self.step)
+
+    def _start_workers(self) -> None:
+        sinks: list[RolloutSink] = [self.buffer] * 3
+        if self.variant == "spool":
+            spool = FileRolloutStorage(self.directory.path / "spool")
+            sinks = [spool.writer(f"worker-{number}") for number in range(3)]
+            receiver = RolloutReceiver(spool, self.buffer)
+            self.threads.append(threading.Thread(target=receiver.run, daemon=True))
+        for number, sink in enumerate(sinks):
+            self.threads.append(threading.Thread(target=self._work, args=(sink, number), daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def _work(self, sink: RolloutSink, number: int) -> None:
+        rng = random.Random(time.time_ns() + number)
+        made = 0
+        try:
+            while True:
+                for ticket in self._tickets(number, made):
+                    made += 1
+                    self._generate(ticket, sink, rng)
+        except Stopped:
+            pass
+
+    def _tickets(self, number: int, made: int) -> list[Ticket]:
+        if self.issuer is not None:
+            return self.issuer.acquire(2, 1.0)
+        lesson_id = sorted(simulation.GROUP_SIZES)[made % 2]
+        ticket = Ticket(f"{lesson_id}-{self.lineage}-{3 * made + number}", lesson_id, made, made, 0, self.serving)
+        if number == 0:  # the others leave it to the buffer to count what arrives
+            self.admission.start(ticket.ticket_id, lesson_id, simulation.GROUP_SIZES[lesson_id])
+        return [ticket]
+
+    def _generate(self, ticket: Ticket, sink: RolloutSink, rng: random.Random) -> None:
+        version = self.serving
+        time.sleep(rng.random() * 0.004)
+        if self.issuer is not None and rng.random() < 0.1:
+            self.issuer.fail(ticket, "invalid", "the environment raised")
+            return
+        rewards = [rng.random() for _ in range(simulation.GROUP_SIZES[ticket.lesson_id])]
+        group = simulation.make_group(ticket, rewards, weight_step=version, timestamp=time.time(), lineage=self.lineage)
+        sink.add_batches([RolloutBatch.of((group,))])
+
+
+def live(path: str, steps: int, variant: str) -> int:
+    """One life in this process; its exit status."""
     try:
-        while True:
-            for ticket in issuer.acquire(2, 1.0):
-                version = serving[0]
-                time.sleep(rng.random() * 0.004)
-                if rng.random() < 0.1:
-                    issuer.fail(ticket, "invalid", "the environment raised")
-                    continue
-                rewards = [rng.random() for _ in range(simulation.GROUP_SIZES[ticket.lesson_id])]
-                group = simulation.make_group(
-                    ticket, rewards, weight_step=version, timestamp=time.time(), lineage=issuer.lineage
-                )
-                simulation.deliver(buffer, group)
-    except Stopped:
-        pass
+        directory = RunDirectory(path)
+        directory = (RunDirectory.open_existing if directory.config_path.exists() else _create)(path)
+        Life(directory, variant).run(steps)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
-def main(path: str, steps: int) -> None:
-    directory = RunDirectory(path)
-    if directory.config_path.exists():
-        directory = RunDirectory.open_existing(path)
-    else:
-        directory = RunDirectory.create(path, {})
-    states = newest_checkpoint(directory)
-    store = RolloutStore(directory)
-    lineage = store.lineages.newest + 1 if states is not None else 0
-    ledger, curriculum = store.open_ledger(lineage), simulation.Curriculum()
-    issuer = TicketIssuer(CONFIG, 7, lineage, curriculum, ledger, simulation.GROUP_SIZES.__getitem__)
-    maker = DeadlineBatchMaker(max_tokens=16)
-    buffer = ReplayBuffer(CONFIG, store, maker, issuer, curriculum_hook=curriculum.update)
-    if states is not None:
-        curriculum.restore(states["curriculum"])
-        issuer.restore(states["issuer"])
-        buffer.restore(states["replay"])
-    step = issuer.update
-    serving = [step]
+def _create(path: str) -> RunDirectory:
+    return RunDirectory.create(path, {})
 
-    def checkpoint() -> None:
-        with buffer.boundary():
-            states = {"curriculum": curriculum.state(), "issuer": issuer.state(), "replay": buffer.state()}
-        write_atomically(directory.checkpoints / f"{step}.json", json.dumps(states))
 
-    if states is None:
-        checkpoint()
-    print(step, flush=True)
-    workers = [
-        threading.Thread(target=work, args=(issuer, buffer, serving, number), daemon=True) for number in range(3)
-    ]
-    for worker in workers:
-        worker.start()
-    issuer.set_serving_step(step)
-    while step < steps:
-        buffer.next_batch(step, 30.0)
-        buffer.finish_update(step)
-        step += 1
-        buffer.set_current_step(step)
-        buffer.check_ledger()
-        if step % CHECKPOINT_EVERY == 0:
-            checkpoint()
-        serving[0] = step
-        issuer.set_serving_step(step)
-        print(step, flush=True)
-    buffer.close()
-    for worker in workers:
-        worker.join(10)
-    checkpoint()
+def main() -> None:
+    for line in sys.stdin:
+        path, steps, variant = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            print("life", os.getpid(), flush=True)
+            os._exit(live(path, steps, variant))
+        _, status = os.waitpid(pid, 0)
+        print("exit", os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

@@ -10,6 +10,7 @@ import pytest
 from penstock.replay import (
     FileRolloutStorage,
     MemoryRolloutStorage,
+    ReplayBufferConfig,
     RolloutReceiver,
     RolloutStorage,
     RolloutStorageConfig,
@@ -102,7 +103,7 @@ def test_what_the_buffer_refuses_is_put_aside_and_the_rest_goes_on(storage):
     assert buffer.taken == ["a", "c"]
     metrics = receiver.metrics()
     assert metrics["rollout_storage/groups_received"] == 2 and metrics["rollout_storage/groups_refused"] == 1
-    assert metrics["rollout_storage/quarantined"] == 1
+    assert storage.metrics()["rollout_storage/quarantined"] == 1
     storage.redeliver()
     assert storage.receive(0.05) is None
 
@@ -161,3 +162,21 @@ def test_stopping_before_it_runs(storage):
     assert receiver.stop(0)
     receiver.run()
     assert receiver.doing.startswith("stopped")
+
+
+def test_the_replay_buffer_counts_a_group_once_however_often_it_comes(storage, sim):
+    run = sim.Simulation(ReplayBufferConfig(groups_per_batch=2, staleness_budget=0), sim.World(slots=0))
+    tickets = run.issuer.acquire(2, 0)
+    for ticket in tickets:
+        rewards = [0.0, 1.0, 0.0][: sim.GROUP_SIZES[ticket.lesson_id]]
+        storage.writer("w").add_batches([RolloutBatch.of((sim.make_group(ticket, rewards, timestamp=run.now),))])
+    under_way = storage.receive(LIMIT_S)
+    run.buffer.add_batches(under_way.batches)  # and then the receiver died, before it could acknowledge
+    receiver = RolloutReceiver(storage, run.buffer)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(receiver.run)
+        until(lambda: receiver.groups_received == 2)
+        receiver.stop(LIMIT_S)
+    assert run.buffer.metrics()["replay/late_deliveries"] == 1
+    assert sorted(run.buffer.try_next_batch(0).group_ids) == sorted(ticket.ticket_id for ticket in tickets)
+    run.buffer.check_ledger()

@@ -5,6 +5,7 @@ A new kind joins by one class in `KINDS`.
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import time
@@ -644,3 +645,20 @@ def test_a_writer_that_is_killed_at_any_moment(files):
         child.kill()
     found += drain(storage)
     assert found == [str(count) for count in range(len(found))] and files.quarantined == []
+
+
+def test_the_documentation_names_every_setting_and_every_metric():
+    page = (Path(__file__).parents[2] / "docs" / "rollout_storage.md").read_text()
+    fields = RolloutStorageConfig.model_fields
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", page.partition("## Configuration")[2], re.MULTILINE)
+    told = {name: default for name, default in rows if name in fields}
+    assert told == {
+        name: "<run directory>/rollout_storage"
+        if name == "path"
+        else f"{field.default:g}"
+        if isinstance(field.default, float | int)
+        else field.default
+        for name, field in fields.items()
+    }
+    for name in MemoryRolloutStorage().metrics():
+        assert f"`{name.removeprefix('rollout_storage/')}`" in page or f"`{name}`" in page

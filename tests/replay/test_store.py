@@ -66,7 +66,7 @@ def test_the_history_is_that_of_the_run(run, directory):
     history = RolloutStore(directory).history()
     counts = run.ledger.snapshot()
     assert sum(history.started.values()) == counts["started"]
-    assert sum(fate == "trained" for fate in history.fates.values()) == counts["trained"]
+    assert sum(logged.fate == "trained" for logged in history.fates.values()) == counts["trained"]
     assert sorted(batch.version.step for batch in history.batches) == [0, 1, 2]
     uses = history.uses(lambda version: True, 3)
     assert set(uses.values()) == {1} and len(uses) == counts["trained"]

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.rundir import RunDirectory, read_status, replaced_atomically
+from penstock.rundir import RunDirectory, read_status
 from penstock.types import ConfigError, RunDirectoryError
 
 
@@ -48,17 +48,6 @@ def test_the_status_is_replaced(tmp_path):
     run.write_status({"step": 1})
     run.write_status({"step": 2})
     assert read_status(run.status_path) == {"step": 2}
-
-
-def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
-    run = RunDirectory.create(tmp_path / "a", {})
-    (run.rollouts / "part-1.parquet").write_text("whole")
-    with replaced_atomically(run.rollouts / "part-2.parquet") as temporary:
-        left = run.rollouts / temporary.name.replace(".tmp", "x.tmp")
-        left.write_text("half")
-        temporary.write_text("done")
-    assert run.remove_unfinished() == [left]
-    assert sorted(path.name for path in run.rollouts.iterdir()) == ["part-1.parquet", "part-2.parquet"]
 
 
 def test_a_run_has_one_writer_at_a_time(tmp_path):

@@ -48,6 +48,16 @@ def test_every_field_and_property_is_the_same(p, r, steps):
     assert packed.response_length == r
 
 
+@pytest.mark.parametrize("name", ["a-0-1/12", "a-0-1/012", "a-0-1/x", "plain", "", "a/b/3", "3", "/3"])
+def test_any_id_comes_back_as_it_was(name):
+    rollout = dataclasses.replace(make_rollout(), rollout_id=name)
+    assert (PackedRollout(rollout).rollout_id, PackedRollout(rollout).group_id) == (name, rollout.group_id)
+
+
+def test_without_metadata_it_has_none():
+    assert PackedRollout(dataclasses.replace(make_rollout(), metadata=None)).metadata is None
+
+
 def test_unpacking_shares_the_memory():
     packed = PackedRollout(make_rollout())
     again = packed.unpacked()

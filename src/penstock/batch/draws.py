@@ -54,7 +54,7 @@ class RankDraw:
             return rng.integers(0, n, count)
         sums = self._prefix_sums(n)
         # The product may round up to the whole sum, which no rank lies beyond.
-        return np.minimum(np.searchsorted(sums, rng.random(count) * sums[-1], side="right"), n - 1)
+        return sums.searchsorted(rng.random(count) * sums[-1], side="right").clip(max=n - 1)
 
     def _race(self, n: int, count: int, taken: list[int], rng: np.random.Generator) -> list[int]:
         """The first `count` of n runners with speeds (i + 1)^alpha, in the order of their arrival."""

@@ -10,7 +10,7 @@ from typing import Any, final
 from penstock.batch.arguments import check_choice, uses_limit
 from penstock.batch.baselines import Baseline, Baselines, Retention, version_of
 from penstock.batch.draws import RankDraw
-from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups
+from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups, group_of
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
 from penstock.batch.metadata import batch_metadata
 from penstock.batch.pool import Pool
@@ -199,10 +199,7 @@ def _by_group(rollouts: Iterable[AnyRollout]) -> list[RolloutGroup]:
     members: dict[str, list[AnyRollout]] = {}
     for rollout in rollouts:
         members.setdefault(rollout.group_id, []).append(rollout)
-    return [
-        RolloutGroup(f"{of_one[0].env_name}:{of_one[0].env_example_id}", tuple(of_one), group_id)
-        for group_id, of_one in members.items()
-    ]
+    return [group_of(of_one) for of_one in members.values()]
 
 
 def _problem(group: HeldGroup) -> str:

@@ -57,8 +57,7 @@ class HeldGroup:
 
     def as_group(self) -> RolloutGroup:
         """Its members that are still here, as a group; there must be one."""
-        rollouts = self.rollouts()
-        return RolloutGroup(f"{rollouts[0].env_name}:{rollouts[0].env_example_id}", tuple(rollouts), self.group_id)
+        return group_of(self.rollouts())
 
     def find(self, rollout_id: str) -> int | None:
         """The index of a member; None where it is not here."""
@@ -181,6 +180,12 @@ class HeldGroups:
         for group in gone:
             self.forget(group)
         return gone
+
+
+def group_of(rollouts: Sequence[AnyRollout]) -> RolloutGroup:
+    """Rollouts of one group, of which there is at least one."""
+    first = rollouts[0]
+    return RolloutGroup(f"{first.env_name}:{first.env_example_id}", tuple(rollouts), first.group_id)
 
 
 def ticket_order(ticket_id: str) -> tuple[str, int, int]:

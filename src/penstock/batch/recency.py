@@ -13,7 +13,7 @@ import numpy as np
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
 from penstock.batch.arguments import check_choice, uses_limit
 from penstock.batch.draws import RankDraw
-from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups
+from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups, group_of
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
 from penstock.batch.metadata import batch_metadata
 from penstock.batch.pool import Pool
@@ -154,7 +154,7 @@ class RecencyBatchMaker(PacedBatchMaker):
             by_batch = self._unit == "group" or self._advantage == "reinforce_pp"
             advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
             if pool.by_member:
-                group.flat = not has_signal(as_group)
+                group.flat = len({rollout.episode_reward for rollout in as_group.rollouts}) == 1
             pool.place(group, group.deadline_step is None, advantages)
 
     def _choose(self, batch_size: int) -> list[tuple[HeldGroup, list[int]]]:
@@ -199,8 +199,7 @@ def _pool(group: HeldGroup) -> Pool:
 
 def _chosen_members(group: HeldGroup, slots: list[int]) -> RolloutGroup:
     """The rollouts behind these slots, as a group."""
-    whole = group.as_group()
     if not _pool(group).by_member:
-        return whole
+        return group.as_group()
     members = [group.members[slot - group.first_slot] for slot in slots]
-    return RolloutGroup(whole.key, tuple(member for member in members if member is not None), group.group_id)
+    return group_of([member for member in members if member is not None])

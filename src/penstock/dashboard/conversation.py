@@ -179,7 +179,8 @@ def _turn_title(turn: Turn, rollout: AnyRollout) -> Text:
 def _turn_text(turn: Turn, stored: StoredRollout, style: ConversationStyle) -> Text:
     rollout = stored.record.rollout
     if style.token_text is None:
-        return Text(printable(turn.content, newlines=True))
+        said = turn.content if rollout.turns else "(its text is not stored)"
+        return Text(printable(said, newlines=True))
     tokens = np.concatenate([rollout.prompt_tokens, rollout.response_tokens])[turn.start : turn.stop].tolist()
     text = Text()
     prompt = len(rollout.prompt_tokens)

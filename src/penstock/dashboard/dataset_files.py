@@ -77,7 +77,8 @@ def write_dataset(
             _write_parquet(aside, schema, examples)
         else:
             file = aside / _PARQUET_NAME
-            file.parent.mkdir(parents=True)
+            for folder in (aside, file.parent):
+                folder.mkdir()
             rows = _write_parquet(file, schema, examples)
             (aside / "README.md").write_text(_card(schema, rows, file.stat().st_size, is_pairs, name), "utf-8")
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
+
 from penstock.dashboard.dataset_files import DatasetFormat, write_dataset
 from penstock.dashboard.groups import GroupFilter
 from penstock.rundir.views import RunViews
@@ -147,7 +149,8 @@ def _examples(views: RunViews, choices: Sequence[_Choice], tally: _Tally) -> Ite
     texts: dict[str, dict[str, Any]] = {}
     for batch in views.files.rollouts.to_batches(columns=_TEXT_COLUMNS, batch_size=_SCAN_ROWS):
         ids = batch.column("rollout_id").to_pylist()
-        for row in batch.take([i for i, rollout_id in enumerate(ids) if rollout_id in pending]).to_pylist():
+        wanted = pa.array([rollout_id in pending for rollout_id in ids], pa.bool_())
+        for row in batch.filter(wanted).to_pylist():
             texts[row["rollout_id"]] = row
             for choice in pending[row["rollout_id"]]:
                 if all(rollout_id in texts for rollout_id in choice.ids):

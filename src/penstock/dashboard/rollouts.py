@@ -89,7 +89,8 @@ class RolloutsRequest:
         Raises:
             ConfigError: options do not go together, or one has an unknown value.
         """
-        given = {field.name for field in fields(self) if getattr(self, field.name) not in (None, False)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name for name, value in values.items() if value is not None and value is not False}  # 0 is given
         modes = [mode for mode in _MODES if mode in given]
         if len(modes) > 1:
             raise ConfigError(f"{' and '.join(map(_option, modes))} do not go together: give one of them")
@@ -98,8 +99,8 @@ class RolloutsRequest:
             if name in given and mode not in places:
                 raise ConfigError(f"{_option(name)} goes {_with(places)}, not {_with((mode,))}")
         for name, choices in _CHOICES.items():
-            if name in given and getattr(self, name) not in choices:
-                raise ConfigError(f"{_option(name)} is {getattr(self, name)!r}: it must be one of {', '.join(choices)}")
+            if name in given and values[name] not in choices:
+                raise ConfigError(f"{_option(name)} is {values[name]!r}: it must be one of {', '.join(choices)}")
         return mode
 
 

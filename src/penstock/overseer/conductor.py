@@ -27,7 +27,7 @@ from penstock.rundir import RunDirectory
 from penstock.types import EnvironmentFailure, RolloutBatchStats, Stopped
 
 Results = dict[str, RolloutBatchStats]
-WEIGHTS_THREAD, TICKETS_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets"
+WEIGHTS_THREAD, TICKETS_THREAD, RECEIVER_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets", "rollout-receiver"
 
 
 class Conductor:
@@ -87,6 +87,7 @@ class Conductor:
             self._parts.loop.stop()
             self._parts.evaluator.stop()
             self._parts.buffer.close()
+            self._parts.storage.close()
 
     @property
     def stopping(self) -> bool:
@@ -185,6 +186,7 @@ class Conductor:
         started = time.monotonic()
         if self._graduated:  # before this life began
             parts.loop.stop()
+        self._crew.start(RECEIVER_THREAD, parts.receiver.run)
         self._crew.start(WEIGHTS_THREAD, parts.worker.run_weights)
         self._crew.start(TICKETS_THREAD, parts.worker.run_tickets)
         try:
@@ -196,10 +198,12 @@ class Conductor:
     def _stop_worker(self, parts: Components) -> None:
         parts.worker.stop()
         parts.buffer.close()
+        parts.storage.close()
         parts.loader.stop(self._config.overseer.stop_timeout_s)
         if self._stopping.is_set():  # nobody waits for what still generates
             self._shut_down_manager(parts)
-        left = self._crew.join(self._config.overseer.stop_timeout_s, [WEIGHTS_THREAD, TICKETS_THREAD])
+        threads = [RECEIVER_THREAD, WEIGHTS_THREAD, TICKETS_THREAD]
+        left = self._crew.join(self._config.overseer.stop_timeout_s, threads)
         if left:
             self._log.event("still_running", threads=left)
 
@@ -239,6 +243,7 @@ class Conductor:
             **rollout_metrics,
             **parts.engine.stats(),
             **parts.curriculum.metrics(),
+            **parts.storage.metrics(),
         }
         self._log.metrics(step, values)
         if self._graduated:
@@ -283,6 +288,7 @@ class Conductor:
             "engine": self._parts.engine.stats().get("inference/tokens_total", 0.0),
             "learner": float(self._parts.learner.step + self._warm_steps),
             "worker": float(self._parts.worker.groups_finished),
+            "receiver": float(self._parts.receiver.groups_received),
             "phases": float(self._phases),
         }
 
@@ -290,7 +296,11 @@ class Conductor:
         """In words, for the error that ends a silent run."""
         if self._parts is None or self._log.progress.phase != "training":
             return f"the run is still at «{self._log.progress.phase}»"
-        return f"the learner is at «{self._parts.loop.doing}»; {self._parts.buffer.waiting_for()}"
+        parts = self._parts
+        return (
+            f"the learner is at «{parts.loop.doing}»; {parts.buffer.waiting_for()}; "
+            f"the rollout receiver is at «{parts.receiver.doing}»"
+        )
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
@@ -306,6 +316,11 @@ class Conductor:
                 "ledger": self._parts.ledger.snapshot(),
                 "lessons": self._parts.curriculum.describe(),
                 "engine": self._parts.engine.stats(),
+                "rollout_storage": {
+                    "receiver": self._parts.receiver.doing,
+                    **self._parts.storage.metrics(),
+                    **self._parts.receiver.metrics(),
+                },
                 "groups": {
                     "finished": self._parts.worker.groups_finished,
                     "failed": self._parts.worker.groups_failed,

@@ -1,7 +1,7 @@
 """The local launcher: wires all components of one run in one process, without Ray.
 
 `wire` is the only place that knows every component; none of them knows it. Weights go by reference, rollouts
-through the replay buffer's own lock. Which threads run them, and how they end, is the `Conductor`'s business.
+through the rollout storage and its receiver. Which threads run them, and how they end, is the `Conductor`'s business.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,16 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import Ledger, ReplayBuffer, ReplayDataLoader, RolloutStore, TicketIssuer
+from penstock.replay import (
+    Ledger,
+    ReplayBuffer,
+    ReplayDataLoader,
+    RolloutReceiver,
+    RolloutStorage,
+    RolloutStore,
+    TicketIssuer,
+    open_rollout_storage,
+)
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
@@ -61,6 +70,8 @@ class Components:
     store: RolloutStore
     buffer: ReplayBuffer
     loader: ReplayDataLoader
+    storage: RolloutStorage
+    receiver: RolloutReceiver
     worker: RolloutWorker
     loop: TrainingLoop
 
@@ -121,6 +132,13 @@ def wire(
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
     buffer = ReplayBuffer(config.replay, store, make_batch_makers(config), issuer, curriculum_hook=on_group)
     loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
+    storage = open_rollout_storage(
+        config.rollout.storage,
+        directory.path / "rollout_storage",
+        lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
+        new_run=start.checkpoint is None,
+    )
+    receiver = RolloutReceiver(storage, buffer)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
         manager,
@@ -131,7 +149,7 @@ def wire(
         WORKER_ID,
         manager,
         issuer,
-        buffer,
+        storage.writer(WORKER_ID),
         weights,
         config.rollout,
         concurrency=config.concurrency,
@@ -148,13 +166,32 @@ def wire(
         lineage=lineage,
         steps=config.steps,
         batch_timeout_s=config.overseer.no_progress_s,
-        progress=lambda: (engine.stats()["inference/tokens_total"], worker.groups_finished, worker.groups_failed),
+        progress=lambda: (
+            engine.stats()["inference/tokens_total"],
+            worker.groups_finished,
+            worker.groups_failed,
+            receiver.groups_received,
+        ),
         on_step=on_step,
         checkpoint=save,
         checkpoint_every=config.overseer.checkpoint_every,
     )
     parts = Components(
-        tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, loader, worker, loop
+        tokenizer,
+        learner,
+        engine,
+        curriculum,
+        manager,
+        evaluator,
+        issuer,
+        ledger,
+        store,
+        buffer,
+        loader,
+        storage,
+        receiver,
+        worker,
+        loop,
     )
     if start.checkpoint is not None:
         for name, part in parts.checkpointables.items():

@@ -14,6 +14,14 @@ from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
 from penstock.types import RolloutBatch, RolloutBatchStats, RolloutGroup
 
+SHOWN_EVENTS = frozenset(
+    {
+        "evaluation_failed", "graduated", "group_failed", "regressed", "rollouts_quarantined", "tracker_failed",
+        "unlocked",
+    }
+)  # fmt: skip
+"""Events that concern the user at once."""
+
 
 class RunLog:
     """Writes what happens to the run directory, the trackers and the view.
@@ -43,7 +51,7 @@ class RunLog:
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Appends one event, of the present step by default, and shows it where it concerns the user."""
         self._events.append(kind, step=self.step if step is None else step, **fields)
-        if kind in ("unlocked", "graduated", "regressed", "tracker_failed", "evaluation_failed", "group_failed"):
+        if kind in SHOWN_EVENTS:
             self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
 
     def samples(self, batch: RolloutBatch) -> None:

@@ -13,13 +13,19 @@ Rows keep their order, files their time, and groups stay in one file. Files of a
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from penstock.replay.config import StoreConfig
+from penstock.replay.formats import ExperienceFormat
 from penstock.replay.inventory import Entry, Inventory, State
 from penstock.rundir.live_files import read_live
-from penstock.rundir.parquet import opened_parquet, parquet_writer, replaced_names, replacing
+from penstock.rundir.parquet import opened_parquet, parquet_writer, replaced_names, replacing, schema_version
 from penstock.rundir.part_names import PartNames
 from penstock.rundir.storage import Storage, StoredFile
 from penstock.types import Clock
@@ -36,13 +42,10 @@ class Compactor:
 
     Args:
         storage: Where they are.
-        folder: Of the parts.
-        schema: Of the files that may be merged.
+        experience: Which they are; files of another schema are left alone.
         inventory: Of the writer.
         names: For the merged files.
-        compression: Of the merged files.
-        parts: So many small files are worth a round; 0 never.
-        rollouts: A file with fewer is small.
+        config: What is small, and how many are worth a round.
         clock: Unix seconds.
         grace_s: See `GRACE_S`.
     """
@@ -50,28 +53,26 @@ class Compactor:
     def __init__(
         self,
         storage: Storage,
-        folder: str,
-        schema: pa.Schema,
+        experience: ExperienceFormat,
         inventory: Inventory,
         names: PartNames,
-        compression: str,
-        parts: int,
-        rollouts: int,
+        config: StoreConfig,
         clock: Clock,
         grace_s: float = GRACE_S,
     ) -> None:
         self._storage = storage
-        self._folder = folder
-        self._schema = schema
+        self._folder = experience.folder
+        self._schema = experience.to_table(()).schema
         self._inventory = inventory
         self._names = names
-        self._compression = compression
-        self._parts = parts
-        self._rollouts = rollouts
+        self._compression = config.compression
+        self._parts = config.compact_parts
+        self._rollouts = config.compact_rollouts
         self._clock = clock
         self._grace_s = grace_s
         self._round = threading.Lock()
         self._leaving: list[tuple[float, str]] = []
+        self._finished = False
         self._closed = False
 
     def run(self) -> None:
@@ -87,11 +88,16 @@ class Compactor:
             self._round.release()
 
     def finish(self) -> None:
-        """Deletes what a killed writer had merged but not deleted; for the process that writes from here on."""
-        replaced = read_live(self._storage, self._folder, lambda file, _: replaced_names(file.schema_arrow))
-        for names in replaced.values():
-            for name in names:
-                self._storage.delete(f"{self._folder}/{name}")
+        """Deletes what a killed writer had merged but not deleted; once, by the process that writes from here on."""
+        if self._finished:
+            return
+        found = read_live(self._storage, self._folder, lambda file, _: replaced_names(file.schema_arrow))
+        replaced = {f"{self._folder}/{name}" for names in found.values() for name in names}
+        for file in self._storage.files(self._folder):
+            if file.name in replaced:
+                self._storage.delete(file.name)
+                self._inventory.remove(file.name)
+        self._finished = True
 
     def close(self) -> None:
         """Deletes what is replaced without further grace, lest a finished run show rollouts twice for ever.
@@ -102,85 +108,91 @@ class Compactor:
         with self._round:
             self._delete_replaced(float("inf"))
 
-    def _delete_replaced(self, made_before_s: float) -> None:
-        while self._leaving and self._leaving[0][0] <= made_before_s:
-            _, name = self._leaving.pop(0)
-            self._storage.delete(name)
-            self._inventory.remove(name)
+    def _delete_replaced(self, replaced_before_s: float) -> None:
+        while self._leaving and self._leaving[0][0] <= replaced_before_s:
+            self._storage.delete(self._leaving[0][1])
+            self._inventory.remove(self._leaving.pop(0)[1])
 
     def _choose(self) -> list[Entry]:
-        """The oldest small files whose rows make one that is no longer small, or all small ones; none if too few."""
-        if not self._parts or len(self._inventory) < self._parts:
+        """The oldest small files, as many as make one that is not small any more; none if there are too few."""
+        if not self._parts or self._inventory.count(self._folder) < self._parts:
             return []
-        small = [entry for entry in self._inventory.kept() if self._is_small(entry)]
+        self.finish()
+        small = [entry for entry in self._inventory.kept([self._folder]) if self._is_small(entry)]
         if len(small) < self._parts:
             return []
-        rows = 0
-        chosen: list[Entry] = []
-        for entry in small:
-            if rows >= self._rollouts:
-                break
-            chosen.append(entry)
-            rows += entry.rows or 0
-        return chosen if len(chosen) > 1 else []
+        before = accumulate((entry.rows or 0 for entry in small), initial=0)
+        return [entry for entry, rows in zip(small, before, strict=False) if rows < self._rollouts]
 
     def _is_small(self, entry: Entry) -> bool:
-        if not entry.name.startswith(f"{self._folder}/"):
-            return False
         if entry.rows is None:
-            with (
-                self._storage.opened(entry.name) as source,
-                opened_parquet(source, self._storage.locate(entry.name)) as file,
-            ):
-                entry.rows = int(file.metadata.num_rows)
-                entry.mergeable = file.schema_arrow.remove_metadata().equals(self._schema.remove_metadata()) and (
-                    self._metadata(file.schema_arrow) == self._metadata(self._schema)
-                )
-        return entry.mergeable and entry.rows < self._rollouts
+            self._look_into(entry)
+        return entry.mergeable and entry.rows is not None and entry.rows < self._rollouts
 
-    @staticmethod
-    def _metadata(schema: pa.Schema) -> dict[bytes, bytes]:
-        """What a file says of itself, except for whom it replaces."""
-        return {key: value for key, value in (schema.metadata or {}).items() if key.startswith(b"penstock.schema")}
+    def _look_into(self, entry: Entry) -> None:
+        try:
+            with self._opened(entry.name) as file:
+                entry.rows = int(file.metadata.num_rows)
+                same_version = schema_version(file.schema_arrow) == schema_version(self._schema)
+                entry.mergeable = same_version and bool(file.schema_arrow.equals(self._schema))
+        except FileNotFoundError:
+            self._inventory.remove(entry.name)
 
     def _merge(self, entries: Sequence[Entry]) -> None:
-        names = [entry.name for entry in entries]
-        self._inventory.mark(names, State.MERGING)
+        names = self._inventory.change([entry.name for entry in entries], State.MERGING, only=State.KEPT)
+        if len(names) < len(entries):  # one was offered for deletion just now
+            self._inventory.change(names, State.KEPT)
+            return
         target = self._names.like(names[-1])
-        schema = replacing(self._schema, [name.rpartition("/")[2] for name in names])
-        rows = 0
+        copied = False
         try:
             with self._storage.writing(target) as path:
-                with parquet_writer(path, schema, self._compression) as writer:
-                    for table in self._row_groups(names):
-                        writer.write_table(table.cast(schema) if table.schema != schema else table)
-                        rows += table.num_rows
-                size = path.stat().st_size
-        except _Abandoned:
-            self._inventory.mark(names, State.KEPT)
-            return
-        except BaseException:
-            self._inventory.mark(names, State.KEPT)
+                self._copy(names, path)
+                size_bytes, copied = path.stat().st_size, True
+        except BaseException as error:
+            # A file that may have appeared, in spite of the error, holds these rows: they are not merged again.
+            if not copied:
+                self._inventory.change(names, State.KEPT)
+            if isinstance(error, _Abandoned):
+                return
             raise
         now = self._clock()
-        self._inventory.add(StoredFile(target, size, now), rows, replaces=names)
+        rows = sum(entry.rows or 0 for entry in entries)
+        self._inventory.add(StoredFile(target, size_bytes, now), rows, replaces=names)
         self._leaving += [(now, name) for name in names]
+
+    def _copy(self, names: Sequence[str], path: Path) -> None:
+        schema = replacing(self._schema, [name.rpartition("/")[2] for name in names])
+        with parquet_writer(path, schema, self._compression) as writer:
+            for table in self._row_groups(names):
+                writer.write_table(table, row_group_size=table.num_rows)
 
     def _row_groups(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of files in order, in pieces that are worth a row group and fit the memory."""
-        pending: list[pa.Table] = []
+        pieces: list[pa.Table] = []
+        rows = size_bytes = 0
+        for piece in self._pieces(names):
+            pieces.append(piece)
+            rows += piece.num_rows
+            size_bytes += piece.nbytes
+            if rows >= _ROW_GROUP_ROWS or size_bytes >= _ROW_GROUP_BYTES:
+                yield pa.concat_tables(pieces)
+                pieces, rows, size_bytes = [], 0, 0
+        if pieces:
+            yield pa.concat_tables(pieces)
+
+    def _pieces(self, names: Sequence[str]) -> Iterator[pa.Table]:
         for name in names:
-            with self._storage.opened(name) as source, opened_parquet(source, self._storage.locate(name)) as file:
+            with self._opened(name) as file:
                 for index in range(file.num_row_groups):
                     if self._closed:
                         raise _Abandoned
-                    pending.append(file.read_row_group(index).replace_schema_metadata(None))
-                    rows = sum(table.num_rows for table in pending)
-                    if rows >= _ROW_GROUP_ROWS or sum(table.nbytes for table in pending) >= _ROW_GROUP_BYTES:
-                        yield pa.concat_tables(pending)
-                        pending = []
-        if pending:
-            yield pa.concat_tables(pending)
+                    yield file.read_row_group(index).replace_schema_metadata(None)
+
+    @contextmanager
+    def _opened(self, name: str) -> Generator[pq.ParquetFile, None, None]:
+        with self._storage.opened(name) as source, opened_parquet(source, self._storage.locate(name)) as file:
+            yield file
 
 
 class _Abandoned(Exception):

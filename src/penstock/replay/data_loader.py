@@ -5,7 +5,9 @@ waits, and a batch that was formed ahead counts as outstanding until its update 
 """
 
 import threading
+import time
 from collections import deque
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +59,7 @@ class ReplayDataLoader:
         if not self._prefetch:
             return self._buffer.next_batch(step, timeout_s)
         self._start(step)
+        started = time.monotonic()
         self._want(True)
         try:
             with self._changed:
@@ -70,7 +73,7 @@ class ReplayDataLoader:
             self._want(False)
         if batch.step != step:
             raise PenstockError(f"the batch of update {step} was asked for, but {batch.step} is next")
-        return batch
+        return replace(batch, metrics={**batch.metrics, "replay/wait_s": time.monotonic() - started})
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ends the thread; batches that nobody took stay what they were before: waiting, after a resume.

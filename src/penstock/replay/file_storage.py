@@ -112,6 +112,10 @@ class FileRolloutStorage:
             **self._backpressure.metrics(),
         }
 
+    def count_files(self) -> int:
+        """Batches that lie in the folder, received or not."""
+        return sum(len(list_batches(folder)) for folder in self._folders())
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def _next_delivery(self, told: bool) -> "FileDelivery | None":

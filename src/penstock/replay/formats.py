@@ -5,6 +5,10 @@ rows have `rollout_id`, `group_id`, `lineage` and `newest_weight_step`, and batc
 `rollout_ids`: the ledger is rebuilt from these.
 """
 
+# pyarrow comes without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

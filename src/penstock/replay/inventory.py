@@ -1,13 +1,13 @@
 """What the writer knows of its files: sizes, and which of them somebody has plans for. Thread-safe.
 
-Each file is listed once, when the writer first asks; from then on the writer's own doings are counted. A file is in
+Each folder is listed once, when the writer first asks; from then on the writer's own doings are counted. A file is in
 one of four states: *kept*; *merging*, while its rows are copied; *replaced*, when they are in another file and it only
 waits to be deleted; *offered*, when it may go at the next checkpoint. Only kept files are merged or offered, so the two
 never meet, and a merged file is touched by neither as long as one that it replaces is still there.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -53,79 +53,86 @@ class Inventory:
     """The writer's files.
 
     Args:
-        list_files: Lists all of them; called once.
+        folders: That are counted.
+        list_files: Lists a folder; called once for each.
     """
 
-    def __init__(self, list_files: Callable[[], Iterable[StoredFile]]) -> None:
+    def __init__(self, folders: Sequence[str], list_files: Callable[[str], Iterable[StoredFile]]) -> None:
+        self._folders = folders
         self._list_files = list_files
         self._lock = threading.RLock()
-        self._entries: dict[str, Entry] | None = None
+        self._listed: dict[str, dict[str, Entry]] | None = None
         self._bytes = 0
 
     @property
     def bytes(self) -> int:
         """What all files take."""
         with self._lock:
-            self._known()
+            self._by_folder()
             return self._bytes
-
-    @property
-    def leaving_bytes(self) -> int:
-        """What those take that are only waiting to be deleted."""
-        with self._lock:
-            return sum(entry.size_bytes for entry in self._known().values() if entry.state is State.REPLACED)
 
     def add(self, file: StoredFile, rows: int | None = None, replaces: Collection[str] = ()) -> None:
         """A file was written; those that it replaces only wait to be deleted."""
         with self._lock:
-            entries = self._known()
-            self._bytes -= entries[file.name].size_bytes if file.name in entries else 0
-            self._bytes += file.size_bytes
+            self.remove(file.name)
+            entries = self._siblings(file.name)
             waiting = {name for name in replaces if name in entries}
             entries[file.name] = Entry(file.name, file.size_bytes, made_at_s(file), rows, replaces=waiting)
+            self._bytes += file.size_bytes
             for name in waiting:
                 entries[name].state = State.REPLACED
 
     def remove(self, name: str) -> None:
-        """A file was deleted."""
+        """A file was deleted, or is there no more."""
         with self._lock:
-            entries = self._known()
+            entries = self._siblings(name)
             entry = entries.pop(name, None)
-            self._bytes -= 0 if entry is None else entry.size_bytes
-            for other in entries.values():
-                other.replaces.discard(name)
+            if entry is None:
+                return
+            self._bytes -= entry.size_bytes
+            if entry.state is State.REPLACED:
+                for other in entries.values():
+                    other.replaces.discard(name)
 
-    def mark(self, names: Iterable[str], state: State) -> None:
-        """Files change their state; names that are gone are passed over."""
+    def change(self, names: Iterable[str], state: State, only: State | None = None) -> list[str]:
+        """Files change their state, all or those in one state; names that are gone are passed over.
+
+        Returns:
+            The names of those that did.
+        """
         with self._lock:
-            for name in names:
-                if name in self._known():
-                    self._known()[name].state = state
+            known = [entry for name in names if (entry := self._siblings(name).get(name)) is not None]
+            changed = [entry for entry in known if only is None or entry.state is only]
+            for entry in changed:
+                entry.state = state
+            return [entry.name for entry in changed]
 
-    def kept(self) -> list[Entry]:
-        """Files that nobody has plans for, the oldest first."""
+    def kept(self, folders: Sequence[str]) -> list[Entry]:
+        """Files of some folders that nobody has plans for, the oldest first."""
         with self._lock:
-            found = [e for e in self._known().values() if e.state is State.KEPT and not e.replaces]
-        return sorted(found, key=lambda entry: (entry.made_at_s, entry.name))
+            entries = [entry for folder in folders for entry in self._by_folder()[folder].values()]
+            free = [entry for entry in entries if entry.state is State.KEPT and not entry.replaces]
+        return sorted(free, key=lambda entry: (entry.made_at_s, entry.name))
 
-    def names(self, state: State) -> list[str]:
+    def in_state(self, state: State) -> list[Entry]:
         """Files in a state."""
         with self._lock:
-            return [entry.name for entry in self._known().values() if entry.state is state]
+            return [e for entries in self._by_folder().values() for e in entries.values() if e.state is state]
 
-    def __contains__(self, name: str) -> bool:
-        """Whether there is such a file."""
+    def count(self, folder: str) -> int:
+        """How many files a folder has."""
         with self._lock:
-            return name in self._known()
+            return len(self._by_folder()[folder])
 
-    def __len__(self) -> int:
-        """How many files there are."""
-        with self._lock:
-            return len(self._known())
+    def _siblings(self, name: str) -> dict[str, Entry]:
+        return self._by_folder()[name.partition("/")[0]]
 
-    def _known(self) -> dict[str, Entry]:
-        if self._entries is None:
-            files = list(self._list_files())
-            self._entries = {file.name: Entry(file.name, file.size_bytes, made_at_s(file)) for file in files}
-            self._bytes = sum(file.size_bytes for file in files)
-        return self._entries
+    def _by_folder(self) -> dict[str, dict[str, Entry]]:
+        if self._listed is None:
+            files = {folder: list(self._list_files(folder)) for folder in self._folders}
+            self._listed = {
+                folder: {file.name: Entry(file.name, file.size_bytes, made_at_s(file)) for file in found}
+                for folder, found in files.items()
+            }
+            self._bytes = sum(file.size_bytes for found in files.values() for file in found)
+        return self._listed

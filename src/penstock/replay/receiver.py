@@ -66,9 +66,8 @@ class RolloutReceiver:
         return self._idle.wait(timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Groups that the sink took and refused, and the storage's own numbers."""
+        """Groups that the sink took and refused."""
         return {
-            **self._storage.metrics(),
             "rollout_storage/groups_received": float(self.groups_received),
             "rollout_storage/groups_refused": float(self.groups_refused),
         }

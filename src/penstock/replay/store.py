@@ -1,30 +1,40 @@
 """The durable side of replay: sealed groups, training batches, starts and fates, as files of the run directory.
 
-A group is durable once the file that holds it has been renamed into place; files are never changed afterwards.
-One process writes; any other may read at any time. docs/formats.md describes the files.
+A group is durable once the file that holds it has been renamed into place (or uploaded, where `StoreConfig.url` names
+an object store); files are never changed afterwards. They may be merged into larger ones (`compaction`) and deleted
+once nobody needs them (`retention`). One process writes; any other may read at any time. docs/formats.md describes the
+files.
 """
 
+# pyarrow comes without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+
 import time
-import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.replay.compaction import GRACE_S, Compactor
 from penstock.replay.config import StoreConfig
-from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
+from penstock.replay.formats import LANGUAGE, ExperienceFormat
+from penstock.replay.history import History
+from penstock.replay.inventory import Inventory
 from penstock.replay.ledger import Ledger
 from penstock.replay.lineages import Lineages
-from penstock.rundir import (
-    JsonLinesLog,
-    RunDirectory,
-    read_examples,
-    read_json_lines,
-    read_records,
-    read_rows,
-    write_examples,
-    write_records,
-)
-from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError, WeightVersion
+from penstock.replay.retention import Retention
+from penstock.replay.stored_rows import groups_of_part, read_history, stem_of
+from penstock.rundir import JsonLinesLog, RunDirectory
+from penstock.rundir.live_files import read_live
+from penstock.rundir.parquet import opened_parquet, parquet_writer, read_columns
+from penstock.rundir.part_names import PartNames
+from penstock.rundir.storage import StoredFile, open_storage
+from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError
+
+_DEFAULTS = StoreConfig()
 
 
 class ExperienceStore(Protocol):
@@ -33,10 +43,6 @@ class ExperienceStore(Protocol):
     @property
     def lineages(self) -> Lineages:
         """The run's lives."""
-        ...
-
-    def open_ledger(self, lineage: int = 0) -> Ledger:
-        """Makes this process the run's writer."""
         ...
 
     def seal(self, records: Sequence[RolloutRecord]) -> None:
@@ -69,119 +75,177 @@ class ExperienceStore(Protocol):
 
 
 class RolloutStore:
-    """Files of one run.
+    """Files of one run. Sealing, reading, compaction and retention may go on in different threads.
 
     Args:
-        directory: Of the run.
-        config: Of the files.
-        clock: Stamps names and lines.
+        directory: Of the run, or any path: then the folders are made where they are missing.
+        config: Where files go, and how long they stay.
+        clock: Stamps names and lines; files age by it.
+        experience: The row format.
+        grace_s: How long a file that was merged into another stays for those who read it.
+
+    Raises:
+        ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows.
     """
 
     def __init__(
-        self, directory: RunDirectory | str | Path, config: StoreConfig = StoreConfig(), clock: Clock = time.time
+        self,
+        directory: RunDirectory | str | Path,
+        config: StoreConfig = _DEFAULTS,
+        clock: Clock = time.time,
+        experience: ExperienceFormat = LANGUAGE,
+        grace_s: float = GRACE_S,
     ) -> None:
-        if not isinstance(directory, RunDirectory):
-            directory = RunDirectory(directory)
-            directory.rollouts.mkdir(parents=True, exist_ok=True)
-            directory.batches.mkdir(exist_ok=True)
-        self._directory = directory
-        self._compression = config.compression
+        self._directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+        self._config = config
         self._clock = clock
+        self._experience = experience
+        self._folders = (experience.folder, experience.batch_folder)
+        self._storage = open_storage(self._directory.path, config.url)
+        if not isinstance(directory, RunDirectory):
+            for folder in self._folders if config.url is None else ():
+                (self._directory.path / folder).mkdir(parents=True, exist_ok=True)
+            self._directory.path.mkdir(parents=True, exist_ok=True)
+        self._names = PartNames(experience.folder, clock)
+        self._inventory = Inventory(self._folders, self._storage.files)
+        self._compactor = Compactor(self._storage, experience, self._inventory, self._names, config, clock, grace_s)
+        self._retention = Retention(self._storage, experience, self._inventory, config, clock)
         self._logs: list[JsonLinesLog] = []
-        self.lineages = Lineages(directory.lineages_path)
+        self.lineages = Lineages(self._directory.lineages_path)
 
     def open_ledger(self, lineage: int = 0) -> Ledger:
         """Makes this process the run's writer: a ledger that writes ``tickets.jsonl`` and ``fates.jsonl``.
 
-        What a killed writer left unfinished is deleted. `close` closes the logs.
+        What a killed writer left unfinished is deleted, and a merge that it had not finished is. `close` closes the
+        logs.
+
+        Raises:
+            ConfigError: the files cannot be written where ``replay.store.url`` says.
+            RunDirectoryError: another run's files are there.
         """
-        self._directory.remove_unfinished()
+        self._storage.prepare(self._folders)
+        self._refuse_foreign_files()
+        self._compactor.finish()
         tickets = JsonLinesLog(self._directory.tickets_path)
         fates = JsonLinesLog(self._directory.fates_path)
         self._logs += [tickets, fates]
         return Ledger(lineage, tickets, fates, self._clock)
 
     def close(self) -> None:
-        """Flushes and closes the logs."""
+        """Ends a round of compaction that is under way; flushes and closes the logs."""
+        self._compactor.close()
         while self._logs:
             self._logs.pop().close()
 
+    # --- writing -------------------------------------------------------------------------------------------------
+
     def seal(self, records: Sequence[RolloutRecord]) -> None:
-        """Writes ``rollouts/part-<uuid>.parquet``; when this returns the rollouts are durable."""
-        path = self._directory.rollouts / f"part-{uuid.uuid4().hex}.parquet"
-        write_records(path, records, self._compression)
+        """Writes a part; when this returns the rollouts are durable."""
+        self._write(self._names.next(), self._experience.to_table(records))
 
     def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
         """Writes ``batches/<batch_id>.parquet``."""
-        path = self._directory.batches / f"{batch_id}.parquet"
-        write_examples(path, examples, batch_id, step, lineage, self._compression)
+        table = self._experience.batch_to_table(examples, batch_id, step, lineage)
+        self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
+
+    def _write(self, name: str, table: pa.Table) -> None:
+        with self._storage.writing(name) as path:
+            with parquet_writer(path, table.schema, self._config.compression) as writer:
+                writer.write_table(table)
+            size_bytes = path.stat().st_size
+        self._inventory.add(StoredFile(name, size_bytes, self._clock()), table.num_rows)
+
+    # --- reading -------------------------------------------------------------------------------------------------
 
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
-        """Sealed rollouts, file by file; of some groups, or all.
+        """Sealed rollouts in the order of sealing; of some groups, or all.
 
         Raises:
             SchemaVersionError: a newer Penstock wrote a file.
+            RunDirectoryError: a file is not one of ours.
         """
-        wanted = None if group_ids is None else set(group_ids)
-        records: list[RolloutRecord] = []
-        for path in self._parts():
-            if wanted is not None and wanted.isdisjoint(_group_ids(path)):
-                continue
-            for record in read_records(path):
-                if wanted is None or record.group_id in wanted:
-                    records.append(record)
-        return records
+        wanted = None if group_ids is None else frozenset(group_ids)
+
+        def read(file: pq.ParquetFile, name: str) -> list[Any]:
+            if wanted is not None and wanted.isdisjoint(groups_of_part(file)):
+                return []
+            return self._experience.from_table(read_columns(file), stem_of(name))
+
+        parts = read_live(self._storage, self._experience.folder, read)
+        return [
+            record for records in parts.values() for record in records if wanted is None or record.group_id in wanted
+        ]
 
     def read_batch(self, batch_id: str) -> list[RLExample]:
-        """The examples of one update."""
-        return read_examples(self._directory.batches / f"{batch_id}.parquet")
+        """The examples of one update.
+
+        Raises:
+            SchemaVersionError: a newer Penstock wrote it.
+            RunDirectoryError: there is no such batch, or no more.
+        """
+        name = f"{self._experience.batch_folder}/{batch_id}.parquet"
+        where = self._storage.locate(name)
+        try:
+            with self._storage.opened(name) as source, opened_parquet(source, where) as file:
+                return self._experience.batch_from_table(read_columns(file), batch_id)
+        except FileNotFoundError as error:
+            raise RunDirectoryError(f"{where} is missing: no such batch was written, or it has expired") from error
 
     def history(self) -> History:
-        """What the files say about every rollout; safe while the run goes on."""
-        return History(
-            started={
-                str(row["ticket_id"]): int(row["rollouts"]) for row in read_json_lines(self._directory.tickets_path)
-            },
-            sealed={sealed.rollout_id: sealed for path in self._parts() for sealed in _sealed(path)},
-            fates={
-                str(row["rollout_id"]): LoggedFate(
-                    str(row["fate"]), WeightVersion(int(row["lineage"]), int(row["step"]))
-                )
-                for row in read_json_lines(self._directory.fates_path)
-            },
-            batches=[_stored_batch(path) for path in sorted(self._directory.batches.glob("*.parquet"))],
-        )
+        """What the files say about every rollout; safe while the run goes on.
 
-    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
-        """Files that may be deleted once the checkpoint that is being made is there."""
-        return ()
+        Raises:
+            SchemaVersionError: a newer Penstock wrote a file.
+            RunDirectoryError: a file is not one of ours.
+        """
+        return read_history(self._directory, self._storage, self._experience)
 
-    def expire(self, names: Collection[str]) -> None:
-        """Deletes files that `expendable` named."""
+    # --- keeping house -------------------------------------------------------------------------------------------
 
     def maintain(self) -> None:
-        """One round of compaction."""
+        """One round of compaction; returns at once where there is nothing to do, or another thread is at it.
 
-    def _parts(self) -> list[Path]:
-        return sorted(self._directory.rollouts.glob("*.parquet"))
+        Raises:
+            RunDirectoryError: a part is not Parquet.
+        """
+        self._compactor.run()
 
+    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+        """Files that may go once the checkpoint whose state is being taken is there, the oldest first.
 
-def _sealed(path: Path) -> list[SealedRollout]:
-    rows = read_rows(path, ["rollout_id", "group_id", "lineage", "newest_weight_step"])
-    return [
-        SealedRollout(row["rollout_id"], row["group_id"], WeightVersion(row["lineage"], row["newest_weight_step"]))
-        for row in rows
-        if "rollout_id" in row  # rows of the original form have no ids, so there is no ledger to rebuild
-    ]
+        None where `StoreConfig.max_bytes` is not exceeded. Until they expire, or this is asked again, they are not
+        merged.
 
+        Args:
+            live_groups: Groups that the checkpoint may bring back: waiting, in flight, or to be used again.
+        """
+        if self.over_cap:
+            self._compactor.finish()
+        return self._retention.offer(live_groups)
 
-def _stored_batch(path: Path) -> StoredBatch:
-    rows = read_rows(path, ["lineage", "step", "rollout_ids"])
-    if not rows:
-        raise RunDirectoryError(f"{path} holds no examples: it is not a batch of this run")
-    ids = tuple(str(rollout_id) for row in rows for rollout_id in row["rollout_ids"])
-    return StoredBatch(path.stem, WeightVersion(rows[0]["lineage"], rows[0]["step"]), ids)
+    def expire(self, names: Collection[str]) -> None:
+        """Deletes files that the last `expendable` named; names that are gone, or not offered any more, are ignored."""
+        self._retention.delete(names)
 
+    @property
+    def bytes(self) -> int:
+        """What rollouts and batches take; listed once, counted from then on."""
+        return self._inventory.bytes
 
-def _group_ids(path: Path) -> set[str]:
-    return {str(row["group_id"]) for row in read_rows(path, ["group_id"]) if row}
+    @property
+    def over_cap(self) -> bool:
+        """Whether that is more than `StoreConfig.max_bytes`: no more files may go, or no checkpoint came since."""
+        return self._retention.is_exceeded
+
+    def _refuse_foreign_files(self) -> None:
+        """Two runs at one URL would mix their ledgers; a run that has handed out no ticket owns no file."""
+        tickets = self._directory.tickets_path
+        if self._config.url is None or (tickets.exists() and tickets.stat().st_size):
+            return
+        for folder in self._folders:
+            files = self._storage.files(folder)
+            if files:
+                raise RunDirectoryError(
+                    f"replay.store.url is {self._config.url!r}, where another run has {len(files)} files in {folder}/: "
+                    "give each run a url of its own"
+                )

@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.replay.storage import RolloutStorageConfig
+
 
 class RolloutConfig(BaseModel):
     """How rollout workers generate.
@@ -11,6 +13,7 @@ class RolloutConfig(BaseModel):
         max_consecutive_failures: So many failed groups in a row end the run with the last failure's message.
         lockstep_timeout_s: At staleness zero, the longest that one batch's groups may take.
         log_freq: Sample conversations go to the tracker every so many groups.
+        storage: Where finished groups wait for the learner.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -19,3 +22,4 @@ class RolloutConfig(BaseModel):
     max_consecutive_failures: int = Field(default=32, ge=1)
     lockstep_timeout_s: float = Field(default=600.0, gt=0)
     log_freq: int = Field(default=10, ge=1)
+    storage: RolloutStorageConfig = RolloutStorageConfig()

@@ -30,14 +30,17 @@ if TYPE_CHECKING:
         table_from_records,
         write_records,
     )
+    from penstock.rundir.views import QueryResult, RunViews
 
 _EXPORTS = {
     "EXAMPLE_SCHEMA": "example_rows",
     "EventLog": "logs",
     "JsonLinesLog": "logs",
     "MetricsLog": "logs",
+    "QueryResult": "views",
     "ROLLOUT_SCHEMA": "rollout_rows",
     "RunDirectory": "directory",
+    "RunViews": "views",
     "examples_from_table": "example_rows",
     "read_events": "logs",
     "read_examples": "example_rows",
@@ -58,7 +61,8 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "ROLLOUT_SCHEMA", "RunDirectory",
+    "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RunDirectory",
+    "RunViews",
     "examples_from_table", "read_events", "read_examples", "read_json_lines",
     "read_metrics", "read_parquet", "read_records", "read_rows", "read_status", "records_from_table",
     "replaced_atomically", "table_from_examples", "table_from_records", "write_atomically",

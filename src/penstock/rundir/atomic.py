@@ -1,8 +1,8 @@
 """Files that are either the old ones or the new ones, never something between.
 
 A file is written under a name that no reader's pattern matches (``.<name>.<random>.tmp``), flushed to the disk,
-and renamed. A process killed in between leaves the unfinished file behind; `RunDirectory.remove_unfinished`
-deletes such files before a run resumes. Concurrent writers of one path do not disturb one another: the last wins.
+and renamed. A process killed in between leaves the unfinished file behind; `LocalStorage.prepare` deletes such files
+before a run resumes. Concurrent writers of one path do not disturb one another: the last wins.
 """
 
 import os

@@ -22,12 +22,9 @@ def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) ->
     Raises:
         ValueError: there are more elements than one column can hold.
     """
-    if any(array is None for array in arrays):
-        present = [array for array in arrays if array is not None]
-        lengths = [0 if array is None else len(array) for array in arrays]
-        nulls = pa.array([array is None for array in arrays], pa.bool_())
-    else:
-        present, lengths, nulls = arrays, list(map(len, arrays)), None
+    present = [array for array in arrays if array is not None]
+    lengths = [0 if array is None else len(array) for array in arrays]
+    nulls = pa.array([array is None for array in arrays], pa.bool_()) if len(present) < len(arrays) else None
     flat = np.concatenate(present) if present else np.zeros(0)
     return pa.ListArray.from_arrays(offsets_of(lengths), pa.array(flat).cast(value_type), mask=nulls)
 

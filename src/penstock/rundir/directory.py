@@ -2,7 +2,7 @@
 
 A run directory is one that holds a ``config.yaml``. It is never overwritten: a new run needs a new or an empty
 directory, an existing one is only continued. docs/rundir.md lists the files; this module knows their names
-and nothing of their contents. Not covered: remote file systems.
+and nothing of their contents. Not covered: Parquet files that lie elsewhere (`penstock.rundir.storage`).
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from penstock.rundir.atomic import UNFINISHED_PATTERN, write_atomically
+from penstock.rundir.atomic import write_atomically
 from penstock.types import RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
@@ -104,16 +104,6 @@ class RunDirectory:
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
         write_atomically(self.status_path, json.dumps(dict(status), indent=1) + "\n", durable=False)
-
-    def remove_unfinished(self) -> list[Path]:
-        """Deletes rollout and batch files that a killed writer left unfinished, and says which.
-
-        Only for the process that writes them from here on.
-        """
-        found = [path for folder in (self.rollouts, self.batches) for path in folder.glob(UNFINISHED_PATTERN)]
-        for path in found:
-            path.unlink()
-        return found
 
     @property
     def config_path(self) -> Path:

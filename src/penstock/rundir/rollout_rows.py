@@ -69,6 +69,7 @@ ROLLOUT_SCHEMA = versioned(
     ]
 )
 
+
 def write_records(path: Path, records: Sequence[RolloutRecord], compression: str = "zstd") -> None:
     """Writes a rollout file, durably and whole.
 
@@ -98,9 +99,7 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
     rollouts = [record.rollout for record in records]
     stamps = [_metadata_of(rollout) for rollout in rollouts]
     arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in ROLLOUT_ARRAYS}
-    lists = {
-        name: list_column(values, ROLLOUT_SCHEMA.field(name).type.value_type) for name, values in arrays.items()
-    }
+    lists = {name: list_column(values, ROLLOUT_SCHEMA.field(name).type.value_type) for name, values in arrays.items()}
     values: dict[str, Any] = {
         "schema_version": [stamp.schema_version for stamp in stamps],
         "rollout_id": [rollout.rollout_id for rollout in rollouts],

@@ -6,7 +6,6 @@ the run, at any fsspec URL that ``replay.store.url`` names. Nothing is written o
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import pyarrow.parquet as pq
 
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
-from penstock.rundir.parquet import replaced_names, schema_version
+from penstock.rundir.live_files import read_live
+from penstock.rundir.parquet import schema_version
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
-from penstock.types import ConfigError, RolloutRecord, RunDirectoryError, SchemaVersionError
-from penstock.types.rollouts import SCHEMA_VERSION
+from penstock.rundir.storage import LocalStorage, Storage, open_filesystem, open_storage
+from penstock.types import RolloutRecord
 
 FRAGMENT_SCHEMA = pa.schema(
     [
@@ -40,8 +40,6 @@ FRAGMENT_SCHEMA = pa.schema(
     ]
 )
 """Columns of the view of simulator fragments where a run has none."""
-
-_FOOTERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +69,22 @@ class RunFiles:
             ConfigError: ``replay.store.url`` names a place that cannot be opened.
             RunDirectoryError: a file is not Parquet.
         """
-        filesystem, root = _store_of(directory)
-        folder = _Folder(filesystem, root)
-        parts, batches, fragments = (folder.footers(name) for name in ("rollouts", "batches", "fragments"))
-        replaced = {name for footer in parts.values() for name in replaced_names(footer)}
-        parts = {path: footer for path, footer in parts.items() if path.rpartition("/")[2] not in replaced}
-        legacy = [path for path, footer in parts.items() if schema_version(footer) == 0]
-        current = [path for path in parts if path not in legacy]
-        tables = [_upgraded(filesystem, path) for path in legacy]
+        storage, filesystem, root = _store_of(directory)
+        legacy = read_live(storage, "rollouts", _read_legacy)
+        current, batches, fragments = (
+            [f"{root}/{name}" for name in names]
+            for names in (
+                [name for name, table in legacy.items() if table is None],
+                read_live(storage, "batches", _read_nothing),
+                read_live(storage, "fragments", _read_nothing),
+            )
+        )
+        tables = [table for table in legacy.values() if table is not None]
         return cls(
             rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
-            batches=_dataset(filesystem, list(batches), EXAMPLE_SCHEMA),
-            fragments=_dataset(filesystem, list(fragments), FRAGMENT_SCHEMA if not fragments else None),
-            paths=(*parts, *batches, *fragments),
+            batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
+            fragments=_dataset(filesystem, fragments, None if fragments else FRAGMENT_SCHEMA),
+            paths=(*current, *batches, *fragments),
             filesystem=filesystem,
         )
 
@@ -110,57 +111,28 @@ class RunFiles:
         return table.replace_schema_metadata(schema.metadata)
 
 
-class _Folder:
-    """Where ``rollouts/`` and its siblings are."""
-
-    def __init__(self, filesystem: pafs.FileSystem, root: str) -> None:
-        self._filesystem = filesystem
-        self._root = root
-
-    def footers(self, name: str) -> dict[str, pa.Schema]:
-        """Schema of every Parquet file of a folder, by path; a file that goes meanwhile is none of them."""
-        found = self._filesystem.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
-        paths = sorted(
-            info.path
-            for info in found
-            if info.is_file and info.base_name.endswith(".parquet") and not info.base_name.startswith(".")
-        )
-        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as threads:
-            schemas = list(threads.map(self._footer, paths))
-        return {path: schema for path, schema in zip(paths, schemas, strict=True) if schema is not None}
-
-    def _footer(self, path: str) -> pa.Schema | None:
-        try:
-            schema = pq.read_schema(path, filesystem=self._filesystem)
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowInvalid) as error:
-            raise RunDirectoryError(f"{path} cannot be read as Parquet: {error}") from error
-        version = schema_version(schema)
-        if version > SCHEMA_VERSION:
-            raise SchemaVersionError(
-                f"{path} has schema version {version}, this Penstock reads up to {SCHEMA_VERSION}: "
-                "read it with the Penstock that wrote it, or a newer one"
-            )
-        return schema
-
-
-def _store_of(directory: RunDirectory) -> tuple[pafs.FileSystem, str]:
-    """The file system and the folder that hold rollouts and batches."""
-    config: Any = directory.read_config() if directory.config_path.is_file() else {}
+def _store_of(directory: RunDirectory) -> tuple[Storage, pafs.FileSystem, str]:
+    """Where rollouts and batches are: for listing, and for scanning with the path of its root."""
+    url: Any = directory.read_config() if directory.config_path.is_file() else {}
     for key in ("replay", "store", "url"):
-        config = config.get(key) if isinstance(config, dict) else None
-    if not config:
-        return pafs.LocalFileSystem(), str(directory.path)
-    import fsspec
+        url = url.get(key) if isinstance(url, dict) else None
+    storage = open_storage(directory.path, None if url is None else str(url))
+    if isinstance(storage, LocalStorage):
+        return storage, pafs.LocalFileSystem(), str(storage.root)
+    filesystem, root = open_filesystem(str(url))
+    return storage, pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
 
-    try:
-        filesystem, root = fsspec.url_to_fs(str(config))
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"replay.store.url is {config!r}, which cannot be opened: {error}") from error
-    if "file" in filesystem.protocol:
-        return pafs.LocalFileSystem(), root
-    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
+
+def _read_legacy(file: pq.ParquetFile, name: str) -> pa.Table | None:
+    """The rows of a file of version 0, as its reader understands them; such files are small and few."""
+    if schema_version(file.schema_arrow) > 0:
+        return None
+    records = records_from_table(file.read(), Path(name).stem)
+    return table_from_records(records).replace_schema_metadata(None)
+
+
+def _read_nothing(file: pq.ParquetFile, name: str) -> None:
+    """Opening a file checks its version."""
 
 
 def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema | None) -> ds.Dataset:
@@ -172,10 +144,3 @@ def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema | 
 
 def _together(files: ds.Dataset, tables: list[pa.Table]) -> ds.Dataset:
     return ds.dataset([files, *(ds.dataset(table) for table in tables)]) if tables else files
-
-
-def _upgraded(filesystem: pafs.FileSystem, path: str) -> pa.Table:
-    """The rows of a file of version 0, as its reader understands them; such files are small and few."""
-    with filesystem.open_input_file(path) as file:
-        table = pq.ParquetFile(file).read()
-    return table_from_records(records_from_table(table, Path(path).stem)).replace_schema_metadata(None)

@@ -17,11 +17,14 @@ from penstock.types.rollouts import Rollout, RolloutMetadata, Turn, find_defect,
 class _Shared(NamedTuple):
     """What rollouts of one group have in common."""
 
+    group_id: str
     env_name: str
     env_example_id: str
     lesson_id: str
     decoding: Decoding
     has_weight_steps: bool
+    origin: tuple[str, int, int] | None
+    """Worker, lineage and schema version; None without metadata."""
 
 
 @final
@@ -34,40 +37,41 @@ class PackedRollout:
     """
 
     __slots__ = (
-        "_block", "_prompt_length", "_shared", "episode_reward", "finish_reason", "metadata", "oldest_weight_step",
-        "rollout_id", "turns",
+        "_block", "_name", "_prompt_length", "_shared", "_timestamp", "_weight_step", "episode_reward",
+        "finish_reason", "oldest_weight_step", "turns",
     )  # fmt: skip
 
-    rollout_id: str
-    metadata: RolloutMetadata | None
     episode_reward: float
     oldest_weight_step: int | None
     finish_reason: FinishReason
     turns: tuple[Turn, ...]
 
     def __init__(self, rollout: Rollout, neighbour: "PackedRollout | None" = None) -> None:
-        steps = rollout.response_weight_steps
-        shared = _Shared(
-            rollout.env_name, rollout.env_example_id, rollout.lesson_id, rollout.decoding, steps is not None
-        )
+        shared = _shared(rollout)
         self._shared = neighbour._shared if neighbour is not None and neighbour._shared == shared else shared
+        self._name = _short_name(rollout.rollout_id)
         self._prompt_length = len(rollout.prompt_tokens)
-        self._block = b"".join(
-            (
-                rollout.prompt_tokens.tobytes(),
-                rollout.response_tokens.tobytes(),
-                rollout.response_logprobs.tobytes(),
-                rollout.token_rewards.tobytes(),
-                b"" if steps is None else steps.tobytes(),
-                rollout.response_mask.tobytes(),
-            )
-        )
-        self.rollout_id = rollout.rollout_id
-        self.metadata = rollout.metadata
+        self._block = _block(rollout)
+        stamp = rollout.metadata
+        self._timestamp, self._weight_step = (None, None) if stamp is None else (stamp.timestamp, stamp.weight_step)
         self.episode_reward = rollout.episode_reward
         self.oldest_weight_step = rollout.oldest_weight_step
         self.finish_reason = rollout.finish_reason
         self.turns = rollout.turns
+
+    @property
+    def rollout_id(self) -> str:
+        """See `Rollout`."""
+        return self._name if isinstance(self._name, str) else f"{self._shared.group_id}/{self._name}"
+
+    @property
+    def metadata(self) -> RolloutMetadata | None:
+        """See `Rollout`."""
+        origin = self._shared.origin
+        if origin is None or self._timestamp is None or self._weight_step is None:
+            return None
+        worker_id, lineage, schema_version = origin
+        return RolloutMetadata(worker_id, self._timestamp, self._weight_step, lineage, schema_version)
 
     @property
     def env_name(self) -> str:
@@ -129,12 +133,12 @@ class PackedRollout:
     @property
     def group_id(self) -> str:
         """See `Rollout`."""
-        return self.rollout_id.rpartition("/")[0]
+        return self._shared.group_id
 
     @property
     def sampled_tokens(self) -> int:
         """See `Rollout`."""
-        return int(np.count_nonzero(self.response_mask))
+        return self._block.count(1, len(self._block) - self.response_length)
 
     @property
     def newest_weight_step(self) -> int:
@@ -170,6 +174,40 @@ class PackedRollout:
     def _view(self, column: int, dtype: type[np.generic]) -> np.ndarray:
         length = self.response_length
         return np.frombuffer(self._block, dtype, length, 4 * (self._prompt_length + column * length))
+
+
+def _shared(rollout: Rollout) -> _Shared:
+    stamp = rollout.metadata
+    return _Shared(
+        rollout.group_id,
+        rollout.env_name,
+        rollout.env_example_id,
+        rollout.lesson_id,
+        rollout.decoding,
+        rollout.response_weight_steps is not None,
+        None if stamp is None else (stamp.worker_id, stamp.lineage, stamp.schema_version),
+    )
+
+
+def _short_name(rollout_id: str) -> int | str:
+    """The index in the group, which costs nothing to keep; the whole id where that does not end in a plain number."""
+    _, slash, index = rollout_id.rpartition("/")
+    is_plain = bool(slash) and index.isascii() and index.isdecimal() and str(int(index)) == index
+    return int(index) if is_plain else rollout_id
+
+
+def _block(rollout: Rollout) -> bytes:
+    steps = rollout.response_weight_steps
+    return b"".join(
+        (
+            rollout.prompt_tokens.tobytes(),
+            rollout.response_tokens.tobytes(),
+            rollout.response_logprobs.tobytes(),
+            rollout.token_rewards.tobytes(),
+            b"" if steps is None else steps.tobytes(),
+            rollout.response_mask.tobytes(),
+        )
+    )
 
 
 AnyRollout = Rollout | PackedRollout

@@ -1,0 +1,107 @@
+"""Which files may go when the disk budget is spent: the oldest, and only those that no checkpoint needs again.
+
+The choice is made when a checkpoint's state is taken, and carried out when the checkpoint is there. A file whose groups
+are all settled in that state is needed by no resume from it. A file goes whole or not at all, so one live group keeps
+what was merged with it. What was chosen is not merged until it is gone or chosen anew, so that nothing that may go is
+carried on in a larger file.
+"""
+
+# pyarrow comes without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from penstock.replay.config import StoreConfig
+from penstock.replay.formats import ExperienceFormat
+from penstock.replay.inventory import Entry, Inventory, State
+from penstock.replay.stored_rows import groups_of_batch, groups_of_part
+from penstock.rundir.parquet import opened_parquet
+from penstock.rundir.storage import Storage
+from penstock.types import Clock
+
+
+class Retention:
+    """Keeps a run's files within `StoreConfig.max_bytes`.
+
+    Args:
+        storage: Where they are.
+        experience: Which they are.
+        inventory: Of the writer.
+        config: The limits.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self, storage: Storage, experience: ExperienceFormat, inventory: Inventory, config: StoreConfig, clock: Clock
+    ) -> None:
+        self._storage = storage
+        self._experience = experience
+        self._inventory = inventory
+        self._config = config
+        self._clock = clock
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the files take more than they may."""
+        return self._config.max_bytes is not None and self._inventory.bytes > self._config.max_bytes
+
+    def offer(self, live_groups: Collection[str]) -> tuple[str, ...]:
+        """Names of files that may go, the oldest first; what was offered before is not any more."""
+        self._inventory.change([entry.name for entry in self._inventory.in_state(State.OFFERED)], State.KEPT)
+        if self._config.max_bytes is None or not self.is_exceeded:
+            return ()
+        leaving = sum(entry.size_bytes for entry in self._inventory.in_state(State.REPLACED))
+        chosen = choose_expendable(
+            self._inventory.kept((self._experience.folder, self._experience.batch_folder)),
+            self._inventory.bytes - leaving - self._config.max_bytes,
+            live_groups,
+            self._clock() - self._config.retention_s,
+            self._groups_of,
+        )
+        # A round of compaction may have begun meanwhile; it keeps what it is copying.
+        return tuple(self._inventory.change([entry.name for entry in chosen], State.OFFERED, only=State.KEPT))
+
+    def delete(self, names: Collection[str]) -> None:
+        """Deletes those of the named files that are still offered."""
+        for name in self._inventory.change(names, State.OFFERED, only=State.OFFERED):
+            self._storage.delete(name)
+            self._inventory.remove(name)
+
+    def _groups_of(self, entry: Entry) -> frozenset[str]:
+        if entry.groups is None:
+            of = groups_of_part if entry.name.startswith(f"{self._experience.folder}/") else groups_of_batch
+            entry.groups = frozenset()
+            with suppress(FileNotFoundError):  # merged since it was listed: `change` passes it over
+                where = self._storage.locate(entry.name)
+                with self._storage.opened(entry.name) as source, opened_parquet(source, where) as file:
+                    entry.groups = frozenset(of(file))
+        return entry.groups
+
+
+def choose_expendable(
+    oldest_first: Iterable[Entry],
+    excess_bytes: int,
+    live_groups: Collection[str],
+    made_before_s: float,
+    groups_of: Callable[[Entry], Collection[str]],
+) -> list[Entry]:
+    """The oldest files that together take the excess, or all that may go.
+
+    Args:
+        oldest_first: Files.
+        excess_bytes: What should go.
+        live_groups: Groups that are still needed.
+        made_before_s: No younger file goes; Unix seconds.
+        groups_of: Looks a file's groups up.
+    """
+    live = frozenset(live_groups)
+    chosen: list[Entry] = []
+    for entry in oldest_first:
+        if excess_bytes <= 0 or entry.made_at_s > made_before_s:
+            break
+        if live.isdisjoint(groups_of(entry)):
+            chosen.append(entry)
+            excess_bytes -= entry.size_bytes
+    return chosen

@@ -1,0 +1,124 @@
+"""Folders of files at an fsspec URL; see `storage` for the promises.
+
+On an object store a file appears by one upload under its final key, which is atomic; on any other remote file system
+by an upload aside and a move, which is as atomic as that file system's move. Listings are never taken from a cache.
+"""
+
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.rundir.storage import SUFFIX, StoredFile, open_filesystem
+from penstock.types import ConfigError
+
+_ATOMIC_UPLOAD = frozenset("s3 s3a gs gcs abfs abfss az adl oss obs tos memory".split())
+"""Protocols on which an upload appears under its key when it is complete, and not before."""
+
+
+class RemoteStorage:
+    """Files under an fsspec URL.
+
+    Args:
+        url: With its protocol, ``s3://bucket/run``.
+
+    Raises:
+        ConfigError: the protocol is unknown, or the package for it is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._filesystem, root = open_filesystem(url)
+        self._root = root.rstrip("/")
+        self._protocol = url.partition("://")[0]
+
+    def files(self, folder: str) -> list[StoredFile]:
+        """See `Storage.files`."""
+        path = f"{self._root}/{folder}"
+        self._filesystem.invalidate_cache(path)
+        try:
+            entries = self._filesystem.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [(str(entry["name"]).rpartition("/")[2], entry) for entry in entries if entry["type"] == "file"]
+        return sorted(
+            StoredFile(f"{folder}/{name}", int(entry["size"] or 0), _modified_s(entry))
+            for name, entry in names
+            if name.endswith(SUFFIX) and not name.startswith(".")
+        )
+
+    @contextmanager
+    def writing(self, name: str) -> Generator[Path, None, None]:
+        """See `Storage.writing`."""
+        with tempfile.TemporaryDirectory(prefix="penstock-upload-") as folder:
+            path = Path(folder) / "file"
+            yield path
+            self._upload(path, name)
+
+    @contextmanager
+    def opened(self, name: str) -> Generator[BinaryIO, None, None]:
+        """See `Storage.opened`."""
+        with self._filesystem.open(f"{self._root}/{name}", "rb") as file:
+            yield file
+
+    def delete(self, name: str) -> None:
+        """See `Storage.delete`."""
+        try:
+            self._filesystem.rm_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """See `Storage.prepare`."""
+        probe = f"{folders[0]}/.probe"
+        try:
+            for folder in folders:
+                self._make_folder(folder)
+                self._remove_unfinished(folder)
+            with self.writing(probe) as path:
+                path.write_bytes(b"")
+            self.delete(probe)
+        except Exception as error:  # every remote file system raises errors of its own: credentials, network, rights
+            raise ConfigError(
+                f"replay.store.url is {self._url!r}, which cannot be written: {type(error).__name__}: {error}"
+            ) from error
+
+    def locate(self, name: str) -> str:
+        """See `Storage.locate`."""
+        return f"{self._url}/{name}"
+
+    def _upload(self, path: Path, name: str) -> None:
+        target = f"{self._root}/{name}"
+        if self._protocol == "memory":  # its files grow visibly while they are uploaded piece by piece
+            self._filesystem.pipe_file(target, path.read_bytes())
+        elif self._protocol in _ATOMIC_UPLOAD:
+            self._filesystem.put_file(str(path), target)
+        else:
+            folder, _, base = target.rpartition("/")
+            aside = f"{folder}/.{base}.tmp"
+            self._filesystem.put_file(str(path), aside)
+            self._filesystem.mv(aside, target)
+
+    def _make_folder(self, folder: str) -> None:
+        if self._protocol not in _ATOMIC_UPLOAD:  # object stores have none, and some would make a bucket
+            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+
+    def _remove_unfinished(self, folder: str) -> None:
+        if self._protocol not in _ATOMIC_UPLOAD:
+            for entry in self._filesystem.ls(f"{self._root}/{folder}", detail=False):
+                base = str(entry).rpartition("/")[2]
+                if base.startswith(".") and base.endswith(".tmp"):
+                    self._filesystem.rm_file(entry)
+
+
+def _modified_s(entry: dict[str, Any]) -> float:
+    """Unix seconds from whichever key the file system has; 0 where it says nothing."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = entry.get(key)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0
