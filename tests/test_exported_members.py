@@ -18,8 +18,8 @@ NAMES = [(package, name) for package in EXPORTING for name in importlib.import_m
 
 def test_every_stage_exports_something():
     stages = {
-        "batch", "curriculum", "environments", "inference", "learner", "overseer", "replay", "rollout", "rundir",
-        "text", "tracking", "types", "weights", "model.language",
+        "batch", "curriculum", "dashboard", "environments", "inference", "learner", "overseer", "replay", "rollout",
+        "rundir", "text", "tracking", "types", "weights", "model.language",
     }  # fmt: skip
     assert {f"penstock.{stage}" for stage in stages} | {"penstock"} <= set(EXPORTING)
 

@@ -38,7 +38,8 @@ def test_configs_load_no_numerical_library():
 
 
 @pytest.mark.parametrize(
-    "module", ["penstock", "penstock.types", "penstock.text", "penstock.overseer", "penstock.rundir"]
+    "module",
+    ["penstock", "penstock.types", "penstock.text", "penstock.overseer", "penstock.rundir", "penstock.dashboard"],
 )
 def test_packages_export_lazily(module):
     assert loaded_by(f"import {module}") & HEAVY == set()

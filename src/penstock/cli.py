@@ -3,7 +3,7 @@
 Exit codes: 0 success; 1 a failed run or check; 2 bad input, with one line on standard error; 130 interrupted.
 ``PENSTOCK_TRACEBACK=1`` shows the traceback behind any of them. Whatever a command needs is imported inside it, so
 that ``penstock --help`` takes a fraction of a second. Nothing is computed here: commands read their words, call
-`penstock.overseer` or `penstock.inference`, and print what comes back.
+`penstock.overseer`, `penstock.inference` or `penstock.dashboard`, and print what comes back.
 """
 
 import os

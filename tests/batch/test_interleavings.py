@@ -29,6 +29,7 @@ class Model:
         self.maker, self.max_samples = maker, max_samples
         self.uses: dict[str, int] = {}
         self.deadlines: dict[str, int] = {}
+        self.used: set[str] = set()
         self.step = self.groups = 0
 
     def members(self, group_id: str) -> set[str]:
@@ -55,8 +56,7 @@ class Model:
 
     def nearer(self, number: int) -> None:
         """Any group that was not used may get a deadline, or an earlier one."""
-        used = {name.partition("/")[0] for name, uses in self.uses.items() if uses}
-        if fresh := sorted({name.partition("/")[0] for name in self.uses} - used):
+        if fresh := sorted({name.partition("/")[0] for name in self.uses} - self.used):
             group_id, step = fresh[number % len(fresh)], self.step + number % 2
             self.maker.set_deadline(group_id, step)
             self.deadlines[group_id] = min(step, self.deadlines.get(group_id, step))
@@ -98,6 +98,7 @@ class Model:
             assert len(ids) == max(size, len(self.due()))
         else:
             assert size <= len(ids) < size + 4 or set(ids) == self.due()
+        self.used |= set(groups)
         for rollout_id in ids:
             self.uses[rollout_id] += 1
         if not isinstance(self.maker, GrpoBatchMaker):

@@ -7,7 +7,7 @@ import yaml
 from penstock.dashboard import DatasetRequest, GroupFilter, export_dataset
 from penstock.rundir import RunDirectory, RunViews, write_records
 from penstock.types import ConfigError
-from tests.dashboard.sample_run import group, rollout
+from tests.dashboard.sample_run import group, rollout, write_run
 
 PROMPT = [{"role": "user", "content": "Say cat."}]
 
@@ -165,3 +165,21 @@ def test_a_group_spread_over_two_files_still_makes_its_pair(tmp_path):
         write_records(directory.rollouts / f"part-{index}.parquet", [record])
     with RunViews(directory.path) as views:
         assert export_dataset(views, DatasetRequest("jsonl", tmp_path / "p.jsonl", "pairs")).examples == 1
+
+
+def test_a_part_that_is_merged_half_way_starts_the_export_again(tmp_path, monkeypatch):
+    from penstock.dashboard import datasets
+
+    directory = write_run(tmp_path / "run")
+    made = datasets._examples
+
+    def interrupted(views, choices, tally):
+        monkeypatch.setattr(datasets, "_examples", made)
+        (directory.rollouts / "part-a.parquet").rename(directory.rollouts / "part-z.parquet")
+        yield from made(views, choices, tally)
+
+    monkeypatch.setattr(datasets, "_examples", interrupted)
+    with RunViews(directory.path) as views:
+        report = export_dataset(views, DatasetRequest("hf", tmp_path / "out"))
+    assert report.examples == pq.read_table(tmp_path / "out" / "data").num_rows == 14
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

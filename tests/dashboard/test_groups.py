@@ -49,6 +49,8 @@ def test_a_summary(views):
 def test_staleness_is_counted_from_the_oldest_weights(views):
     (group,) = list_groups(views, GroupFilter(state="trained", lesson_id="cats"), 1).groups
     assert (group.oldest_weight_step, group.newest_weight_step, group.staleness) == (0, 1, 1)
+    (tools,) = list_groups(views, GroupFilter(lesson_id="tools"), None).groups
+    assert (tools.step, tools.oldest_weight_step, tools.staleness) == (1, 1, 0)
     (waiting,) = list_groups(views, GroupFilter(state="waiting"), None).groups
     assert waiting.step is waiting.staleness is None and waiting.advantages == ()
 

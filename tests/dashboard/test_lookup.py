@@ -100,3 +100,11 @@ def test_a_response_that_the_update_cut_off_has_no_advantage_at_its_end(tmp_path
         (stored,) = find_rollouts(views, "cats-0-2/0")
     assert len(stored.advantages) == len(stored.record.rollout.response_tokens)
     assert stored.advantages[0] == 0.25 and stored.advantages[-1] == 0
+
+
+def test_a_part_that_is_merged_meanwhile_is_found_in_its_new_file(tmp_path):
+    directory = write_run(tmp_path / "run")
+    with RunViews(directory.path) as views:
+        (directory.rollouts / "part-a.parquet").rename(directory.rollouts / "part-z.parquet")
+        (directory.batches / "batch_0_1.parquet").rename(directory.batches / "batch_0_9.parquet")
+        assert [stored.advantage for stored in find_rollouts(views, "cats-0-0/2")] == [0.5]

@@ -48,6 +48,12 @@ VARIANTS = {
 CHECKPOINT_EVERY = 3
 
 
+def say(*words: object) -> None:
+    """Prints a line in one write, which a kill leaves whole or undone (unbuffered, `print` would take several)."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 def newest_checkpoint(directory: RunDirectory) -> dict | None:
     paths = sorted(directory.checkpoints.glob("*.json"), key=lambda path: int(path.stem))
     return json.loads(paths[-1].read_text()) if paths else None
@@ -92,7 +98,7 @@ class Life:
         self.step = self.serving = self.admission.update
         if states is None:
             self.checkpoint()
-        print("ready", json.dumps({"step": self.step, **ledger.snapshot()}), flush=True)
+        say("ready", json.dumps({"step": self.step, **ledger.snapshot()}))
 
     def _restore(self, states: dict) -> None:
         self.curriculum.restore(states["curriculum"])
@@ -121,7 +127,7 @@ class Life:
             if self.step % CHECKPOINT_EVERY == 0:
                 self.checkpoint()
             self.serve()
-            print(self.step, flush=True)
+            say(self.step)
         self.buffer.close()
         for thread in self.threads:
             thread.join(10)
@@ -196,10 +202,10 @@ def main() -> None:
         path, steps, variant = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            print("life", os.getpid(), flush=True)
+            say("life", os.getpid())
             os._exit(live(path, steps, variant))
         _, status = os.waitpid(pid, 0)
-        print("exit", os.waitstatus_to_exitcode(status), flush=True)
+        say("exit", os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ class Lives:
 
     def rest(self) -> list[str]:
         """The lines until the life is over, with its exit code as the last."""
-        lines = [self.line()]
-        while not lines[-1].startswith("exit"):
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("exit"):
             lines.append(self.line())
         assert self.errors() == ""
         return lines

@@ -1,16 +1,23 @@
 """The store on disk: what it writes, what others read while it writes, and what it refuses."""
 
+import dataclasses
 import json
 import threading
+from types import SimpleNamespace
 
 import duckdb
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from penstock.replay import ReplayBufferConfig, RolloutStore
-from penstock.rundir import RunDirectory, read_json_lines, table_from_records
-from penstock.types import RolloutRecord, RunDirectoryError, SchemaVersionError
+from penstock.replay.config import StoreConfig
+from penstock.replay.formats import ExperienceFormat
+from penstock.rundir import RunDirectory, read_json_lines, table_from_examples, table_from_records
+from penstock.rundir.parquet import versioned
+from penstock.types import PackedRollout, RolloutRecord, RunDirectoryError, SchemaVersionError, WeightVersion
+from tests.replay.stored import example, group_records
 
 
 @pytest.fixture
@@ -124,6 +131,103 @@ def test_a_newer_file_is_refused_by_every_reader(sim, directory):
         store.read_records()
     with pytest.raises(SchemaVersionError, match="part-x.parquet has schema version 2"):
         store.history()
+
+
+def test_a_newer_batch_is_refused_too(directory):
+    table = table_from_examples([example("easy-0-1/0")], "batch_x_1", 0, 0)
+    newer = table.replace_schema_metadata({b"penstock.schema_version": b"2"})
+    pq.write_table(newer, directory.batches / "batch_x_1.parquet")
+    store = RolloutStore(directory)
+    for refuse in (store.history, lambda: store.read_batch("batch_x_1")):
+        with pytest.raises(SchemaVersionError, match="batch_x_1.parquet has schema version 2.*Penstock that wrote it"):
+            refuse()
+
+
+def test_rows_of_the_original_form_are_read_and_make_no_history(directory):
+    table = pa.table(
+        {
+            "env_name": ["cats"],
+            "env_example_id": ["1"],
+            "prompt_tokens": pa.array([[1, 2]], pa.list_(pa.int64())),
+            "response_tokens": pa.array([[4, 5]], pa.list_(pa.int64())),
+            "response_logprobs": pa.array([[-1.0, -2.0]], pa.list_(pa.float64())),
+            "token_rewards": pa.array([[0.0, 1.0]], pa.list_(pa.float32())),
+            "episode_reward": [1.0],
+        }
+    )
+    pq.write_table(table, directory.rollouts / "part-old.parquet")
+    store = RolloutStore(directory, StoreConfig(max_bytes=1))
+    assert [record.rollout.rollout_id for record in store.read_records()] == ["part-old-1/0"]
+    assert store.history().sealed == {}
+    assert store.expendable(["part-old-1"]) == ("rollouts/part-old.parquet",)  # its rows belong to no ticket
+
+
+def test_a_plain_path_will_do(tmp_path):
+    store = RolloutStore(str(tmp_path / "new" / "place"))
+    assert (tmp_path / "new" / "place" / "rollouts").is_dir() and (tmp_path / "new" / "place" / "batches").is_dir()
+    store.seal(group_records("easy-0-1"))
+    store.write_batch("batch_x_1", [example("easy-0-1/0")], 0, 0)
+    assert len(RolloutStore(tmp_path / "new" / "place").history().sealed) == 2
+
+
+def test_opening_a_store_to_read_touches_nothing_of_its_writer(directory):
+    unfinished = directory.rollouts / ".part-1.parquet.0a.tmp"
+    unfinished.write_text("half")
+    store = RolloutStore(directory.path)
+    assert store.read_records() == [] and unfinished.exists()
+    store.open_ledger()
+    assert not unfinished.exists()
+    store.close()
+
+
+def test_packed_rollouts_are_stored_as_they_were(directory):
+    plain = group_records("easy-0-1")
+    packed = [dataclasses.replace(record, rollout=PackedRollout(record.rollout)) for record in plain]
+    assert table_from_records(packed).equals(table_from_records(plain))
+    store = RolloutStore(directory)
+    store.seal(packed)
+    assert table_from_records(store.read_records()).equals(table_from_records(plain))
+
+
+def test_parts_come_back_in_the_order_of_sealing(directory):
+    store = RolloutStore(directory, clock=lambda: 5.0)  # a clock that stands still
+    for number in range(20):
+        store.seal(group_records(f"easy-0-{number}", 1))
+    assert [record.group_id for record in store.read_records()] == [f"easy-0-{number}" for number in range(20)]
+
+
+FRAGMENTS = versioned(
+    [pa.field(name, pa.string()) for name in ("rollout_id", "group_id")]
+    + [pa.field(name, pa.int32()) for name in ("lineage", "newest_weight_step", "observation")]
+)
+STEPS = versioned([pa.field("lineage", pa.int32()), pa.field("step", pa.int32()), pa.field("rollout_ids", pa.list_(pa.string()))])
+
+
+def test_experience_of_another_kind_goes_through_the_same_store(tmp_path):
+    fragments = ExperienceFormat(
+        folder="fragments",
+        to_table=lambda rows: pa.Table.from_pylist(list(rows), FRAGMENTS),
+        from_table=lambda table, name: [SimpleNamespace(**row) for row in table.to_pylist()],
+        batch_folder="batches",
+        batch_to_table=lambda rows, batch_id, step, lineage: pa.Table.from_pylist(
+            [{"lineage": lineage, "step": step, "rollout_ids": list(rows)}], STEPS
+        ),
+        batch_from_table=lambda table, name: table.column("rollout_ids").to_pylist(),
+    )
+    store = RolloutStore(tmp_path, StoreConfig(compact_parts=2, max_bytes=1), experience=fragments)
+    for number in range(3):
+        row = {"rollout_id": f"pong-0-{number}/0", "group_id": f"pong-0-{number}", "lineage": 0, "newest_weight_step": 4}
+        store.seal([{**row, "observation": number}])
+    store.write_batch("batch_x_1", ["pong-0-1/0"], 4, 0)
+    store.maintain()
+    assert [row.observation for row in store.read_records()] == [0, 1, 2]
+    assert [row.observation for row in store.read_records(["pong-0-1"])] == [1]
+    history = store.history()
+    assert history.sealed["pong-0-2/0"].newest_version == WeightVersion(0, 4)
+    assert history.batches[0].rollout_ids == ("pong-0-1/0",) and store.read_batch("batch_x_1") == [["pong-0-1/0"]]
+    store.close()
+    assert len(list((tmp_path / "fragments").iterdir())) == 1
+    assert store.expendable(["pong-0-0"]) == ("batches/batch_x_1.parquet",)
 
 
 def test_an_empty_batch_file_is_named(directory):

@@ -9,9 +9,6 @@ from penstock.types import ConfigError, RunDirectoryError
 from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
 from tests.replay.stored import HandClock, example, group_records
 
-pytestmark = pytest.mark.usefixtures("store_url")
-
-
 @pytest.fixture
 def directory(tmp_path):
     return RunDirectory.create(tmp_path / "run", {})

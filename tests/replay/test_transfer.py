@@ -1,9 +1,9 @@
 """Messages of rollouts: exact, without copies on reading, and never read when they are not whole."""
 
 import dataclasses
-import pickle
 import struct
 import zlib
+from multiprocessing import Pipe
 
 import numpy as np
 import pyarrow as pa
@@ -166,9 +166,15 @@ def test_any_arrow_reader_opens_a_message():
     assert table.schema.metadata == {b"penstock.schema_version": b"1"}
 
 
-def test_what_was_read_survives_pickling():
+@pytest.mark.parametrize("form", [lambda r: r, PackedRollout], ids=["plain", "packed"])
+def test_records_survive_the_pickling_of_other_transports(form):
+    """As a pipe between two processes does it, or a cluster's own transport."""
     read = batch_from_buffer(batch_to_buffer(make_batch()))
-    assert_same(pickle.loads(pickle.dumps(read)), read)
+    groups = [RolloutGroup(g.key, tuple(form(r) for r in g.rollouts), g.group_id) for g in read.groups]
+    here, there = Pipe()
+    with here, there:
+        here.send(RolloutBatch.of(tuple(groups)))
+        assert_same(there.recv(), read)
 
 
 def test_a_rollout_without_metadata_is_refused():

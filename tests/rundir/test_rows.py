@@ -9,6 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.rundir import (
     EXAMPLE_SCHEMA,
@@ -20,7 +22,17 @@ from penstock.rundir import (
     table_from_records,
     write_parquet,
 )
-from penstock.types import InvalidRolloutError, RLExample, RolloutRecord, RunDirectoryError, SchemaVersionError
+from penstock.types import (
+    Decoding,
+    InvalidRolloutError,
+    RLExample,
+    Rollout,
+    RolloutMetadata,
+    RolloutRecord,
+    RunDirectoryError,
+    SchemaVersionError,
+    Turn,
+)
 
 
 def assert_same(left, right):
@@ -163,6 +175,120 @@ def test_a_file_that_is_not_parquet_is_one_clear_error(tmp_path, content):
         read_parquet(tmp_path / "p.parquet")
     with pytest.raises(RunDirectoryError, match="missing.parquet"):
         read_parquet(tmp_path / "missing.parquet")
+
+
+def test_a_slice_of_a_table_makes_its_own_rows(records):
+    table = table_from_records([*records, *records, records[0]])
+    for start, length in [(1, 3), (4, 1), (2, 0), (3, 2)]:
+        back = records_from_table(table.slice(start, length))
+        assert len(back) == length
+        for before, after in zip(records_from_table(table)[start : start + length], back, strict=True):
+            assert_same(before, after)
+
+
+def test_arrays_are_read_only_views_of_the_table(records):
+    table = table_from_records(records)
+    [first, _] = records_from_table(table)
+    buffer = table.column("response_logprobs").chunk(0).values.buffers()[1]
+    address = first.rollout.response_logprobs.__array_interface__["data"][0]
+    assert buffer.address <= address < buffer.address + buffer.size
+    for name in ("prompt_tokens", "response_tokens", "response_mask", "response_weight_steps"):
+        assert not getattr(first.rollout, name).flags.writeable, name
+
+
+def test_rows_with_the_same_decoding_share_it(records):
+    back = records_from_table(table_from_records(records * 2))
+    assert back[0].rollout.decoding is back[2].rollout.decoding
+    assert back[0].rollout.decoding == records[0].rollout.decoding != back[1].rollout.decoding
+
+
+def changed(records, column, values):
+    table = table_from_records(records)
+    field = table.schema.field(column)
+    return table.set_column(table.schema.get_field_index(column), field, pa.array(values, field.type))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("prompt_tokens", [[1], []], "row 1: prompt_tokens is empty"),
+        ("prompt_tokens", [[1, -4], [1]], r"row 0: prompt_tokens holds a negative token id \(-4\)"),
+        ("response_tokens", [[1, 2, -3], []], r"row 0: response_tokens holds a negative token id \(-3\)"),
+        ("response_logprobs", [[-1, -1], []], "row 0: response_logprobs has 2 entries but response_tokens has 3"),
+        ("response_logprobs", [[-1, float("nan"), 0], []], "row 0: response_logprobs holds a value that is not finite"),
+        ("token_rewards", [[0, 0, float("inf")], []], "row 0: token_rewards holds a value that is not finite"),
+        ("token_rewards", [[0, 0, 0.5], []], "row 0: token_rewards sum to 0.5 but episode_reward is 0.75"),
+        ("episode_reward", [0.75, float("nan")], "row 1: episode_reward is nan"),
+        ("response_mask", [[True] * 3, [True]], "row 1: response_mask has 1 entries but response_tokens has 0"),
+        ("response_weight_steps", [[4], None], "row 0: response_weight_steps has 1 entries"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_field(records, column, values, message):
+    with pytest.raises(InvalidRolloutError, match=f"part-9, {message}"):
+        records_from_table(changed(records, column, values), "part-9")
+
+
+def test_a_null_element_is_no_token(records):
+    with pytest.raises(InvalidRolloutError, match="part-9 holds no rollouts: there is a null among the elements"):
+        records_from_table(changed(records, "response_tokens", [[1, None, 2], []]), "part-9")
+
+
+def test_columns_may_stand_in_any_order_and_be_wider(records):
+    table = table_from_records(records)
+    wide = pa.list_(pa.int64())
+    index = table.schema.get_field_index("prompt_tokens")
+    table = table.set_column(index, "prompt_tokens", table.column("prompt_tokens").cast(wide))
+    table = table.select(sorted(table.column_names)).replace_schema_metadata(ROLLOUT_SCHEMA.metadata)
+    for before, after in zip(records, records_from_table(table), strict=True):
+        assert_same(before, after)
+
+
+def test_a_table_of_something_else_is_one_clear_error(records):
+    table = table_from_records(records)
+    with pytest.raises(RunDirectoryError, match="part-9 has no column turns: it holds no rollouts"):
+        records_from_table(table.drop_columns(["turns"]), "part-9")
+    index = table.schema.get_field_index("lineage")
+    with pytest.raises(RunDirectoryError, match="part-9: column lineage is string, it must be int32"):
+        records_from_table(table.set_column(index, "lineage", pa.array(["a", "b"])), "part-9")
+    with pytest.raises(RunDirectoryError, match="batch_9 has no column tokens: it holds no training examples"):
+        examples_from_table(table, "batch_9")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_rollouts_come_back_and_have_their_newest_version(data):
+    records = [a_record(data.draw, number) for number in range(data.draw(st.integers(1, 5)))]
+    table = table_from_records(records)
+    assert table.column("newest_weight_step").to_pylist() == [r.rollout.newest_weight_step for r in records]
+    for before, after in zip(records, records_from_table(table), strict=True):
+        assert_same(before, after)
+
+
+def a_record(draw, number):
+    length = draw(st.integers(0, 6))
+    ints = st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)
+    floats = st.lists(st.floats(-4, 4, width=32), min_size=length, max_size=length)
+    rewards = np.array(draw(floats), np.float32)
+    rollout = Rollout(
+        env_name=draw(st.sampled_from(["cats", "dogs", ""])),
+        env_example_id=str(number),
+        prompt_tokens=np.array(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)), np.int32),
+        response_tokens=np.array(draw(ints), np.int32),
+        response_logprobs=np.array(draw(floats), np.float32),
+        token_rewards=rewards,
+        episode_reward=float(rewards.sum(dtype=np.float64)),
+        metadata=RolloutMetadata("w", draw(st.floats(0, 2e9)), draw(st.integers(0, 9)), draw(st.integers(0, 3))),
+        rollout_id=f"g-0-{number}/0",
+        response_mask=np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), np.bool_),
+        response_weight_steps=draw(st.none() | ints.map(lambda steps: np.array(steps, np.int32))),
+        oldest_weight_step=draw(st.none() | st.integers(0, 9)),
+        turns=tuple(Turn("user", text, 0, 1) for text in draw(st.lists(st.text(max_size=5), max_size=3))),
+        decoding=draw(
+            st.sampled_from([Decoding(), Decoding(0.0, 3), Decoding(1.0, None, 0.5, 7, (1, 2), ("a",)), Decoding(1)])
+        ),
+        finish_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
+    )
+    return RolloutRecord(rollout, f"g-0-{number}", draw(st.dictionaries(st.sampled_from("ab"), st.floats(0, 1))), "k")
 
 
 def test_only_the_asked_columns_are_read_and_absent_ones_left_out(tmp_path, records):

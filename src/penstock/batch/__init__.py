@@ -28,9 +28,6 @@ if TYPE_CHECKING:
         example_from_rollout,
         trainable_tokens,
     )
-    from penstock.batch.grpo import (
-        GrpoBatchMaker,
-    )
     from penstock.batch.maker import (
         BatchMaker,
         Dropped,
@@ -54,6 +51,9 @@ if TYPE_CHECKING:
     from penstock.batch.recency import (
         RecencyBatchMaker,
     )
+    from penstock.batch.reservoir import (
+        GrpoBatchMaker,
+    )
 
 _EXPORTS = {
     "ADVANTAGES": "advantages",
@@ -63,7 +63,7 @@ _EXPORTS = {
     "BatchMakerConfig": "config",
     "DeadlineBatchMaker": "deadline",
     "Dropped": "maker",
-    "GrpoBatchMaker": "grpo",
+    "GrpoBatchMaker": "reservoir",
     "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
     "Placement": "packing",

@@ -10,7 +10,7 @@ import math
 from typing import final
 
 import numpy as np
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 
 RACE_SHARE = 8
 """A race decides where more than one in this many is drawn."""
@@ -42,19 +42,20 @@ class RankDraw:
             return self._race(n, count, [], rng)
         drawn: dict[int, None] = {}
         for _ in range(ROUNDS):
-            for rank in self._independent(n, count - len(drawn), rng).tolist():
+            for rank in self._independent(n, count - len(drawn), rng):
                 drawn[rank] = None
             if len(drawn) == count:
                 return list(drawn)
         return [*drawn, *self._race(n, count - len(drawn), list(drawn), rng)]
 
-    def _independent(self, n: int, count: int, rng: np.random.Generator) -> Int[np.ndarray, " count"]:
+    def _independent(self, n: int, count: int, rng: np.random.Generator) -> list[int]:
         """Ranks with replacement."""
         if self._alpha == 0:
-            return rng.integers(0, n, count)
+            return rng.integers(0, n, count).tolist()
         sums = self._prefix_sums(n)
         # The product may round up to the whole sum, which no rank lies beyond.
-        return sums.searchsorted(rng.random(count) * sums[-1], side="right").clip(max=n - 1)
+        points: np.ndarray = np.minimum(rng.random(count) * sums[-1], np.nextafter(sums[-1], 0))
+        return np.searchsorted(sums, points, side="right").tolist()
 
     def _race(self, n: int, count: int, taken: list[int], rng: np.random.Generator) -> list[int]:
         """The first `count` of n runners with speeds (i + 1)^alpha, in the order of their arrival."""

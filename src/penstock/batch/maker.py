@@ -80,7 +80,10 @@ class PacedBatchMaker(BatchMaker):
 
     @abstractmethod
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
-        """The last update that may train a group for the first time; follows its rollouts, and may come nearer."""
+        """The last update that may train a group for the first time; follows its rollouts, and may come nearer.
+
+        Ignored for groups that are not here.
+        """
 
     @abstractmethod
     def discard(self, rollout_ids: Iterable[str]) -> None:
@@ -88,4 +91,7 @@ class PacedBatchMaker(BatchMaker):
 
     @abstractmethod
     def dropped(self) -> list[Dropped]:
-        """What it gave up by itself since the last call; asked after `add_rollout` and `create_batch`."""
+        """What it gave up by itself since the last call.
+
+        Asked after `add_rollout`, and after every `create_batch`, also one that returned None.
+        """

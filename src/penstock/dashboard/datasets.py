@@ -97,6 +97,10 @@ def export_dataset(views: RunViews, request: DatasetRequest) -> DatasetReport:
     Raises:
         ConfigError: the path exists or cannot be written, or there is nothing to write.
     """
+    return views.look(lambda: _export(views, request))
+
+
+def _export(views: RunViews, request: DatasetRequest) -> DatasetReport:
     wanted = request.wanted
     parameters = {"lesson": wanted.lesson_id, "fate": wanted.state, "step": wanted.step}
     candidates = views.select(_CANDIDATES, parameters).to_dicts()
@@ -147,7 +151,7 @@ def _examples(views: RunViews, choices: Sequence[_Choice], tally: _Tally) -> Ite
         for rollout_id in choice.ids:
             pending[rollout_id].append(choice)
     texts: dict[str, dict[str, Any]] = {}
-    for batch in views.files.rollouts.to_batches(columns=_TEXT_COLUMNS, batch_size=_SCAN_ROWS):
+    for batch in views.files.scan_rollouts(_TEXT_COLUMNS, _SCAN_ROWS):
         ids = batch.column("rollout_id").to_pylist()
         wanted = pa.array([rollout_id in pending for rollout_id in ids], pa.bool_())
         for row in batch.filter(wanted).to_pylist():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.dashboard.safe_text import printable
 from penstock.rundir import examples_from_table
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, RolloutRecord
@@ -125,10 +126,17 @@ def find_rollouts(views: RunViews, name: str) -> list[StoredRollout]:
     Raises:
         ConfigError: several begin so, or none is stored under it.
     """
+    return views.look(lambda: _find(views, name))
+
+
+def _find(views: RunViews, name: str) -> list[StoredRollout]:
     ids = _resolve(views, name)
-    records = views.files.read_rollouts(ids)
     story = {row["rollout_id"]: row for row in views.select(_STORY, [ids]).to_dicts()}
+    records = views.files.read_rollouts(ids)
     uses = _uses(views, records)
+    ids = [rollout_id for rollout_id in ids if rollout_id in story and rollout_id in records]
+    if not ids:  # they expired since they were found
+        raise ConfigError(printable(_why_missing(views, name)))
     return [
         StoredRollout(
             records[rollout_id],
@@ -151,10 +159,10 @@ def _resolve(views: RunViews, name: str) -> list[str]:
     if name in starting:
         starting = [name]
     if not starting:
-        raise ConfigError(_why_missing(views, name))
+        raise ConfigError(printable(_why_missing(views, name)))
     if len(starting) > 1:
         named = ", ".join(starting[:_CANDIDATES_NAMED]) + (", …" if len(starting) > _CANDIDATES_NAMED else "")
-        raise ConfigError(f"--show {name}: {len(starting)} ids begin so ({named}): write more of it")
+        raise ConfigError(printable(f"--show {name}: {len(starting)} ids begin so ({named}): write more of it"))
     only = starting[0]
     return [only] if only in groups else sorted((r for r, group in groups.items() if group == only), key=_position)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard.safe_text import printable, shortened
-from penstock.rundir.views import QueryResult, RunViews
+from penstock.rundir import QueryResult, RunViews
 
 LINES_AROUND = 4
 """Lines of a screen that are not rows."""

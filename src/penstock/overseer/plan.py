@@ -79,7 +79,10 @@ def _component_lines(config: RunConfig) -> list[str]:
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
         "inference engine": f"{engine.max_slots} slots of {engine.max_seq_len} tokens",
         "rollout worker": f"up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
+        "rollout storage": f"{config.rollout.storage.kind}, up to {config.rollout.storage.capacity_groups} groups",
         "replay buffer": f"{replay.groups_per_batch} groups per update, staleness budget {replay.staleness_budget}",
+        "batch maker": replay.batch_maker.name
+        + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
         f"loss {learner.loss.preset}",
         "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "

@@ -332,6 +332,10 @@ class ReplayBuffer:
         """See `Checkpointable.restore`: rebuilds ledger and stock from the run's files (`recovery`).
 
         A ticket issuer, with the new lineage, must have been restored before, and nothing may have been generated.
+
+        Raises:
+            CheckpointError: the state does not fit.
+            RunFailed: what the files say and what was brought back differ.
         """
         with self._changed:
             try:
@@ -345,6 +349,7 @@ class ReplayBuffer:
             self._intake.recorded = recorded
             self._bring_back(self._plan(alive))
             self._admission.readmit()
+            self.check_ledger()
 
     def _plan(self, alive: Mapping[str, set[str]]) -> RecoveryPlan:
         admission = self._admission

@@ -23,14 +23,7 @@ from penstock.replay.lines import WriterLines
 from penstock.replay.spool_names import FOLDER_PATTERN, BatchName
 from penstock.replay.storage import OnQuarantine, RolloutStorageConfig
 from penstock.replay.transfer import batch_from_buffer
-from penstock.types import (
-    InvalidRolloutError,
-    RolloutBatch,
-    RunFailed,
-    SchemaVersionError,
-    Stopped,
-    TransferError,
-)
+from penstock.types import InvalidRolloutError, RolloutBatch, RunFailed, SchemaVersionError, Stopped, TransferError
 
 QUARANTINE = "quarantine"
 READ_ATTEMPTS = 5

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         read_status,
     )
     from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
+    from penstock.rundir.query_result import QueryResult
     from penstock.rundir.rollout_rows import (
         ROLLOUT_SCHEMA,
         read_records,
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
         table_from_records,
         write_records,
     )
-    from penstock.rundir.views import QueryResult, RunViews
+    from penstock.rundir.views import RunViews
 
 _EXPORTS = {
     "EXAMPLE_SCHEMA": "example_rows",
     "EventLog": "logs",
     "JsonLinesLog": "logs",
     "MetricsLog": "logs",
-    "QueryResult": "views",
+    "QueryResult": "query_result",
     "ROLLOUT_SCHEMA": "rollout_rows",
     "RunDirectory": "directory",
     "RunViews": "views",

@@ -4,7 +4,7 @@ Rows become columns without a dictionary per row, columns become rows without an
 numbers are copied once on the way in and are read-only views on the way out, where the element types agree.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -52,16 +52,17 @@ def flattened(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
 
 
-def shared_column(values: Sequence[Any], column: Any) -> pa.Array:
-    """A column of hashable values most of which are the same: each different one is converted once.
+def shared_column(values: Sequence[Any], column: Callable[[list[Any]], pa.Array]) -> pa.Array:
+    """A column of objects that many rows share: each is converted once.
 
     Args:
         values: Row by row.
-        column: Makes an Arrow array of a list of the different values.
+        column: Makes an Arrow array of a list of different objects.
     """
-    known: dict[Any, int] = {}
-    rows = [known.setdefault(value, len(known)) for value in values]
-    return column(list(known)).take(pa.array(rows, pa.int32()))
+    known: dict[int, int] = {}
+    rows = [known.setdefault(id(value), len(known)) for value in values]
+    different = dict(zip(rows, values, strict=True))
+    return column([different[row] for row in range(len(known))]).take(pa.array(rows, pa.int32()))
 
 
 def arrays_from_column(column: pa.ChunkedArray | pa.Array, dtype: type) -> list[np.ndarray | None]:

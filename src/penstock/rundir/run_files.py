@@ -5,7 +5,8 @@ merged or expire; `vanished` says whether that happened. Rollouts and batches ma
 the run, at any fsspec URL that ``replay.store.url`` names. Nothing is written or made here. Not covered: the logs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import schema_version
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, Storage, open_filesystem, open_storage
-from penstock.types import RolloutRecord
+from penstock.types import RolloutRecord, RunDirectoryError
 
 FRAGMENT_SCHEMA = pa.schema(
     [
@@ -40,6 +41,10 @@ FRAGMENT_SCHEMA = pa.schema(
     ]
 )
 """Columns of the view of simulator fragments where a run has none."""
+
+
+class FilesVanished(RunDirectoryError):
+    """A file was merged into another, or has expired, since the files were listed: list them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +98,38 @@ class RunFiles:
         """Whether a file is gone by now: merged into another, or expired."""
         return any(info.type == pafs.FileType.NotFound for info in self.filesystem.get_file_info(list(self.paths)))
 
+    @contextmanager
+    def reading(self) -> Generator[None, None, None]:
+        """Around every read of the data sets: says by `FilesVanished` that a file is gone."""
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            if self.vanished:
+                raise FilesVanished(f"files of the run changed while they were read: {error}") from error
+            raise RunDirectoryError(f"files of the run cannot be read: {error}") from error
+
+    def scan_rollouts(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Some columns of all rollouts, at most so many rows at a time, file by file."""
+        batches = self.rollouts.to_batches(columns=list(columns), batch_size=rows)
+        while True:
+            with self.reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
     def read_rollouts(self, rollout_ids: Sequence[str]) -> dict[str, RolloutRecord]:
         """Whole records, by id; ids without a row are left out."""
         wanted = ds.field("rollout_id").isin(list(rollout_ids))
-        records = records_from_table(self._versioned(self.rollouts.to_table(filter=wanted)))
-        return {record.rollout.rollout_id: record for record in records}
+        with self.reading():
+            table = self.rollouts.to_table(filter=wanted)
+        return {record.rollout.rollout_id: record for record in records_from_table(self._versioned(table))}
 
     def read_uses(self, rollout_ids: Sequence[str]) -> pa.Table:
         """Rows of batch files, those of some rollouts at least; rows that several rollouts share are always there."""
         wanted = ds.field("rollout_id").isin(list(rollout_ids)) | ds.field("rollout_id").is_null()
-        return self._versioned(self.batches.to_table(filter=wanted))
+        with self.reading():
+            return self._versioned(self.batches.to_table(filter=wanted))
 
     @staticmethod
     def _versioned(table: pa.Table) -> pa.Table:

@@ -7,11 +7,10 @@ a ``COPY … TO``.) Files that are merged or expire meanwhile are looked up anew
 grows; open the views again for that.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -25,13 +24,16 @@ from penstock.rundir.log_tables import (
     read_metric_table,
 )
 from penstock.rundir.logs import read_json_lines, read_status
-from penstock.rundir.run_files import RunFiles
+from penstock.rundir.query_result import QueryResult
+from penstock.rundir.run_files import FilesVanished, RunFiles
 from penstock.types import ConfigError, RunDirectoryError
 
 VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
 """What can be queried; docs/rollouts.md describes the columns."""
 
-_LOOK_AGAIN = 3
+Answer = TypeVar("Answer")
+
+_LOOK_AGAIN = 8
 _BATCH_ROWS = 8192
 
 _BASE_VIEWS = """
@@ -71,33 +73,6 @@ CREATE VIEW turns AS
     FROM (SELECT rollout_id, group_id, unnest(turns) AS turn, generate_subscripts(turns, 1) - 1 AS position
           FROM _rollouts);
 """
-
-
-@dataclass(frozen=True, slots=True)
-class QueryResult:
-    """What a query gave.
-
-    Attributes:
-        table: Its rows.
-        more: Whether there were more rows than asked for.
-    """
-
-    table: pa.Table
-    more: bool = False
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns; two may have the same."""
-        return list(self.table.column_names)
-
-    def rows(self) -> Iterator[tuple[Any, ...]]:
-        """The rows as Python values; maps are dictionaries."""
-        for batch in self.table.to_batches():
-            yield from zip(*(column.to_pylist(maps_as_pydicts="strict") for column in batch.columns), strict=True)
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows by column name, which must differ."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows()]
 
 
 class RunViews:
@@ -146,15 +121,25 @@ class RunViews:
         Raises:
             ConfigError: it is another kind of statement, or DuckDB cannot answer it.
         """
+        return self.look(lambda: self._answer(sql, parameters, limit))
+
+    def look(self, read: Callable[[], Answer]) -> Answer:
+        """Reads something of the run; again, from files listed anew, where some of them vanish meanwhile."""
         for _ in range(_LOOK_AGAIN):
             try:
-                self._check(sql)
-                return self._run(sql, parameters, limit)
-            except (duckdb.Error, OSError, pa.ArrowException) as error:
-                if not self.files.vanished:
-                    raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
-            self.reopen()
+                return read()
+            except FilesVanished:
+                self.reopen()
         raise RunDirectoryError(f"{self.directory.path}: its files change faster than they can be read: try again")
+
+    def _answer(self, sql: str, parameters: Any, limit: int | None) -> QueryResult:
+        try:
+            self._check(sql)
+            return self._run(sql, parameters, limit)
+        except (duckdb.Error, OSError, pa.ArrowException) as error:
+            if self.files.vanished:
+                raise FilesVanished(str(error)) from error
+            raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
 
     def _check(self, sql: str) -> None:
         statements = self._connection.extract_statements(sql)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from penstock.types import Rollout
+from penstock.types import AnyRollout
 
 
-def conversation_of(rollout: Rollout) -> dict[str, Any]:
+def conversation_of(rollout: AnyRollout) -> dict[str, Any]:
     """The conversation of one rollout as plain data.
 
     Returns:
