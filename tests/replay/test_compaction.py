@@ -11,6 +11,7 @@ import time
 import duckdb
 import pyarrow.parquet as pq
 import pytest
+from tests.replay.stored import HandClock, group_records, parts_in
 
 from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
@@ -18,7 +19,6 @@ from penstock.replay.store import Compactor
 from penstock.rundir import table_from_records
 from penstock.rundir.parquet import replaced_names
 from penstock.types import RunDirectoryError
-from tests.replay.stored import HandClock, group_records, parts_in
 
 GRACE_S = 10.0
 
@@ -273,9 +273,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_double(tmp_path, ki
         sealed = max([sealed, *promised])
         store = RolloutStore(tmp_path)
         found = stored_ids(store)
-        merges |= {
-            name for name in parts_in(tmp_path) if replaced_names(pq.read_schema(tmp_path / "rollouts" / name))
-        }
+        merges |= {name for name in parts_in(tmp_path) if replaced_names(pq.read_schema(tmp_path / "rollouts" / name))}
         assert len(found) == len(set(found)), "double"
         assert set(ids(*promised)) <= set(found), "lost"
         assert sorted(store.history().sealed) == sorted(found)

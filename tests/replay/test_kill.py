@@ -135,6 +135,8 @@ def audit(path: Path, variant: str) -> Audit:
     assert everyone >= history.sealed.keys() >= waiting
     uses = history.uses(view.survives, view.step)
     assert max(uses.values(), default=0) <= CAPS[variant]
+    if variant != "expiring":
+        assert uses.keys() <= history.sealed.keys(), "a rollout was trained that no file holds"
     return Audit(view.step, store.lineages.newest, history, plan, uses, fates)
 
 
@@ -222,7 +224,7 @@ def finish(lives: Lives, path: Path, variant: str, before: Audit) -> None:
     survivors = [b.version.step for b in found.history.batches if store.lineages.survives(b.outcome, found.lineage)]
     if variant != "expiring":
         assert sorted(survivors) == list(range(steps)), "one batch per update, none missing"
-        trained = {i for i, fate in found.fates.items() if fate == "trained"}
+        trained = {i for i, logged in found.history.fates.items() if logged.fate == "trained"}
         waiting = {i for ids in found.plan.waiting.values() for i in ids}
         assert trained <= found.uses.keys() <= trained | waiting
         assert {i for i, uses in found.uses.items() if uses == CAPS[variant]} <= trained

@@ -10,10 +10,10 @@ import time
 import duckdb
 import pandas as pd
 import pytest
+from tests.replay.stored import example, group_records, parts_in
 
 from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
-from tests.replay.stored import example, group_records, parts_in
 
 LOOKS = 12
 
@@ -27,7 +27,9 @@ class Writer:
         self.merged = 0
         self.errors = []
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._guard, args=(w,), daemon=True) for w in (self._seal, self._merge)]
+        self._threads = [
+            threading.Thread(target=self._guard, args=(w,), daemon=True) for w in (self._seal, self._merge)
+        ]
 
     def __enter__(self):
         self._step()

@@ -5,12 +5,12 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.replay.stored import HandClock, example, group_records, parts_in
 
 from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
 from penstock.replay.inventory import Entry
 from penstock.replay.retention import choose_expendable
-from tests.replay.stored import HandClock, example, group_records, parts_in
 
 
 def make_store(path, clock, **config):

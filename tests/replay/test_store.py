@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.replay.stored import example, group_records
 
 from penstock.replay import ReplayBufferConfig, RolloutStore
 from penstock.replay.config import StoreConfig
@@ -17,7 +18,6 @@ from penstock.replay.formats import ExperienceFormat
 from penstock.rundir import RunDirectory, read_json_lines, table_from_examples, table_from_records
 from penstock.rundir.parquet import versioned
 from penstock.types import PackedRollout, RolloutRecord, RunDirectoryError, SchemaVersionError, WeightVersion
-from tests.replay.stored import example, group_records
 
 
 @pytest.fixture
@@ -200,7 +200,9 @@ FRAGMENTS = versioned(
     [pa.field(name, pa.string()) for name in ("rollout_id", "group_id")]
     + [pa.field(name, pa.int32()) for name in ("lineage", "newest_weight_step", "observation")]
 )
-STEPS = versioned([pa.field("lineage", pa.int32()), pa.field("step", pa.int32()), pa.field("rollout_ids", pa.list_(pa.string()))])
+STEPS = versioned(
+    [pa.field("lineage", pa.int32()), pa.field("step", pa.int32()), pa.field("rollout_ids", pa.list_(pa.string()))]
+)
 
 
 def test_experience_of_another_kind_goes_through_the_same_store(tmp_path):
@@ -216,7 +218,12 @@ def test_experience_of_another_kind_goes_through_the_same_store(tmp_path):
     )
     store = RolloutStore(tmp_path, StoreConfig(compact_parts=2, max_bytes=1), experience=fragments)
     for number in range(3):
-        row = {"rollout_id": f"pong-0-{number}/0", "group_id": f"pong-0-{number}", "lineage": 0, "newest_weight_step": 4}
+        row = {
+            "rollout_id": f"pong-0-{number}/0",
+            "group_id": f"pong-0-{number}",
+            "lineage": 0,
+            "newest_weight_step": 4,
+        }
         store.seal([{**row, "observation": number}])
     store.write_batch("batch_x_1", ["pong-0-1/0"], 4, 0)
     store.maintain()

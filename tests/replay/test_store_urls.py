@@ -1,13 +1,14 @@
 """The store at every kind of place: the same files, the same promises."""
 
 import pytest
+from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
+from tests.replay.stored import HandClock, example, group_records
 
 from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError, RunDirectoryError
-from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
-from tests.replay.stored import HandClock, example, group_records
+
 
 @pytest.fixture
 def directory(tmp_path):

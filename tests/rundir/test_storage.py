@@ -6,11 +6,11 @@ import time
 
 import fsspec.registry  # noqa: F401
 import pytest
+from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
 
 from penstock.rundir.remote import RemoteStorage
 from penstock.rundir.storage import LocalStorage, open_storage
 from penstock.types import ConfigError
-from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
 
 
 @pytest.fixture

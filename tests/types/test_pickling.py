@@ -137,7 +137,11 @@ def unpickling(tree: ast.Module) -> list[str]:
                 found.append(name)
             elif values.get("allow_pickle", "False") != "False" or values.get("weights_only") == "False":
                 found.append(f"{name}(…)")
-            elif name.endswith("import_module") and node.args and ast.unparse(node.args[0]).strip("'\"") in FORBIDDEN_MODULES:
+            elif (
+                name.endswith("import_module")
+                and node.args
+                and ast.unparse(node.args[0]).strip("'\"") in FORBIDDEN_MODULES
+            ):
                 found.append(name)
     return found
 

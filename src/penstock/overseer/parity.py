@@ -10,7 +10,7 @@ import numpy as np
 from penstock.batch import example_from_rollout
 from penstock.learner import Learner
 from penstock.rollout import RolloutManager
-from penstock.types import MismatchError, Rollout, RolloutBatch
+from penstock.types import AnyRollout, MismatchError, RolloutBatch
 
 
 def probe_parity(manager: RolloutManager, learner: Learner, lesson_id: str, max_tokens: int, limit: float) -> float:
@@ -46,7 +46,7 @@ def largest_difference(batch: RolloutBatch, learner: Learner, max_tokens: int) -
     return float(np.max(differences, initial=0.0))  # unlike the built-in, NaN if any of them is
 
 
-def _difference(rollout: Rollout, scored: np.ndarray) -> float:
+def _difference(rollout: AnyRollout, scored: np.ndarray) -> float:
     response = scored[len(rollout.prompt_tokens) : len(rollout.prompt_tokens) + len(rollout.response_tokens)]
     mask = rollout.response_mask[: len(response)]
     return float(np.abs(response - rollout.response_logprobs[: len(response)])[mask].max(initial=0.0))

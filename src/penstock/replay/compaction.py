@@ -1,11 +1,11 @@
 """Small files are merged: a run that seals every few seconds would otherwise leave tens of thousands of them.
 
-The oldest small files are copied, row group by row group, into one that names them in its metadata (`REPLACES_KEY`) and
-appears by one rename. They are deleted together when `GRACE_S` has passed, by whichever round comes then. In between
-readers of ours skip them; others may see a rollout twice, but never not at all. A reader that has listed a file and opens
-it after that moment gets an error, which no order of steps can spare it; ours list the folder again. (Emptying a file
-before it is deleted would: but then a slow reader would silently miss rows.) A process killed in between leaves both;
-`finish` deletes the replaced ones when the next writer starts.
+The oldest small files are copied, row group by row group, into one that names them in its metadata (`REPLACES_KEY`)
+and appears by one rename. They are deleted together when `GRACE_S` has passed, by whichever round comes then. Meanwhile
+readers of ours skip them; others may see a rollout twice, but never not at all. A reader that has listed a file and
+opens it after that moment gets an error, which no order of steps can spare it; ours list the folder again. (Emptying a
+file before it is deleted would, but then a slow reader would silently miss rows.) A process killed in between leaves
+both; `finish` deletes the replaced ones when the next writer starts.
 
 Rows keep their order, files their time, and groups stay in one file. Files of an older schema are left as they are.
 """

@@ -45,6 +45,10 @@ class ExperienceStore(Protocol):
         """The run's lives."""
         ...
 
+    def open_ledger(self, lineage: int = 0) -> Ledger:
+        """Makes this process the run's writer."""
+        ...
+
     def seal(self, records: Sequence[RolloutRecord]) -> None:
         """Makes whole groups durable."""
         ...

@@ -159,7 +159,7 @@ class RolloutManager:
                 f"{group_id}/{position}",
                 lesson_id,
             )
-            for position, rollout in enumerate(group.rollouts)
+            for position, rollout in enumerate(_members(group))
         )
         return replace(group, rollouts=rollouts, group_id=group_id)
 
@@ -234,6 +234,10 @@ class RolloutManager:
                 closing.callback(self._stop_engine)
             for environment in environments.values():
                 closing.callback(environment.close)
+
+
+def _members(group: RolloutGroup) -> list[Rollout]:
+    return [rollout if isinstance(rollout, Rollout) else rollout.unpacked() for rollout in group.rollouts]
 
 
 def _oldest_step(rollout: Rollout, default: int) -> int:

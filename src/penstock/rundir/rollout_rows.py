@@ -1,11 +1,9 @@
 """The rows of ``rollouts/part-<uuid>.parquet``: one per rollout; docs/formats.md describes every column.
 
-A row is immutable once written: advantages stand in the rows of batches, fates in the fate log. Rows of the
-original form (schema version 0: metadata on the batch only, no response mask, no versions per token, no ids) are
-read with the same defaults that `Rollout` gives.
+A row is immutable once written: advantages stand in the rows of batches, fates in the fate log. `stored_rollouts` makes
+records of rows, `original_form` reads rows of version 0.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.rundir.columns import flattened, list_column, nested_column, offsets_of, shared_column
+from penstock.rundir.original_form import upgraded
 from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
 from penstock.rundir.stored_rollouts import ROLLOUT_ARRAYS, records_from_batch
 from penstock.types import (
@@ -24,9 +23,6 @@ from penstock.types import (
     RolloutRecord,
     RunDirectoryError,
 )
-
-BATCH_METADATA_KEY = b"penstock.batch_metadata"
-"""In version 0: a JSON object in the file's key-value metadata, for all its rows."""
 
 _TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
 _DECODING = pa.struct(
@@ -140,7 +136,7 @@ def records_from_table(table: pa.Table, name: str = "part") -> list[RolloutRecor
         InvalidRolloutError: a row is no rollout; the message names row and field.
     """
     if schema_version(table.schema) == 0:
-        table = _upgraded(table, name)
+        table = upgraded(table, ROLLOUT_SCHEMA, name)
     elif not table.schema.equals(ROLLOUT_SCHEMA):
         table = _conformed(table, name)
     return [record for batch in table.to_batches() for record in records_from_batch(batch, name)]
@@ -215,45 +211,3 @@ def _conformed(table: pa.Table, name: str) -> pa.Table:
                 f"{name}: column {field.name} is {column.type}, it must be {field.type}: {error}"
             ) from error
     return pa.Table.from_arrays(columns, names=ROLLOUT_SCHEMA.names)
-
-
-def _upgraded(table: pa.Table, name: str) -> pa.Table:
-    """A table of version 0 with the columns that it lacks."""
-    stamp = json.loads((table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}"))
-    step = int(stamp.get("weight_step", 0))
-    examples = [str(example) for example in table.column("env_example_id").to_pylist()]
-    groups = [f"{name}-{example}" for example in examples]
-    lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
-    decoding = {"temperature": 1.0, "max_output_tokens": 512, "stop_token_ids": [], "stop_strings": []}
-    rows = len(examples)
-    defaults: dict[str, list[Any]] = {
-        "schema_version": [0] * rows,
-        "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
-        "group_id": groups,
-        "group_key": [
-            f"{environment}:{example}"
-            for environment, example in zip(table.column("env_name").to_pylist(), examples, strict=True)
-        ],
-        "lesson_id": [""] * rows,
-        "env_example_id": examples,
-        "worker_id": [str(stamp.get("worker_id", ""))] * rows,
-        "timestamp": [float(stamp.get("timestamp", 0.0))] * rows,
-        "lineage": [0] * rows,
-        "weight_step": [step] * rows,
-        "newest_weight_step": [step] * rows,
-        "oldest_weight_step": [None] * rows,
-        "finish_reason": ["stop"] * rows,
-        "response_mask": [[True] * length for length in lengths],
-        "response_weight_steps": [None] * rows,
-        "turns": [[]] * rows,
-        "decoding": [decoding] * rows,
-        "timings": [[]] * rows,
-    }
-    present = set(table.column_names) - {"env_example_id"}
-    columns = [
-        table.column(field.name).cast(field.type)
-        if field.name in present
-        else pa.array(defaults[field.name], field.type)
-        for field in ROLLOUT_SCHEMA
-    ]
-    return pa.Table.from_arrays(columns, schema=ROLLOUT_SCHEMA)

@@ -1,0 +1,73 @@
+"""Rollout rows of the original form, which carried no schema version: metadata on the batch only, no ids, no mask.
+
+They get the defaults that `penstock.types.Rollout` gives, a lineage of 0, and ids made from the file's name.
+"""
+
+import json
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.types import RunDirectoryError
+
+BATCH_METADATA_KEY = b"penstock.batch_metadata"
+"""A JSON object in the file's key-value metadata, for all its rows."""
+
+_COLUMNS = (
+    "env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards",
+    "episode_reward",
+)  # fmt: skip
+
+
+def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
+    """A table of version 0 with the columns that it lacks.
+
+    Args:
+        table: As read.
+        schema: Of the present version.
+        name: Of the file; ids are made from it.
+
+    Raises:
+        RunDirectoryError: it lacks a column that the original form had.
+    """
+    lacking = [column for column in _COLUMNS if column not in table.column_names]
+    if lacking:
+        raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
+    stamp = json.loads((table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}"))
+    step = int(stamp.get("weight_step", 0))
+    examples = [str(example) for example in table.column("env_example_id").to_pylist()]
+    groups = [f"{name}-{example}" for example in examples]
+    lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
+    decoding = {"temperature": 1.0, "max_output_tokens": 512, "stop_token_ids": [], "stop_strings": []}
+    rows = len(examples)
+    defaults: dict[str, list[Any]] = {
+        "schema_version": [0] * rows,
+        "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
+        "group_id": groups,
+        "group_key": [
+            f"{environment}:{example}"
+            for environment, example in zip(table.column("env_name").to_pylist(), examples, strict=True)
+        ],
+        "lesson_id": [""] * rows,
+        "env_example_id": examples,
+        "worker_id": [str(stamp.get("worker_id", ""))] * rows,
+        "timestamp": [float(stamp.get("timestamp", 0.0))] * rows,
+        "lineage": [0] * rows,
+        "weight_step": [step] * rows,
+        "newest_weight_step": [step] * rows,
+        "oldest_weight_step": [None] * rows,
+        "finish_reason": ["stop"] * rows,
+        "response_mask": [[True] * length for length in lengths],
+        "response_weight_steps": [None] * rows,
+        "turns": [[]] * rows,
+        "decoding": [decoding] * rows,
+        "timings": [[]] * rows,
+    }
+    present = set(table.column_names) - {"env_example_id"}
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in present
+        else pa.array(defaults[field.name], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
