@@ -57,3 +57,6 @@ class NoFiles:
 
     def maintain(self) -> None:
         pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}

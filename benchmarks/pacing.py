@@ -20,7 +20,7 @@ import argparse
 import heapq
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,11 +146,25 @@ class Simulation:
         trained = [row for row in rows if row[3] == "trained"]
         wasted = sum(row[1] for row in rows if row[3] in WASTED)
         window_s = self._window[1] - self._window[0]
-        means = [float(np.mean([row[i] for row in some])) for i in (0, 2, 1) for some in (rows, trained)]
+        slow, tokens, rewards = ([_mean(row[i] for row in some) for some in (rows, trained)] for i in range(3))
         return Report(
-            self.policy_name, self.budget, self.load, wasted / sum(row[1] for row in rows), *means,
-            self._idle_s / window_s, max(0.0, 1 - self._busy_s / (SLOTS * window_s)),
-        )  # fmt: skip
+            policy=self.policy_name,
+            budget=self.budget,
+            load=self.load,
+            waste=wasted / sum(row[1] for row in rows),
+            slow_generated=slow[0],
+            slow_trained=slow[1],
+            reward_generated=rewards[0],
+            reward_trained=rewards[1],
+            tokens_generated=tokens[0],
+            tokens_trained=tokens[1],
+            learner_idle=self._idle_s / window_s,
+            workers_idle=max(0.0, 1 - self._busy_s / (SLOTS * window_s)),
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def print_table(reports: list[Report], updates: int) -> None:

@@ -1,6 +1,6 @@
 """Rollouts in, groups sealed, a batch made and stored, and all of it read back with SQL; run it with a directory.
 
-    python examples/replay_usage.py /tmp/my-experience
+python examples/replay_usage.py /tmp/my-experience
 """
 
 import sys
@@ -41,6 +41,7 @@ def main(directory: str) -> None:
         buffer.add_batches([RolloutBatch.of((group,))])
 
     batch = buffer.sample(8)  # 8 rollouts with advantages; their file is written before you have them
+    assert batch is not None  # it would be, had we too few
     print(f"{batch.batch_id}: {len(batch.examples)} examples")
     buffer.set_current_step(1)  # you trained on it, and hold weight step 1 now
     print({name: count for name, count in buffer.metrics().items() if "ledger" in name and count})
@@ -49,8 +50,7 @@ def main(directory: str) -> None:
 
     rollouts, batches = f"'{directory}/rollouts/*.parquet'", f"'{directory}/batches/*.parquet'"
     query = f"""
-        SELECT env_example_id, count(*) AS answers, mean(episode_reward) AS reward, count(advantage) AS trained,
-            max(rollout_advantage) AS best
+        SELECT env_example_id, count(*) AS answers, mean(episode_reward) AS reward, count(advantage) AS trained
         FROM {rollouts} LEFT JOIN {batches} USING (rollout_id) GROUP BY env_example_id ORDER BY env_example_id"""
     print(duckdb.sql(query))
 

@@ -83,6 +83,7 @@ def measure_rates(options: argparse.Namespace, tokens: int, sizes: list[int], ma
     rates.print_growth(buffers)
     for name, ratio in rates.growth(buffers).items():
         marks.at_most(f"{tokens} tokens: {name} at {buffers[-1].rollouts:,} / at {buffers[0].rollouts:,}", ratio, FLAT)
+    rates.close(buffers)
 
 
 def measure_peers(options: argparse.Namespace, marks: Marks) -> None:
@@ -104,6 +105,7 @@ def measure_peers(options: argparse.Namespace, marks: Marks) -> None:
     once, lists_once = (filled.round_s * 1e3 for filled in together)
     print(f"  with a round's {GROUPS} groups in one call: penstock {once:.2f}, lists {lists_once:.2f}, "
           f"{lists_once / once:.1f} times as long")  # fmt: skip
+    rates.close([ours])
 
 
 def make_lists(rounds: int) -> ListReplay:

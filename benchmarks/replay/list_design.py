@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.batch import example_from_rollout
-from penstock.types import RLExample, Rollout, RolloutBatch
+from penstock.types import AnyRollout, RLExample, RolloutBatch
 
 
 @dataclass
 class _Entry:
-    rollout: Rollout
+    rollout: AnyRollout
     advantage: float
     uses: int = 0
 
@@ -100,7 +100,7 @@ class ListReplay:
         for name, entries in self._entries.items():
             self._entries[name] = [entry for entry in entries if self._fresh(entry.rollout, oldest_step, oldest_time)]
 
-    def _fresh(self, rollout: Rollout, oldest_step: int, oldest_time: float) -> bool:
+    def _fresh(self, rollout: AnyRollout, oldest_step: int, oldest_time: float) -> bool:
         metadata = rollout.metadata
         assert metadata is not None
         return oldest_step <= metadata.weight_step <= self._step and metadata.timestamp > oldest_time

@@ -120,6 +120,13 @@ def check_books(buffer: ReplayBuffer, rollouts: int, rounds_so_far: int) -> None
     assert metrics["replay/size"] <= rollouts and count["evicted"] == 0, metrics
 
 
+def close(buffers: Sequence[Filled]) -> None:
+    """Ends their threads, which would keep them in memory."""
+    for filled in buffers:
+        if isinstance(filled.buffer, ReplayBuffer):
+            filled.buffer.close()
+
+
 def print_rates(buffers: Sequence[Filled], workload: Workload) -> None:
     size = workload.shape.array_bytes
     print(f"\n{workload.shape.tokens}-token rollouts ({size:,} bytes of arrays each); µs per operation, medians of "

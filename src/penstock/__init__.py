@@ -7,14 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.batch import BatchMaker, DeadlineBatchMaker
+    from penstock.batch import BatchMaker, DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
     from penstock.curriculum import Curriculum
     from penstock.environments import Environment, JsonlEnvironment, SingleTurnEnvironment
     from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
     from penstock.learner import Learner
     from penstock.model.language import Decoder
     from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, load_config, train
-    from penstock.replay import ReplayBuffer, TicketIssuer
+    from penstock.replay import ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, RolloutStore, TicketIssuer
     from penstock.rollout import RolloutManager, RolloutWorker
     from penstock.text import Tokenizer
     from penstock.weights import InProcessBroadcaster
@@ -27,12 +27,17 @@ _EXPORTS = {
     "EngineContext": "inference",
     "Environment": "environments",
     "EvaluationReport": "overseer",
+    "GrpoBatchMaker": "batch",
     "InProcessBroadcaster": "weights",
     "InferenceEngine": "inference",
     "JsonlEnvironment": "environments",
     "Learner": "learner",
+    "RecencyBatchMaker": "batch",
     "ReplayBuffer": "replay",
+    "ReplayBufferConfig": "replay",
+    "ReplayDataLoader": "replay",
     "RolloutManager": "rollout",
+    "RolloutStore": "replay",
     "RolloutWorker": "rollout",
     "RunConfig": "overseer",
     "RunSummary": "overseer",
@@ -47,9 +52,11 @@ _EXPORTS = {
 
 __all__ = [
     "BatchMaker", "Curriculum", "DeadlineBatchMaker", "Decoder", "EngineContext", "Environment",
-    "EvaluationReport", "InProcessBroadcaster", "InferenceEngine", "JsonlEnvironment", "Learner",
-    "ReplayBuffer", "RolloutManager", "RolloutWorker", "RunConfig", "RunSummary", "ScriptedContext",
-    "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "load_config", "train",
+    "EvaluationReport", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine",
+    "JsonlEnvironment", "Learner", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
+    "ReplayDataLoader", "RolloutManager", "RolloutStore", "RolloutWorker", "RunConfig", "RunSummary",
+    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "load_config",
+    "train",
 ]  # fmt: skip
 
 

@@ -16,7 +16,15 @@ from penstock.rundir import read_events, read_json_lines, read_metrics, read_sta
 from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
 from tests.overseer.conftest import TINY, merged, tiny
 
-CLOCKED = ("time", "time/", "throughput/", "weights/publish_s", "replay/wait_s", "inference/tokens_per_s")
+CLOCKED = (
+    "time",
+    "time/",
+    "throughput/",
+    "weights/publish_s",
+    "replay/wait_s",
+    "inference/tokens_per_s",
+    "replay/store_bytes",
+)
 
 
 def reproducible(run_dir: Path) -> list[dict]:

@@ -33,7 +33,7 @@ from penstock.replay import (
 from penstock.rundir import RunDirectory, write_atomically
 from penstock.types import RolloutBatch, RolloutSink, Stopped, Ticket
 
-FILES = {"buffer_size": 4, "compact_parts": 4, "compact_rollouts": 32}
+FILES = {"buffer_size": 4, "compact_parts": 4, "compact_rollouts": 32, "compact_after_s": 0}
 PACED = {"groups_per_batch": 3, "staleness_budget": 1, "max_failed_groups_per_batch": 10_000}
 OPEN = {"groups_per_batch": 3, "staleness_budget": 1, "max_rollout_step_delay": 2, "capacity": 40, "max_samples": 3}
 VARIANTS = {
@@ -78,7 +78,7 @@ class Life:
     def __post_init__(self) -> None:
         self.config = VARIANTS[self.variant]
         states = newest_checkpoint(self.directory)
-        store = RolloutStore(self.directory, self.config.store)
+        self.store = store = RolloutStore(self.directory, self.config.store)
         self.lineage = store.lineages.newest + 1 if states is not None else 0
         ledger, self.curriculum = store.open_ledger(self.lineage), simulation.Curriculum()
         if self.variant == "open":
@@ -132,6 +132,7 @@ class Life:
         for thread in self.threads:
             thread.join(10)
         self.checkpoint()
+        self.store.close()
 
     def serve(self) -> None:
         self.serving = self.step

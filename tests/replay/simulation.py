@@ -79,6 +79,9 @@ class MemoryStore:
     def maintain(self) -> None:
         pass
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def history(self) -> History:
         sealed = [
             SealedRollout(i, r.group_id, WeightVersion(r.rollout.metadata.lineage, r.rollout.newest_weight_step))

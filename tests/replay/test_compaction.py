@@ -24,7 +24,7 @@ GRACE_S = 10.0
 
 
 def make_store(path, clock=None, **config):
-    config = StoreConfig(**{"compact_parts": 4, "compact_rollouts": 8, **config})
+    config = StoreConfig(**{"compact_parts": 4, "compact_rollouts": 8, "compact_after_s": 0, **config})
     return RolloutStore(path, config, clock or HandClock(), grace_s=GRACE_S)
 
 
@@ -160,6 +160,21 @@ def test_files_that_are_not_small_or_of_another_form_are_left_alone(tmp_path):
     assert sizes == [2, 8, 9] and "part-old.parquet" in parts_in(tmp_path)
 
 
+def test_young_files_are_left_alone(tmp_path):
+    clock = HandClock()
+    store = make_store(tmp_path, clock, compact_after_s=600)
+    seal_groups(store, 0, 1, 2, 3)
+    clock.now += 599
+    seal_groups(store, 4, 5, 6, 7)
+    store.maintain()
+    assert len(parts_in(tmp_path)) == 8
+    clock.now += 2
+    store.maintain()
+    clock.now += GRACE_S + 1
+    store.maintain()
+    assert len(parts_in(tmp_path)) == 5 and stored_ids(store) == ids(*range(8))
+
+
 def test_zero_parts_means_never(tmp_path):
     store = make_store(tmp_path, compact_parts=0)
     seal_groups(store, *range(6))
@@ -243,7 +258,7 @@ from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
 from tests.replay.stored import group_records
 
-store = RolloutStore(sys.argv[1], StoreConfig(compact_parts=3, compact_rollouts=10), grace_s=0.0)
+store = RolloutStore(sys.argv[1], StoreConfig(compact_parts=3, compact_rollouts=10, compact_after_s=0), grace_s=0.0)
 store.open_ledger()
 for number in range(int(sys.argv[2]), 1_000_000):
     store.seal(group_records(f"words-0-{number}"))

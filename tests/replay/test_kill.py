@@ -228,7 +228,10 @@ def finish(lives: Lives, path: Path, variant: str, before: Audit) -> None:
         waiting = {i for ids in found.plan.waiting.values() for i in ids}
         assert trained <= found.uses.keys() <= trained | waiting
         assert {i for i, uses in found.uses.items() if uses == CAPS[variant]} <= trained
-    assert not list(RunDirectory(path).rollouts.glob(".*")), "unfinished files are cleared away"
+    parts = list(RunDirectory(path).rollouts.iterdir())
+    assert all(part.suffix == ".parquet" for part in parts), "unfinished files are cleared away"
+    rows = [i for part in parts for i in read_parquet(part, ["rollout_id"]).column(0).to_pylist()]
+    assert Counter(rows) == Counter(found.history.sealed.keys()), "what was merged is there once"
 
 
 @pytest.mark.parametrize("variant", ["plain", "reuse", "spool", "open"])

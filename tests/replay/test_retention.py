@@ -14,7 +14,7 @@ from penstock.replay.retention import choose_expendable
 
 
 def make_store(path, clock, **config):
-    return RolloutStore(path, StoreConfig(**config), clock, grace_s=5.0)
+    return RolloutStore(path, StoreConfig(**{"compact_after_s": 0, **config}), clock, grace_s=5.0)
 
 
 def fill(store, clock, count=4):

@@ -216,7 +216,7 @@ def test_experience_of_another_kind_goes_through_the_same_store(tmp_path):
         ),
         batch_from_table=lambda table, name: table.column("rollout_ids").to_pylist(),
     )
-    store = RolloutStore(tmp_path, StoreConfig(compact_parts=2, max_bytes=1), experience=fragments)
+    store = RolloutStore(tmp_path, StoreConfig(compact_parts=2, compact_after_s=0, max_bytes=1), experience=fragments)
     for number in range(3):
         row = {
             "rollout_id": f"pong-0-{number}/0",

@@ -16,7 +16,7 @@ def directory(tmp_path):
 
 
 def make_store(directory, url, clock=None, **config):
-    return RolloutStore(directory, StoreConfig(url=url, **config), clock or HandClock(), grace_s=5.0)
+    return RolloutStore(directory, StoreConfig(url=url, compact_after_s=0, **config), clock or HandClock(), grace_s=5.0)
 
 
 def test_a_run_is_written_merged_cut_and_read_back(directory, store_url):  # noqa: F811

@@ -71,6 +71,20 @@ def test_another_writer_s_file_is_seen_at_once(storage, store_url, tmp_path):  #
     assert other.files("rollouts") == []
 
 
+def test_listings_of_an_object_store_are_never_stale(s3_url, tmp_path):  # noqa: F811
+    import s3fs
+
+    elsewhere = s3fs.S3FileSystem(skip_instance_cache=True)  # another process, to all intents
+    path = f"{s3_url.removeprefix('s3://')}/rollouts/part-1.parquet"
+    elsewhere.pipe_file(path, b"1")
+    storage = open_storage(tmp_path, s3_url)
+    assert len(storage.files("rollouts")) == 1
+    elsewhere.rm_file(path)
+    assert storage.files("rollouts") == []
+    with pytest.raises(FileNotFoundError):
+        read(storage, "rollouts/part-1.parquet")
+
+
 def test_a_file_is_not_listed_before_it_is_whole(tmp_path):
     storage = RemoteStorage(f"plain://{tmp_path}/x")
     storage.prepare(["rollouts"])

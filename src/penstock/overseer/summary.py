@@ -92,6 +92,7 @@ def _next_commands(summary: RunSummary, recipe: str) -> list[str]:
     if not checkpoint.is_dir():
         return []  # interrupted before the first checkpoint
     commands = [
+        f"penstock rollouts {summary.run_dir}",
         f"penstock eval {checkpoint} --recipe {recipe}",
         f"penstock serve {checkpoint}",
     ]

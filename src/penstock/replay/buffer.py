@@ -270,6 +270,7 @@ class ReplayBuffer:
                 "replay/in_flight": float(counts["in_flight"]),
                 "replay/outstanding_groups": float(len(self._admission.outstanding)),
                 "replay/late_deliveries": float(self._admission.late_deliveries),
+                **self._store.metrics(),
                 **{f"replay/ledger/{state}": float(count) for state, count in counts.items()},
             }
 

@@ -70,6 +70,7 @@ class Compactor:
         self._compression = config.compression
         self._parts = config.compact_parts
         self._rollouts = config.compact_rollouts
+        self._after_s = config.compact_after_s
         self._clock = clock
         self._grace_s = grace_s
         self._round = threading.Lock()
@@ -120,7 +121,10 @@ class Compactor:
         if not self._parts or self._inventory.count(self._folder) < self._parts:
             return []
         self.finish()
-        small = [entry for entry in self._inventory.kept([self._folder]) if self._is_small(entry)]
+        latest = self._clock() - self._after_s
+        kept = self._inventory.kept([self._folder])
+        old = [entry for entry in kept if entry.made_at_s <= latest] if self._after_s else kept
+        small = [entry for entry in old if len(old) >= self._parts and self._is_small(entry)]
         if len(small) < self._parts:
             return []
         before = accumulate((entry.rows or 0 for entry in small), initial=0)

@@ -18,6 +18,7 @@ class StoreConfig(BaseModel):
         compression: Of the Parquet files.
         compact_parts: So many small files are merged into one in the background; 0 never.
         compact_rollouts: A file is small while it holds fewer rollouts than this.
+        compact_after_s: Younger files are left as they are, so that whoever reads a run's latest files is not disturbed.
         max_bytes: The oldest files go when rollouts and batches together take more; None means no limit. Only files
             all of whose rollouts met their final fate before the newest checkpoint go.
         retention_s: No file younger than this goes, whatever `max_bytes` says.
@@ -31,6 +32,7 @@ class StoreConfig(BaseModel):
     compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = "zstd"
     compact_parts: int = Field(default=64, ge=0)
     compact_rollouts: int = Field(default=4096, ge=2)
+    compact_after_s: float = Field(default=600.0, ge=0)
     max_bytes: int | None = Field(default=None, ge=1)
     retention_s: float = Field(default=0.0, ge=0)
 

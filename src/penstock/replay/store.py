@@ -77,6 +77,10 @@ class ExperienceStore(Protocol):
         """One round of compaction."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """``replay/…`` numbers of the files."""
+        ...
+
 
 class RolloutStore:
     """Files of one run. Sealing, reading, compaction and retention may go on in different threads.
@@ -240,6 +244,10 @@ class RolloutStore:
     def over_cap(self) -> bool:
         """Whether that is more than `StoreConfig.max_bytes`: no more files may go, or no checkpoint came since."""
         return self._retention.is_exceeded
+
+    def metrics(self) -> dict[str, float]:
+        """``replay/store_bytes``, and ``replay/store_over_cap``: 1 where `over_cap`."""
+        return {"replay/store_bytes": float(self.bytes), "replay/store_over_cap": float(self.over_cap)}
 
     def _refuse_foreign_files(self) -> None:
         """Two runs at one URL would mix their ledgers; a run that has handed out no ticket owns no file."""

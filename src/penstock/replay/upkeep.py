@@ -1,6 +1,6 @@
 """The thread that keeps the store in order while a run goes on: small files are merged when enough have gathered.
 
-It sleeps until files were written. A failure is a full or broken disk, which ends the run with an error that says so.
+It wakes when files were written, and every few seconds for what has to be deleted a while after a merge. A failure is a full or broken disk, which ends the run with an error that says so.
 """
 
 import threading
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from penstock.replay.store import ExperienceStore
 from penstock.types import PenstockError, RunFailed
 
-_STOP_S = 30.0
-"""Longest wait for a merge that is under way."""
+_ROUND_S = 5.0
+"""Longest sleep between two looks; one that finds nothing to do touches no file."""
 
 
 class Upkeep:
@@ -38,15 +38,13 @@ class Upkeep:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread. A merge that does not end in time is left to the process's own end: it is atomic."""
+        """Asks the thread to end, without waiting: closing the store abandons a merge that is under way."""
         self._stopping = True
         self._news.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         while True:
-            self._news.wait()
+            self._news.wait(_ROUND_S)
             self._news.clear()
             if self._stopping:
                 return
