@@ -126,7 +126,9 @@ def test_without_merging_nobody_meets_an_error(tmp_path, read):
 
 def watch(path, read, compact_parts=8):
     """Looks again and again while a run goes on; gives the number of rounds that deleted files."""
-    store = RolloutStore(path, StoreConfig(compact_parts=compact_parts, compact_rollouts=64, compact_after_s=0), grace_s=0.05)
+    store = RolloutStore(
+        path, StoreConfig(compact_parts=compact_parts, compact_rollouts=64, compact_after_s=0), grace_s=0.05
+    )
     seen = {"rollouts": set(), "batches": set()}
     with Writer(store) as writer:
         looks, end = 0, time.monotonic() + 8

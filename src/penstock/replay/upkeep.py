@@ -1,6 +1,7 @@
 """The thread that keeps the store in order while a run goes on: small files are merged when enough have gathered.
 
-It wakes when files were written, and every few seconds for what has to be deleted a while after a merge. A failure is a full or broken disk, which ends the run with an error that says so.
+It wakes when files were written, and every few seconds for what has to be deleted a while after a merge. A failure is a
+full or broken disk, which ends the run with an error that says so.
 """
 
 import threading

@@ -22,11 +22,12 @@ def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) ->
     Raises:
         ValueError: there are more elements than one column can hold.
     """
+    missing = [array is None for array in arrays]
     present = [array for array in arrays if array is not None]
-    lengths = [0 if array is None else len(array) for array in arrays]
-    nulls = pa.array([array is None for array in arrays], pa.bool_()) if len(present) < len(arrays) else None
-    flat = np.concatenate(present) if present else np.zeros(0)
-    return pa.ListArray.from_arrays(offsets_of(lengths), pa.array(flat).cast(value_type), mask=nulls)
+    lengths = [0 if array is None else len(array) for array in arrays] if any(missing) else list(map(len, present))
+    flat = pa.array(np.concatenate(present) if present else np.zeros(0))
+    values = flat if flat.type == value_type else flat.cast(value_type)
+    return pa.ListArray.from_arrays(offsets_of(lengths), values, mask=pa.array(missing) if any(missing) else None)
 
 
 def nested_column(lists: Sequence[Sequence[Any]], values: pa.Array) -> pa.ListArray:
