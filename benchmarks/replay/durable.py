@@ -1,4 +1,8 @@
-"""The whole way with files: groups in, sealed to Parquet with a flush to the disk each, batches drawn and stored."""
+"""The whole way with files: groups in, sealed to Parquet with a flush to the disk each, batches drawn and stored.
+
+A batch is drawn after each round, and everything that waits for a file gets it then: so no file holds more than a
+round. Small files are merged meanwhile.
+"""
 
 import tempfile
 import time
@@ -25,9 +29,10 @@ def measure(workload: Workload, rounds: int, buffer_size: int) -> DurableRates:
     """Fills a buffer round by round, drawing a batch after each; checks that the files hold what was put in."""
     adding = drawing = 0.0
     with tempfile.TemporaryDirectory(prefix="penstock-store-") as folder:
-        store = RolloutStore(Path(folder), StoreConfig(buffer_size=buffer_size))
+        config = buffer_config(rounds, StoreConfig(buffer_size=buffer_size))
+        store = RolloutStore(Path(folder), config.store)
         maker = RecencyBatchMaker(unit="rollout", max_samples=-1, max_tokens=workload.shape.tokens)
-        buffer = ReplayBuffer(buffer_config(rounds), store, maker)
+        buffer = ReplayBuffer(config, store, maker)
         for step in range(rounds):
             arriving = workload.round(step)
             buffer.set_current_step(step)
@@ -49,7 +54,8 @@ def measure(workload: Workload, rounds: int, buffer_size: int) -> DurableRates:
 
 
 def print_durable(results: list[DurableRates], workload: Workload) -> None:
-    print(f"\nWith files (zstd, each flushed to the disk), {workload.shape.tokens}-token rollouts")
+    count, tokens = results[0].rollouts, workload.shape.tokens
+    print(f"\nWith files (zstd, each flushed to the disk), {count:,} rollouts of {tokens} tokens")
     print(f"{'buffer_size':>13}{'ingest/s':>12}{'MB/s':>8}{'sample/s':>12}{'files':>8}")
     for result in results:
         rate = result.ingest * workload.shape.array_bytes / 1e6

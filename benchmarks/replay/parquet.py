@@ -1,8 +1,8 @@
 """Rollout files through our functions, against pyarrow alone on the same rows with the same settings.
 
-Like is compared with like: a finished table is written and flushed to the disk, a file is read into a table. Ours also
-checks versions, writes aside and renames. What it costs to make the table of records, and records of the table, is
-printed beside it. Rounds are interleaved; medians.
+Like is compared with like: a finished table is written and flushed to the disk, rows are made into a table and that
+is written, a file is read into a table. Ours also checks versions, writes aside and renames. What it costs to make the
+table of records, and records of the table, is printed beside it. Rounds are interleaved; medians.
 """
 
 import os
@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ from penstock.rundir import (
     write_parquet,
     write_records,
 )
-from penstock.types import RolloutRecord
+from penstock.types import Decoding, RolloutRecord
+
+PLAIN = (
+    "lesson_id", "env_name", "env_example_id", "oldest_weight_step", "episode_reward", "finish_reason",
+    "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards", "response_mask", "response_weight_steps",
+)  # fmt: skip
+"""Columns that are attributes of a rollout under the same name."""
 
 
 def make_records(workload: Workload, rows: int) -> list[RolloutRecord]:
@@ -59,6 +65,9 @@ def measure(workload: Workload, rows: int, repeats: int) -> dict[str, float]:
             "pyarrow: write a table": lambda: write_alone(table, theirs, flush=False),
             "pyarrow: write and flush": lambda: write_alone(table, theirs, flush=True),
             "write a table": lambda: write_parquet(ours, table),
+            "pyarrow: write records, flush": lambda: write_alone(
+                pa.Table.from_pylist([plain_row(record) for record in records], table.schema), theirs, flush=True
+            ),
             "write records": lambda: write_records(ours, records),
             "pyarrow: read a table": lambda: pq.read_table(theirs),
             "read a table": lambda: read_parquet(ours),
@@ -73,7 +82,34 @@ def measure(workload: Workload, rows: int, repeats: int) -> dict[str, float]:
                 operation()
                 seconds[name].append(time.perf_counter() - began)
         check_files(ours, theirs, records)
+        write_alone(table, theirs, flush=False)
+        check_files(ours, theirs, records)
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def plain_row(record: RolloutRecord) -> dict[str, Any]:
+    """What one would give pyarrow without us: a dictionary, with the rollout's own arrays."""
+    rollout, metadata = record.rollout, record.rollout.metadata
+    assert metadata is not None and rollout.response_weight_steps is not None
+    return {
+        "schema_version": metadata.schema_version,
+        "rollout_id": rollout.rollout_id,
+        "group_id": record.group_id,
+        "group_key": record.group_key,
+        "worker_id": metadata.worker_id,
+        "timestamp": metadata.timestamp,
+        "lineage": metadata.lineage,
+        "weight_step": metadata.weight_step,
+        "newest_weight_step": int(rollout.response_weight_steps.max()),
+        "turns": [asdict(turn) for turn in rollout.turns],
+        "decoding": vars_of(rollout.decoding),
+        "timings": list(record.timings.items()),
+        **{name: getattr(rollout, name) for name in PLAIN},
+    }
+
+
+def vars_of(decoding: Decoding) -> dict[str, Any]:
+    return {name: getattr(decoding, name) for name in Decoding.__slots__}
 
 
 def settings(table: pa.Table) -> dict[str, Any]:
@@ -118,4 +154,4 @@ def print_parquet(seconds: dict[str, float], workload: Workload, rows: int) -> N
     print(f"\nParquet, {rows:,} rows of {workload.shape.tokens} tokens, zstd ({rows // ROUND} rounds' worth)")
     for name, value in seconds.items():
         megabytes = rows * workload.shape.array_bytes / 1e6
-        print(f"  {name:<26}{rows / value:>10,.0f} rows/s{megabytes / value:>8,.0f} MB/s")
+        print(f"  {name:<31}{rows / value:>10,.0f} rows/s{megabytes / value:>8,.0f} MB/s")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.replay import ReplayBufferConfig
+from penstock.replay import ReplayBufferConfig, StoreConfig
 from penstock.types import RLExample, Rollout, RolloutBatch, RolloutGroup, RolloutMetadata
 
 GROUP_SIZE, GROUPS = 8, 8
@@ -96,13 +96,14 @@ class Workload:
         )
 
 
-def buffer_config(rounds: int) -> ReplayBufferConfig:
+def buffer_config(rounds: int, store: StoreConfig | None = None) -> ReplayBufferConfig:
     """A buffer that holds exactly so many rounds: older ones are stale, and there is room for no more."""
     return ReplayBufferConfig(
         capacity=rounds * ROUND // len(ENVIRONMENTS),
         max_samples=-1,
         staleness_budget=1,
         max_rollout_step_delay=rounds - 1,
+        store=store or StoreConfig(),
     )
 
 

@@ -89,7 +89,7 @@ def test_a_newer_version_of_a_problem_evicts_the_older_one(add):
     first, second = maker.dropped()
     assert (first.rollout_id, second.rollout_id, first.fate) == ("a-0-0/0", "a-0-0/1", "evicted")
     assert first.reason == (
-        "weight step 6 (lineage 0) of problem env:example came; this is weight step 4 (lineage 0)"
+        "weight step 6 of problem env:example came; this is weight step 4"
     )  # fmt: skip
     assert set(ids_of(maker.create_batch(4))) == {"a-0-1/0", "a-0-1/1", "a-0-9/0", "a-0-9/1"}
 
@@ -102,9 +102,7 @@ def test_an_older_version_that_comes_late_is_evicted_too(add):
     assert maker.create_batch(1) is None
     dropped = maker.dropped()
     assert [d.fate for d in dropped] == ["evicted", "evicted"]
-    assert dropped[0].reason == (
-        "problem env:example has weight step 6 (lineage 0) already; this is weight step 4 (lineage 0)"
-    )
+    assert dropped[0].reason == ("problem env:example has weight step 6 already; this is weight step 4")
 
 
 def test_versions_stay_side_by_side_when_all_are_kept(add):

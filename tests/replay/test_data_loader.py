@@ -87,8 +87,11 @@ def test_files_are_forced_and_stragglers_aborted_only_for_a_learner_that_waits(p
         assert run.store.files == 1 and run.ledger.snapshot()["aborted"] == 0
         run.buffer.finish_update(0)
         run.buffer.set_current_step(1)
-        with pytest.raises(NoProgressError, match=r"no batch within 0\.2 s: update 1 needs 2 groups, 1 are ready"):
+        with pytest.raises(NoProgressError, match=r"no batch within 0\.2 s: update 1 needs 2 groups, 0 are ready"):
             loader.next_batch(1, 0.2)
+        assert run.store.files == 1  # a file now would not complete the batch
+        deliver(sim, run, tickets[3])
+        assert loader.next_batch(1, 5.0).step == 1
         assert run.store.files == 2
 
 

@@ -41,7 +41,7 @@ def test_a_full_disk_ends_the_run_with_an_error_that_says_so(sim, buffer_over):
 
     buffer = buffer_over(maintain)
     give(sim, buffer)
-    with pytest.raises(RunFailed, match="merging small rollout files failed: .*No space left on device"):
+    with pytest.raises(RunFailed, match="keeping the rollout files in order failed: .*No space left on device"):
         limit = time.monotonic() + 10.0
         while time.monotonic() < limit:
             buffer.sample(2)

@@ -17,7 +17,7 @@ Retention = Literal["newest", "all"]
 REMEMBERED = 4096
 """Problems without a waiting rollout whose version and baseline are remembered; the longest unused are forgotten."""
 
-Key = tuple[str, str] | tuple[str, str, tuple[int, int]]
+Key = tuple[str, str] | tuple[str, str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,14 +26,14 @@ class Baseline:
 
     Attributes:
         key: Environment and example; with the version, where all versions are kept.
-        version: Lineage and weight step.
+        version: Weight step. What waits in one buffer is of one surviving path, on which a step is a version.
         count: Rollouts so far.
         total: Their rewards' sum.
         groups: Those with a rollout that waits.
     """
 
     key: Key
-    version: tuple[int, int]
+    version: int
     count: int = 0
     total: float = 0.0
     groups: list[HeldGroup] = field(default_factory=list[HeldGroup])
@@ -82,7 +82,7 @@ class Baselines:
             self._baselines[key] = Baseline(key, version)
         return self._baselines[key]
 
-    def renew(self, baseline: Baseline, version: tuple[int, int]) -> Baseline:
+    def renew(self, baseline: Baseline, version: int) -> Baseline:
         """A newer version of its problem begins."""
         self._baselines[baseline.key] = Baseline(baseline.key, version)
         return self._baselines[baseline.key]
@@ -105,7 +105,7 @@ class Baselines:
                 del self._baselines[oldest]
 
 
-def version_of(group: HeldGroup) -> tuple[int, int]:
+def version_of(group: HeldGroup) -> int:
     """Lineage and weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
     stamps = [rollout.metadata for rollout in group.rollouts() if rollout.metadata is not None]
-    return min((stamp.lineage, stamp.weight_step) for stamp in stamps)
+    return min(stamp.weight_step for stamp in stamps)

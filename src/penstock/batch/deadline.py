@@ -105,6 +105,9 @@ class DeadlineBatchMaker(PacedBatchMaker):
             self._open.leave(group)
         self._paced.set_deadline(group, deadline_step)
 
+    def judge_arrivals(self) -> None:
+        """Nothing is decided before a batch."""
+
     def discard(self, rollout_ids: Iterable[str]) -> None:
         """See `PacedBatchMaker.discard`; a group without rollouts is gone."""
         for rollout_id in rollout_ids:

@@ -86,6 +86,10 @@ class PacedBatchMaker(BatchMaker):
         """
 
     @abstractmethod
+    def judge_arrivals(self) -> None:
+        """Decides about what was added since: baselines, and what it gives up. Asked before any batch is owed."""
+
+    @abstractmethod
     def discard(self, rollout_ids: Iterable[str]) -> None:
         """Forgets rollouts that became stale, were evicted or are used up; unknown ids are ignored."""
 
@@ -93,5 +97,5 @@ class PacedBatchMaker(BatchMaker):
     def dropped(self) -> list[Dropped]:
         """What it gave up by itself since the last call.
 
-        Asked after `add_rollout`, and after every `create_batch`, also one that returned None.
+        Asked after `add_rollout` and `judge_arrivals`, and after every `create_batch`, also one that returned None.
         """

@@ -102,7 +102,7 @@ class RecencyBatchMaker(PacedBatchMaker):
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         """See `BatchMaker.create_batch`; `batch_size` counts units, and groups with a deadline may exceed it."""
-        self._place_arrivals()
+        self.judge_arrivals()
         if len(self) < max(batch_size, 1):
             return None
         chosen = self._choose(batch_size)
@@ -134,6 +134,17 @@ class RecencyBatchMaker(PacedBatchMaker):
             group.pool.set_drawable(group.pool.slots(group), False)
         self._paced.set_deadline(group, deadline_step)
 
+    def judge_arrivals(self) -> None:
+        """See `PacedBatchMaker.judge_arrivals`."""
+        for group in self._held.arrived():
+            as_group = group.as_group()
+            pool = self._pools.setdefault(as_group.rollouts[0].env_name, Pool(by_member=self._unit == "rollout"))
+            by_batch = self._unit == "group" or self._advantage == "reinforce_pp"
+            advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
+            if pool.by_member:
+                group.flat = len({rollout.episode_reward for rollout in as_group.rollouts}) == 1
+            pool.place(group, group.deadline_step is None, advantages)
+
     def discard(self, rollout_ids: Iterable[str]) -> None:
         """See `PacedBatchMaker.discard`; a group without rollouts is gone."""
         for rollout_id in rollout_ids:
@@ -146,16 +157,6 @@ class RecencyBatchMaker(PacedBatchMaker):
         return []
 
     # --- choosing --------------------------------------------------------------------------------------------------
-
-    def _place_arrivals(self) -> None:
-        for group in self._held.arrived():
-            as_group = group.as_group()
-            pool = self._pools.setdefault(as_group.rollouts[0].env_name, Pool(by_member=self._unit == "rollout"))
-            by_batch = self._unit == "group" or self._advantage == "reinforce_pp"
-            advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
-            if pool.by_member:
-                group.flat = len({rollout.episode_reward for rollout in as_group.rollouts}) == 1
-            pool.place(group, group.deadline_step is None, advantages)
 
     def _choose(self, batch_size: int) -> list[tuple[HeldGroup, list[int]]]:
         """Groups with the slots of their units that the batch takes, in batch order."""

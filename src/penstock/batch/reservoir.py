@@ -90,7 +90,7 @@ class GrpoBatchMaker(PacedBatchMaker):
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         """See `BatchMaker.create_batch`; `batch_size` counts rollouts."""
-        self._judge_arrivals()
+        self.judge_arrivals()
         if len(self._reservoir) < max(batch_size, 1):
             return None
         slots = self._choose(batch_size)
@@ -115,21 +115,8 @@ class GrpoBatchMaker(PacedBatchMaker):
         if group is not None:
             self._deadlines.set(group, deadline_step)
 
-    def discard(self, rollout_ids: Iterable[str]) -> None:
-        """See `PacedBatchMaker.discard`; baselines still count what is discarded."""
-        for rollout_id in rollout_ids:
-            gone = self._held.discard(rollout_id)
-            if gone is not None:
-                self._forget(gone)
-
-    def dropped(self) -> list[Dropped]:
-        """See `PacedBatchMaker.dropped`."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
-    # --- what comes in ---------------------------------------------------------------------------------------------
-
-    def _judge_arrivals(self) -> None:
+    def judge_arrivals(self) -> None:
+        """See `PacedBatchMaker.judge_arrivals`."""
         touched: dict[Baseline, None] = {}
         for group in self._held.arrived():
             baseline = self._baselines.find(group)
@@ -149,6 +136,20 @@ class GrpoBatchMaker(PacedBatchMaker):
             touched[baseline] = None
         for baseline in touched:
             self._filter(baseline)
+
+    def discard(self, rollout_ids: Iterable[str]) -> None:
+        """See `PacedBatchMaker.discard`; baselines still count what is discarded."""
+        for rollout_id in rollout_ids:
+            gone = self._held.discard(rollout_id)
+            if gone is not None:
+                self._forget(gone)
+
+    def dropped(self) -> list[Dropped]:
+        """See `PacedBatchMaker.dropped`."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    # --- what comes in ---------------------------------------------------------------------------------------------
 
     def _filter(self, baseline: Baseline) -> None:
         """Gives up what has nothing to learn from."""
@@ -207,6 +208,5 @@ def _problem(group: HeldGroup) -> str:
     return f"problem {first.env_name}:{first.env_example_id}"
 
 
-def _name(version: tuple[int, int]) -> str:
-    lineage, step = version
-    return f"weight step {step} (lineage {lineage})"
+def _name(version: int) -> str:
+    return f"weight step {version}"

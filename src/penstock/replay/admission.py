@@ -8,7 +8,7 @@ of it: the way of simulators, which cannot be paused, and of scripts. The buffer
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.replay.ledger import Ledger, rollout_ids
 from penstock.replay.outstanding import Outstanding, OutstandingTickets
@@ -76,6 +76,10 @@ class Admission(ABC):
     @abstractmethod
     def next_turn(self) -> str | None:
         """At staleness zero: the first ticket in issue order that is neither ingested nor gone."""
+
+    @abstractmethod
+    def is_stuck(self) -> bool:
+        """Whether nothing more can come before the next batch is taken."""
 
     @abstractmethod
     def free(self, group_id: str, failure: str | None = None) -> None:
@@ -170,6 +174,18 @@ class OpenAdmission(Admission):
             self._open(group_id, lesson_id, size)
             self._started[group_id] = size
 
+    def fail(self, group_id: str, fate: Literal["invalid", "aborted"], reason: str) -> None:
+        """A group that was announced will not come.
+
+        Raises:
+            InvalidRolloutError: no group of that id was announced, or it has come.
+        """
+        with self.changed:
+            size = self._started.pop(group_id, None)
+            if size is None:
+                raise InvalidRolloutError(f"group_id {group_id!r} is not in flight: announce it with start first")
+            self.ledger.settle(rollout_ids(group_id, size), fate, self.update, reason)
+
     def receive(self, group: RolloutGroup) -> Outstanding | None:
         """Opens the group, unless it was started before.
 
@@ -198,6 +214,10 @@ class OpenAdmission(Admission):
     def next_turn(self) -> str | None:
         """There is no order."""
         return None
+
+    def is_stuck(self) -> bool:
+        """Never: whatever comes is taken."""
+        return False
 
     def free(self, group_id: str, failure: str | None = None) -> None:
         """There are no places to free."""

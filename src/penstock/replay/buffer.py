@@ -36,11 +36,13 @@ from penstock.replay.tally import Tally
 from penstock.replay.upkeep import Upkeep
 from penstock.replay.wait_report import describe_wait
 from penstock.types import (
+    AnyRollout,
     CheckpointError,
     Clock,
     NoProgressError,
     RolloutBatch,
     RolloutGroup,
+    RolloutRecord,
     RunFailed,
     TrainingBatch,
     WeightVersion,
@@ -85,7 +87,7 @@ class ReplayBuffer:
         self._intake = Intake(
             config, rules, self._admission, self._stock, self._sealer, inspector, clock, curriculum_hook
         )
-        self._upkeep = Upkeep(store, self._fail)
+        self._upkeep = Upkeep(self._tend, min(5.0, config.store.seal_s), self._fail)
         self._waiting_since: float | None = None
         self._expendable: tuple[str, ...] = ()
         self._admission.attach(self._intake)
@@ -108,6 +110,7 @@ class ReplayBuffer:
                     complete = self._config.synchronous and self._admission.next_turn() is None
                 if (complete and self._admission.paced) or self._sealer.due:
                     self._seal()
+                self._upkeep.start()
 
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published. Drops what is no longer fresh.
@@ -178,14 +181,14 @@ class ReplayBuffer:
         started = time.monotonic()
         while True:
             hurry = wanted()
-            if hurry or self._sealer.due:
+            if self._sealer.due or (hurry and self._completes_a_batch()):
                 self._seal()
             with self._changed:
                 formed = self._form(step, hurry)
                 remaining = started + timeout_s - time.monotonic()
                 if formed is None and remaining <= 0:
                     return None
-                if formed is None and wanted() == hurry and not (hurry and len(self._sealer)):
+                if formed is None and wanted() == hurry and not (hurry and self._completes_a_batch()):
                     self._changed.wait(min(remaining, _NAP_S))
             if formed is not None:
                 return self._write_intent(formed, time.monotonic() - started)
@@ -196,6 +199,12 @@ class ReplayBuffer:
         with self._changed:
             formed = self._form(step, True)
         return None if formed is None else self._write_intent(formed, 0.0)
+
+    def _completes_a_batch(self) -> bool:
+        """Whether there are enough groups for a batch once what is queued for a file has one."""
+        with self._changed:
+            enough = self._admission.outstanding.ingested >= self._config.groups_per_batch or not self._admission.paced
+            return len(self._sealer) > 0 and (enough or self._stock.has_reusable)
 
     def wake(self) -> None:
         """Those who wait look again."""
@@ -217,16 +226,16 @@ class ReplayBuffer:
         admission = self._admission
         admission.raise_if_over()
         now = self._clock()
-        self._stock.drop_expired(now)
+        self._stock.drop_expired(now, step)
         if not admission.paced:
             formed = self._stock.sample(step, batch_size or self._config.groups_per_batch, environment_name)
         else:
             self._make_way(admission, step, hurry, now)
-            formed = self._stock.form_batch(step)
+            formed = self._stock.form_batch(step, hurry, admission.is_stuck)
         if formed is not None:
             self._waiting_since = None
             self._ledger.check()
-            formed.metrics.update(self.metrics())
+            formed.metrics.update(self._numbers())
         return formed
 
     def _make_way(self, admission: Admission, step: int, hurry: bool, now: float) -> None:
@@ -234,7 +243,6 @@ class ReplayBuffer:
         if step != admission.update:
             raise RunFailed(f"the batch of update {step} was asked for, but {admission.update} is next")
         if not hurry:
-            self._waiting_since = None
             return
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         if isinstance(admission, TicketIssuer):
@@ -243,12 +251,18 @@ class ReplayBuffer:
     def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch:
         batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
         self._store.write_batch(batch_id, formed.examples, formed.step, self._admission.lineage)
-        metrics = {**formed.metrics, "replay/wait_s": wait_s}
+        metrics = {**formed.metrics, **self._store.metrics(), "replay/wait_s": wait_s}
         return TrainingBatch(batch_id, formed.step, formed.examples, formed.group_ids, metrics)
 
     def _seal(self) -> None:
         self._sealer.seal(self._offer)
         self._upkeep.wake()
+
+    def _tend(self) -> None:
+        """What the upkeep thread does: files that are due although nobody comes by, and merging."""
+        if self._sealer.due:
+            self._sealer.seal(self._offer)
+        self._store.maintain()
 
     def _offer(self, group_ids: list[str]) -> None:
         for group_id in group_ids:
@@ -263,6 +277,9 @@ class ReplayBuffer:
 
     def metrics(self) -> dict[str, float]:
         """``replay/…`` numbers of this moment."""
+        return {**self._numbers(), **self._store.metrics()}
+
+    def _numbers(self) -> dict[str, float]:
         with self._changed:
             counts = self._ledger.snapshot()
             return {
@@ -270,7 +287,6 @@ class ReplayBuffer:
                 "replay/in_flight": float(counts["in_flight"]),
                 "replay/outstanding_groups": float(len(self._admission.outstanding)),
                 "replay/late_deliveries": float(self._admission.late_deliveries),
-                **self._store.metrics(),
                 **{f"replay/ledger/{state}": float(count) for state, count in counts.items()},
             }
 
@@ -294,12 +310,19 @@ class ReplayBuffer:
     def boundary(self) -> Generator[None, None, None]:
         """Nothing is admitted, ingested or told to the curriculum inside: take checkpoint states in it."""
         with self._sealer.paused():
+            self._seal()
             yield
 
     def close(self) -> None:
-        """Wakes everybody with `Stopped`; what was delivered is still stored."""
+        """Wakes everybody with `Stopped`; what was delivered is still stored.
+
+        A disk that refuses it now ends the run with that error instead; the groups' tickets are issued again.
+        """
         self._admission.close()
-        self._sealer.seal(self._offer, blocking=False)  # it may run in a signal handler, and must not wait
+        try:
+            self._sealer.seal(self._offer, blocking=False)  # it may run in a signal handler, and must not wait
+        except OSError as error:
+            self._fail(RunFailed(f"the last rollouts could not be stored: {error}"))
         self._upkeep.stop()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
@@ -347,7 +370,7 @@ class ReplayBuffer:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"the replay buffer's state does not fit: {error!r}") from error
             self._stock.current = self._admission.update
-            self._intake.recorded = recorded
+            self._intake.recorded = recorded - alive.keys()
             self._bring_back(self._plan(alive))
             self._admission.readmit()
             self.check_ledger()
@@ -370,24 +393,31 @@ class ReplayBuffer:
         return plan
 
     def _bring_back(self, plan: RecoveryPlan) -> None:
+        """Claims wait for their tickets; the others go into stock by arrival, spent members known to the baseline."""
         alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
-        groups: dict[str, RolloutGroup] = {}
+        claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
+        members: dict[str, list[RolloutRecord]] = {}
         for record in self._store.read_records(plan.waiting):
-            if record.rollout.rollout_id in alive:
-                known = groups.get(record.group_id)
-                members = (record.rollout,) if known is None else (*known.rollouts, record.rollout)
-                groups[record.group_id] = RolloutGroup(record.group_key, members, record.group_id)
+            members.setdefault(record.group_id, []).append(record)
+        groups: dict[str, RolloutGroup] = {}
+        for group_id in plan.waiting:
+            records = members.get(group_id, [])
+            rollouts = tuple(record.rollout for record in records if record.rollout.rollout_id in alive)
+            if not rollouts:
+                continue
+            groups[group_id] = group = RolloutGroup(records[0].group_key, rollouts, group_id)
+            if group_id not in claimed:
+                spent = [record.rollout for record in records if record.rollout.rollout_id not in alive]
+                self._restock(group, spent, plan)
         if self._admission.paced:
             self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
-        claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
-        for group in (groups[group_id] for group_id in plan.waiting if group_id in groups):  # by arrival
-            if group.group_id in claimed:
-                continue
-            waiting = waiting_group(group, None)
-            waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None
-            if self._admission.paced or waiting.uses:
-                waiting.first_use = max(0, self._stock.current - 1)
-            self._stock.add(waiting, durable=True)
+
+    def _restock(self, group: RolloutGroup, spent: Sequence[AnyRollout], plan: RecoveryPlan) -> None:
+        waiting = waiting_group(group, None)
+        waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None
+        if self._admission.paced or waiting.uses or spent:
+            waiting.first_use = max(0, self._stock.current - 1)
+        self._stock.add(waiting, durable=True, spent=[rollout for rollout in spent if rollout.defect is None])
 
     def _survives(self, version: WeightVersion) -> bool:
         return self._store.lineages.survives(version, self._admission.lineage)

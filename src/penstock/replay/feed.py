@@ -63,6 +63,27 @@ class MakerFeed:
             refused += maker.dropped()
         return refused
 
+    def judge(self) -> list[Dropped]:
+        """Lets the makers decide about what arrived; returns what they gave up."""
+        dropped: list[Dropped] = []
+        for maker in self:
+            if isinstance(maker, PacedBatchMaker):
+                maker.judge_arrivals()
+                dropped += maker.dropped()
+        return dropped
+
+    def give_restored(self, group: WaitingGroup, spent: Sequence[AnyRollout]) -> list[Dropped]:
+        """Adds a group of which some members are gone, so that the others keep the baseline that they had."""
+        maker = self.of(group.env_name)
+        if not spent or not isinstance(maker, PacedBatchMaker):
+            return self.give(group)
+        for rollout in spent:
+            maker.add_rollout(rollout)
+        dropped = self.give(group)
+        maker.judge_arrivals()
+        maker.discard([rollout.rollout_id for rollout in spent])
+        return dropped + maker.dropped()
+
     def press(self, group: WaitingGroup, step: int) -> None:
         """Update `step` must take the group, although its own deadline is later."""
         maker = self.of(group.env_name)
@@ -75,10 +96,24 @@ class MakerFeed:
         if isinstance(maker, PacedBatchMaker):
             maker.discard([rollout.rollout_id])
 
-    def draw(self, maker: BatchMaker, step: int, batch_size: int) -> tuple[list[RLExample], list[Dropped]]:
-        """A batch, empty where the maker has too little for one, and what it gave up while making it."""
+    def draw(
+        self, maker: BatchMaker, step: int, batch_size: int, at_least: int
+    ) -> tuple[list[RLExample], list[Dropped]]:
+        """A batch, empty where the maker has too little for one, and what it gave up while making it.
+
+        Args:
+            maker: Whom to ask.
+            step: The update.
+            batch_size: How much of it, in the maker's units.
+            at_least: How little will do; a plain maker, which may have ignored some rollouts, is asked for less and
+                less down to that.
+        """
         if not isinstance(maker, PacedBatchMaker):
-            return maker.create_batch(batch_size) or [], []
+            while batch_size >= max(at_least, 1):
+                if examples := maker.create_batch(batch_size):
+                    return examples, []
+                batch_size //= 2
+            return [], []
         maker.set_step(step)
         examples = maker.create_batch(batch_size) or []
         return examples, maker.dropped()
@@ -87,6 +122,11 @@ class MakerFeed:
 def unit_size(maker: BatchMaker, group: WaitingGroup) -> int:
     """What one group amounts to in the maker's batch size."""
     return 1 if takes_whole_groups(maker) else len(group.rollouts)
+
+
+def is_paced(maker: BatchMaker) -> bool:
+    """Whether it knows what the buffer knows."""
+    return isinstance(maker, PacedBatchMaker)
 
 
 def takes_whole_groups(maker: BatchMaker) -> bool:

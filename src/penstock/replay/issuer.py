@@ -130,6 +130,11 @@ class TicketIssuer(Admission):
             self._turns.popleft()
         return None
 
+    def is_stuck(self) -> bool:
+        """See `Admission.is_stuck`: the newest version serves, no place is free, and every group is trainable."""
+        held = len(self.outstanding)
+        return self._serving == self.update and held >= self.limit and self.outstanding.trainable == held
+
     def free(self, group_id: str, failure: str | None = None) -> None:
         """Gives a group's place to a fresh ticket; with a reason where the group failed."""
         self.outstanding.remove(group_id)

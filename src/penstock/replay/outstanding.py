@@ -80,6 +80,11 @@ class OutstandingTickets:
         self._entries[entry.ticket.ticket_id] = entry
         self._due.setdefault(entry.ticket.deadline_step, _Due()).outstanding += 1
 
+    @property
+    def ingested(self) -> int:
+        """How many are back and judged, their file written or not."""
+        return sum(entry.phase in ("waiting", "trainable") for entry in self)
+
     def set_trainable(self, ticket_id: str) -> None:
         """Its group is durable."""
         entry = self._entries[ticket_id]

@@ -72,8 +72,14 @@ class Sealer:
             with self._lock:
                 group_ids, self._group_ids = self._group_ids, []
                 records, self._records = self._records, []
-            if records:
-                self._store.seal(records)
+            try:
+                if records:
+                    self._store.seal(records)
+            except BaseException:
+                with self._lock:  # they wait for the next try, before what came meanwhile
+                    self._group_ids = group_ids + self._group_ids
+                    self._records = records + self._records
+                raise
             if group_ids:
                 with self._lock:
                     sealed(group_ids)

@@ -6,14 +6,14 @@ happens with the buffer's lock held, and nothing touches a file but the fate log
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from penstock.batch import BatchMaker, Dropped
 from penstock.replay.admission import Admission
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.feed import MakerFeed, batch_metrics, takes_whole_groups, unit_size
+from penstock.replay.feed import MakerFeed, batch_metrics, is_paced, takes_whole_groups, unit_size
 from penstock.replay.freshness import FreshnessRules, Verdict
 from penstock.replay.tally import Tally
 from penstock.replay.waiting import WaitingGroup, WaitingGroups
@@ -68,11 +68,17 @@ class Stock:
         self._in_training: dict[int, list[tuple[WaitingGroup, AnyRollout]]] = {}
         self._pending: Counter[str] = Counter()
 
-    def add(self, group: WaitingGroup, durable: bool = False) -> None:
-        """Takes an ingested group; one that is not durable yet is offered later."""
+    def add(self, group: WaitingGroup, durable: bool = False, spent: Sequence[AnyRollout] = ()) -> None:
+        """Takes an ingested group; one that is not durable yet is offered later.
+
+        Args:
+            group: With the members that may be trained.
+            durable: Its file has its name.
+            spent: Members of a restored group that may not be trained any more: its baseline knows them.
+        """
         self.waiting.add(group)
         if durable:
-            self.offer(group.group_id)
+            self._offer(group, self._feed.give_restored(group, spent))
         while (oldest := self.waiting.over_capacity(group.env_name)) is not None:
             reason = f"more than {self._config.capacity} rollouts of {group.env_name} wait (replay.capacity)"
             for rollout in list(oldest.rollouts):
@@ -83,14 +89,21 @@ class Stock:
         if group_id not in self.waiting:
             return
         group = self.waiting.get(group_id)
+        self._offer(group, self._feed.give(group))
+
+    def _offer(self, group: WaitingGroup, dropped: Sequence[Dropped]) -> None:
         group.offered = True
-        dropped = self._feed.give(group)
         if self._admission.paced:
-            (self._fresh if group.first_use is None else self._reusable)[group_id] = group
+            (self._fresh if group.first_use is None else self._reusable)[group.group_id] = group
         self._drop_all(dropped)
-        entry = self._admission.outstanding.get(group_id)
+        entry = self._admission.outstanding.get(group.group_id)
         if entry is not None and entry.phase == "waiting":
-            self._admission.outstanding.set_trainable(group_id)
+            self._admission.outstanding.set_trainable(group.group_id)
+
+    @property
+    def has_reusable(self) -> bool:
+        """Whether a group waits for a further use."""
+        return bool(self._reusable)
 
     def settle(self, ids: Collection[str], fate: Fate, reason: str) -> None:
         """Rollouts meet their fate."""
@@ -104,20 +117,28 @@ class Stock:
         if failure is not None and self._admission.paced:
             self._admission.end_with(failure)
 
-    def drop_expired(self, now: float) -> None:
-        """Drops what is no longer fresh."""
-        for group, rollout, verdict in self.waiting.expired(self.current, now):
+    def drop_expired(self, now: float, step: int | None = None) -> None:
+        """Drops what is no longer fresh, or will not be at update `step`."""
+        for group, rollout, verdict in self.waiting.expired(max(self.current, step or 0), now):
             self._lose(group, rollout, verdict)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
-    def form_batch(self, step: int) -> FormedBatch | None:
-        """The batch of update `step` of a paced run; None while a group that it owes is missing, or too few wait."""
+    def form_batch(self, step: int, hurry: bool, stuck: Callable[[], bool]) -> FormedBatch | None:
+        """The batch of update `step` of a paced run; None while a group that it owes is missing, or too few wait.
+
+        Args:
+            step: The update.
+            hurry: Whether the learner waits: only then are groups used again.
+            stuck: Whether no more can come before this batch: then batch makers have to do with what is there.
+        """
+        self._drop_all(self._feed.judge())
         outstanding = self._admission.outstanding
         wanted = self._config.groups_per_batch
         short = max(0, wanted - outstanding.trainable)
         # At staleness zero nothing is used again: whether a batch would have to wait depends on timing.
-        if outstanding.missing(step) or short > (0 if self._config.synchronous else len(self._reusable)):
+        may_reuse = hurry and not self._config.synchronous
+        if outstanding.missing(step) or short > (len(self._reusable) if may_reuse else 0):
             return None
         due = outstanding.must_take(step)
         for group_id in due:
@@ -132,7 +153,13 @@ class Stock:
             maker = self._feed.of(group.env_name)
             assert maker is not None  # it was offered
             shares[maker] += unit_size(maker, group)
-        return self._draw(step, shares)
+        formed = self._draw(step, shares, stuck)
+        if formed is None and stuck():
+            for group in chosen:
+                reason = "its batch maker makes no batch of what waits, and nothing more can come before it does"
+                for rollout in list(group.rollouts):
+                    self._lose(group, rollout, Verdict("filtered", reason))
+        return formed
 
     def sample(self, step: int, batch_size: int, env_name: str | None = None) -> FormedBatch | None:
         """A batch for update `step` of an open buffer; None where there is too little for one.
@@ -142,9 +169,11 @@ class Stock:
             batch_size: In the makers' units; several makers share it evenly, the first taking what is left over.
             env_name: Ask only the maker of this environment.
         """
+        self._drop_all(self._feed.judge())
         makers = list(self._feed) if env_name is None else [m for m in [self._feed.of(env_name)] if m is not None]
         each, over = divmod(batch_size, max(len(makers), 1))
-        return self._draw(step, Counter({m: each + (i < over) for i, m in enumerate(makers) if each or i < over}))
+        shares = Counter({m: each + (i < over) for i, m in enumerate(makers) if each or i < over})
+        return self._draw(step, shares, lambda: False)
 
     def finish(self, step: int) -> None:
         """Update `step` was applied: its rollouts were used once more."""
@@ -189,13 +218,17 @@ class Stock:
                 confirmed.add(group.group_id)
         return {group_id: ids for group_id, ids in self.groups().items() if group_id in confirmed}
 
-    def _draw(self, step: int, shares: Counter[BatchMaker]) -> FormedBatch | None:
+    def _draw(self, step: int, shares: Counter[BatchMaker], stuck: Callable[[], bool]) -> FormedBatch | None:
         examples: list[RLExample] = []
         taken: list[tuple[WaitingGroup, AnyRollout]] = []
         metrics: dict[str, float] = {}
-        for maker, share in shares.items():
-            drawn, dropped = self._feed.draw(maker, step, share)
-            live = [(example, members) for example in drawn if (members := self._members(example)) is not None]
+        planned: Counter[str] = Counter()
+        for maker in sorted(shares, key=is_paced):  # only a plain one may have too little, and then nothing is drawn
+            at_least = 1 if stuck() else shares[maker]
+            drawn, dropped = self._feed.draw(maker, step, shares[maker], at_least)
+            if not drawn and not taken and not is_paced(maker) and not stuck():
+                return None
+            live = [(example, members) for example in drawn if (members := self._members(example, planned)) is not None]
             self._tally.dead_in_batch += len(drawn) - len(live)
             examples += [example for example, _ in live]
             mine = [member for _, members in live for member in members]
@@ -209,8 +242,8 @@ class Stock:
             return None
         return self._take(step, examples, taken, metrics)
 
-    def _members(self, example: RLExample) -> list[tuple[WaitingGroup, AnyRollout]] | None:
-        """Whom an example is made of; None where one of them is not live any more."""
+    def _members(self, example: RLExample, planned: Counter[str]) -> list[tuple[WaitingGroup, AnyRollout]] | None:
+        """Whom an example is made of; None where one of them is not live any more, or has its uses in this batch."""
         members: list[tuple[WaitingGroup, AnyRollout]] = []
         for rollout_id in example.rollout_ids:
             group_id = rollout_id.rpartition("/")[0]
@@ -218,7 +251,10 @@ class Stock:
             rollout = None if group is None else _member(group, rollout_id)
             if group is None or rollout is None:
                 return None
+            if group.uses_of(rollout_id) + planned[rollout_id] >= self._config.uses:
+                return None
             members.append((group, rollout))
+        planned.update(example.rollout_ids)
         return members
 
     def _leave_out(self, step: int, taken: Sequence[tuple[WaitingGroup, AnyRollout]]) -> None:
