@@ -4,7 +4,7 @@ import pytest
 
 from penstock.overseer import training_loop
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.types import NoProgressError, Stopped, TrainingBatch
+from penstock.types import NoProgressError, RunFailed, Stopped, TrainingBatch
 
 
 class Fakes:
@@ -59,6 +59,38 @@ def loop_of(fakes: Fakes, **changes) -> TrainingLoop:
         **changes,
     }
     return TrainingLoop(fakes, fakes, fakes, fakes, **settings)
+
+
+def test_when_no_batch_can_come_the_last_version_is_kept():
+    fakes = Fakes()
+    loop = loop_of(fakes, steps=9, checkpoint_every=100)
+
+    def next_batch(step, timeout_s):
+        if step == 2:
+            raise RunFailed("32 groups failed")
+        return TrainingBatch("id", step, (), (), {})
+
+    fakes.next_batch = next_batch
+    with pytest.raises(RunFailed, match="32 groups failed"):
+        loop.run()
+    assert fakes.seen[-1] == "checkpoint 2"
+
+
+def test_a_checkpoint_that_fails_too_does_not_hide_what_ended_the_run():
+    fakes = Fakes()
+
+    def checkpoint(step):
+        raise OSError("no space left")
+
+    def next_batch(step, timeout_s):
+        if step == 1:
+            raise RunFailed("32 groups failed")
+        return TrainingBatch("id", step, (), (), {})
+
+    fakes.next_batch = next_batch
+    with pytest.raises(RunFailed, match="32 groups failed") as failure:
+        loop_of(fakes, steps=9, checkpoint_every=100, checkpoint=checkpoint).run()
+    assert failure.value.__notes__ == ["and the checkpoint of step 1 could not be saved: no space left"]
 
 
 def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last_is_not_published():

@@ -6,7 +6,7 @@ Everything random is drawn from seeds, so a schedule that breaks a rule can be r
 
 import heapq
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,6 +134,7 @@ class World:
     hanging: float = 0.0
     slow: float = 0.2
     serving_lag_s: float = 0.0
+    ahead: int = 0
 
 
 @dataclass
@@ -239,6 +240,7 @@ class Simulation:
         self._count = 0
         self._busy = 0
         self._learning = False
+        self._ready: deque[TrainingBatch] = deque()
         self.issuer.set_serving_step(self.step)
 
     def clock(self) -> float:
@@ -346,14 +348,18 @@ class Simulation:
     # --- learner ---
 
     def _start_update(self, until_step: int) -> None:
-        if self._learning or self.step >= until_step:
-            return
-        batch = self.buffer.try_next_batch(self.step)
-        if batch is None:
-            return
-        self._check_batch(batch)
-        self._learning = True
-        self._after(1.0 + self._schedule.random(), self._finish_update, batch)
+        if not self._learning and self.step < until_step:
+            batch = self._ready.popleft() if self._ready else self.buffer.try_next_batch(self.step)
+            if batch is not None:
+                assert batch.step == self.step
+                self._check_batch(batch)
+                self._learning = True
+                self._after(1.0 + self._schedule.random(), self._finish_update, batch)
+        while self._learning and len(self._ready) < self.world.ahead and self.issuer.update < until_step:
+            batch = self.buffer.await_batch(self.issuer.update, 0.0, lambda: False)  # as the data loader does
+            if batch is None:
+                return
+            self._ready.append(batch)
 
     def _check_batch(self, batch: TrainingBatch) -> None:
         maker = self.config.batch_maker

@@ -1,5 +1,6 @@
 """A buffer without tickets: what arrives is taken, sampled, and ends by freshness, capacity or its uses."""
 
+import time
 from collections import Counter, deque
 from dataclasses import replace
 
@@ -402,3 +403,162 @@ def test_an_open_buffer_resumes_from_its_files(sim, tmp_path):
     again.buffer.set_current_step(2)
     assert again.counts() == {"started": 10, "trained": 8, "aborted": 2}
     store.close()
+
+
+# --- what batch makers may do wrong, and what the buffer makes of it -----------------------------------------------
+
+
+class Echo(Hoarder):
+    """Draws with replacement: the first rollout as often as it is asked."""
+
+    def create_batch(self, batch_size):
+        return [example_from_rollout(self.rollouts[0], 1.0, 16)] * batch_size if self.rollouts else None
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_rollout_that_is_drawn_more_often_than_it_may_be_is_left_out(open_buffer, uses):
+    run = open_buffer(Echo(), max_samples=uses)
+    run.add(run.group())
+    batch = run.buffer.sample(4)
+    assert ids(batch) == ["easy-0-0/0"] * uses and batch.metrics["replay/dead_in_batch"] == 4 - uses
+    run.buffer.set_current_step(1)
+    assert run.counts() == {"started": 2, "trained": 1, "waiting": 1}
+    run.buffer.check_ledger()
+
+
+class Picky(Hoarder):
+    """Ignores what it does not like, and makes no batch of less than it is asked for."""
+
+    def add_rollout(self, rollout):
+        if rollout.episode_reward >= 0.5:
+            super().add_rollout(rollout)
+
+    def create_batch(self, batch_size):
+        if len(self.rollouts) < batch_size:
+            return None
+        batch, self.rollouts = self.rollouts[:batch_size], self.rollouts[batch_size:]
+        return [example_from_rollout(rollout, 1.0, 16) for rollout in batch]
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
+def test_a_maker_that_ignores_rollouts_does_not_stop_a_paced_run(sim, rewards):
+    config = ReplayBufferConfig(groups_per_batch=2, staleness_budget=1, store=StoreConfig(buffer_size=1))
+    run = sim.Simulation(config, sim.World(slots=0))
+    run.buffer = ReplayBuffer(config, run.store, Picky(), run.issuer, run.clock)
+
+    def deliver_all():
+        tickets = run.issuer.acquire(9, 0)
+        for ticket in tickets:
+            group = sim.make_group(ticket, rewards[: sim.GROUP_SIZES[ticket.lesson_id]], timestamp=run.now)
+            sim.deliver(run.buffer, group)
+        return len(tickets)
+
+    assert deliver_all() == 4
+    batch = run.buffer.try_next_batch(0)
+    if 1.0 in rewards:
+        assert batch.examples
+    else:
+        assert batch is None and run.ledger.snapshot()["filtered"] > 0  # places for others
+        assert deliver_all() == 2
+    run.buffer.check_ledger()
+
+
+def test_of_several_makers_one_that_filters_does_not_make_the_batch_smaller(sim):
+    makers = [DeadlineBatchMaker(max_tokens=16), GrpoBatchMaker(environment_name="flat", max_tokens=16, seed=0)]
+    config = ReplayBufferConfig(groups_per_batch=4, staleness_budget=0, store=StoreConfig(buffer_size=1))
+    run = sim.Simulation(config, sim.World(slots=0))
+    run.buffer = ReplayBuffer(config, run.store, makers, run.issuer, run.clock)
+    first, *others = run.issuer.acquire(4, 0)
+
+    def group_of(ticket, rewards, env_name):
+        group = sim.make_group(ticket, rewards[: sim.GROUP_SIZES[ticket.lesson_id]], timestamp=run.now)
+        return RolloutGroup(group.key, tuple(rename(r, env_name) for r in group.rollouts), group.group_id)
+
+    sim.deliver(run.buffer, group_of(first, [0.0, 1.0, 0.0], "words"))
+    for ticket in others:
+        sim.deliver(run.buffer, group_of(ticket, [0.5, 0.5, 0.5], "flat"))
+    assert run.buffer.try_next_batch(0) is None
+    for ticket in run.issuer.acquire(4, 0):
+        sim.deliver(run.buffer, group_of(ticket, [0.0, 1.0, 0.0], "words"))
+    assert len(run.buffer.try_next_batch(0).group_ids) == 4
+
+
+@pytest.mark.parametrize("kind", ["recency", "grpo"])
+def test_after_a_resume_the_rest_of_a_group_keeps_its_baseline(sim, tmp_path, kind):
+    """Rewards 0, 0, 0, 1: whoever is left is measured against all four, as before."""
+
+    def maker():
+        if kind == "grpo":
+            return GrpoBatchMaker(max_tokens=16, seed=0)
+        return RecencyBatchMaker(unit="rollout", max_tokens=16, seed=0)
+
+    directory = RunDirectory.create(tmp_path / "run", {})
+    store = RolloutStore(directory)
+    run = Open(sim, maker(), store, max_rollout_step_delay=9)
+    run.add(run.group([0.0, 0.0, 0.0, 1.0]))
+    run.buffer.sample(3)
+    run.buffer.set_current_step(1)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    store.close()
+    again = Open(sim, maker(), RolloutStore(directory), states, 1, max_rollout_step_delay=9)
+    [example] = again.buffer.sample(1).examples
+    reward = 1.0 if example.rollout_ids == ("easy-0-0/3",) else 0.0
+    assert float(example.advantage.max() + example.advantage.min()) == pytest.approx(reward - (1.0 - reward) / 3)
+
+
+def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open_buffer):
+    run = open_buffer()
+    seal, full = run.store.seal, [True]
+
+    def store_seal(records):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        seal(records)
+
+    run.store.seal = store_seal
+    with pytest.raises(OSError, match="No space left"):
+        run.add(run.group())
+    full[0] = False
+    run.add(run.group())
+    assert len(run.store.sealed) == 4 and len(run.buffer.sample(2).group_ids) == 2
+    full[0] = True
+    run.buffer._sealer._buffer_size = 100
+    run.add(run.group())
+    run.buffer.close()  # in a signal handler, maybe: it says what happened to those who ask next
+    with pytest.raises(RunFailed, match="the last rollouts could not be stored: .*No space left"):
+        run.buffer.sample(1)
+
+
+def test_all_states_of_a_checkpoint_see_the_same_moment(sim, tmp_path):
+    """A group that the batch maker refuses when its file is written is gone before any state is taken."""
+    config = ReplayBufferConfig(groups_per_batch=2, store=StoreConfig(buffer_size=1000))
+    run = sim.Simulation(config, sim.World(slots=0))
+    run.buffer = ReplayBuffer(config, run.store, DeadlineBatchMaker(max_tokens=3), run.issuer, run.clock)
+    [ticket] = run.issuer.acquire(1, 0)
+    sim.deliver(run.buffer, sim.make_group(ticket, [0.0, 1.0, 0.5][: sim.GROUP_SIZES[ticket.lesson_id]], timestamp=1e3))
+    with run.buffer.boundary():
+        assert run.issuer.state()["outstanding"] == []
+        assert run.buffer.state()["recorded"] == []
+
+
+def test_an_announced_group_may_fail(open_buffer):
+    run = open_buffer()
+    run.admission.start("easy-0-0", "easy", 3)
+    run.admission.fail("easy-0-0", "aborted", "the simulator died")
+    assert run.counts() == {"started": 3, "aborted": 3}
+    with pytest.raises(InvalidRolloutError, match="'easy-0-0' is not in flight"):
+        run.admission.fail("easy-0-0", "aborted", "")
+
+
+def test_files_fall_due_without_anybody_coming_by(sim):
+    store = sim.MemoryStore()
+    config = ReplayBufferConfig(store=StoreConfig(buffer_size=1000, seal_s=0.05))
+    buffer = ReplayBuffer(config, store, RecencyBatchMaker(max_tokens=16, seed=0))
+    ticket = Ticket("easy-0-0", "easy", 0, 0, 0, 0)
+    sim.deliver(buffer, sim.make_group(ticket, [0.0, 1.0], timestamp=time.time()))
+    limit = time.monotonic() + 10.0
+    while not store.sealed:
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    buffer.close()

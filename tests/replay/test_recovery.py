@@ -175,18 +175,21 @@ def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
     filtering=st.booleans(),
     every=st.integers(1, 3),
     explicit=st.booleans(),
+    ahead=st.integers(0, 2),
+    maker=st.sampled_from(["deadline", "recency", "grpo"]),
 )
 def test_the_ledger_closes_after_crashes_at_any_point(
-    sim, tmp_path_factory, s, samples, lives, filtering, every, explicit
+    sim, tmp_path_factory, s, samples, lives, filtering, every, explicit, ahead, maker
 ):
     """Several lives in a row, each ending anywhere, resumed from the newest checkpoint or from any earlier one."""
     config = config_of(
         s,
         max_samples=samples,
-        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
+        batch_maker=BatchMakerConfig(name=maker, filter_zero_variance=filtering),
         store=StoreConfig(buffer_size=4),
+        max_filtered_groups_per_batch=10_000,
     )
-    world = dict(outcome_seed=1, failing=0.1, flat=0.2, malformed=0.1)
+    world = dict(outcome_seed=1, ahead=ahead, failing=0.1, flat=0.2, malformed=0.1)
     disk = sim.MemoryStore(tmp_path_factory.mktemp("run") / "lineages.jsonl")
     states, checkpoints = None, {}
 

@@ -87,13 +87,18 @@ class TrainingLoop:
         return WeightVersion(self._lineage, self._learner.step)
 
     def run(self) -> None:
-        """Trains; on return the last version is checkpointed."""
+        """Trains; on return, and when no batch can come, the last version is checkpointed."""
         while self._learner.step < self._steps and not self._stopping.is_set():
             self._publish()
+            started = time.perf_counter()
             try:
-                self._update(self._learner.step)
+                batch = self._next_batch(self._learner.step)
             except Stopped:
                 break
+            except Exception as error:  # whatever it is, the learner is sound: its last version is kept
+                self._save_after(error)
+                raise
+            self._update(batch, started)
         self._save(self._learner.step)
         self.doing = f"done at step {self._learner.step}"
 
@@ -102,10 +107,8 @@ class TrainingLoop:
         self._sink.publish(self.version, named_arrays(self._learner.decoder))
         self._publish_s = time.perf_counter() - started
 
-    def _update(self, step: int) -> None:
-        started = time.perf_counter()
-        self.doing = f"waiting for the batch of update {step}"
-        batch = self._next_batch(step)
+    def _update(self, batch: TrainingBatch, started: float) -> None:
+        step = batch.step
         received = time.perf_counter()
         self.doing = f"update {step}"
         metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step)}
@@ -124,6 +127,7 @@ class TrainingLoop:
 
     def _next_batch(self, step: int) -> TrainingBatch:
         """Waits on while the run moves elsewhere: a long evaluation or slow groups are no standstill."""
+        self.doing = f"waiting for the batch of update {step}"
         while True:
             before = self._progress()
             try:
@@ -131,6 +135,12 @@ class TrainingLoop:
             except NoProgressError:
                 if self._progress() == before:
                     raise
+
+    def _save_after(self, error: Exception) -> None:
+        try:
+            self._save(self._learner.step)
+        except Exception as second:  # must not hide what ended the run
+            error.add_note(f"and the checkpoint of step {self._learner.step} could not be saved: {second}")
 
     def _save(self, step: int) -> None:
         if step == self._saved_step:

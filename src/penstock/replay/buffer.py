@@ -151,6 +151,7 @@ class ReplayBuffer:
         """
         if self._admission.paced:
             raise RunFailed("a paced replay buffer is not sampled: ask next_batch for the batch of an update")
+        self._admission.raise_if_over()
         self._seal()
         with self._changed:
             formed = self._form(self._stock.current if step is None else step, False, batch_size, environment_name)
@@ -180,6 +181,7 @@ class ReplayBuffer:
         """
         started = time.monotonic()
         while True:
+            self._admission.raise_if_over()
             hurry = wanted()
             if self._sealer.due or (hurry and self._completes_a_batch()):
                 self._seal()
