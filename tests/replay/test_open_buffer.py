@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from penstock.batch import BatchMaker, DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker, example_from_rollout
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError, InvalidRolloutError, RolloutGroup, RunFailed, Stopped, Ticket
+from penstock.types import (
+    ConfigError,
+    DuplicateGroupError,
+    InvalidRolloutError,
+    RolloutGroup,
+    RunFailed,
+    Stopped,
+    Ticket,
+)
 
 
 class Open:
@@ -219,11 +227,31 @@ def test_bad_groups_are_refused_whole_and_lose_nothing(open_buffer, sim):
     with pytest.raises(InvalidRolloutError, match="group_id is ''"):
         run.add(RolloutGroup(good.key, good.rollouts))
     run.add(good)
-    with pytest.raises(InvalidRolloutError, match="'easy-0-0' is live already"):
+    with pytest.raises(DuplicateGroupError, match="'easy-0-0' was used before"):
         run.add(good)
     assert run.counts() == {"started": 2, "waiting": 2}
     with pytest.raises(RunFailed, match="versions only grow"):
         run.buffer.set_current_step(-1)
+
+
+def test_a_group_is_stored_when_its_file_is_written_or_it_was_refused(open_buffer):
+    run = open_buffer()
+    run.buffer._sealer._buffer_size = 4
+    run.add(run.group())
+    assert not run.buffer.is_stored("easy-0-0") and run.buffer.is_stored("easy-0-7")
+    run.add(run.group())
+    assert run.buffer.is_stored("easy-0-0")
+
+
+def test_a_group_that_was_settled_is_not_taken_a_second_time(open_buffer):
+    run = open_buffer()
+    group = run.group()
+    run.add(group)
+    run.buffer.sample(1)
+    run.buffer.set_current_step(1)
+    with pytest.raises(DuplicateGroupError, match="was used before"):
+        run.add(group)
+    assert run.counts() == {"started": 2, "trained": 2}
 
 
 def test_what_a_generator_announced_is_in_flight_until_it_comes(open_buffer):

@@ -180,3 +180,24 @@ def test_the_replay_buffer_counts_a_group_once_however_often_it_comes(storage, s
     assert run.buffer.metrics()["replay/late_deliveries"] == 1
     assert sorted(run.buffer.try_next_batch(0).group_ids) == sorted(ticket.ticket_id for ticket in tickets)
     run.buffer.check_ledger()
+
+
+def test_where_the_storage_outlives_the_process_a_batch_is_acknowledged_when_it_is_stored(tmp_path):
+    storage = FileRolloutStorage(tmp_path, RolloutStorageConfig(kind="file", poll_s=0.02))
+    buffer, stored = Buffer(), set()
+    receiver = RolloutReceiver(storage, buffer, stored.__contains__)
+    writer = storage.writer("w")
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(receiver.run)
+        writer.add_batches([make_batch("a")])
+        limit = time.monotonic() + LIMIT_S
+        while not buffer.taken:
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        assert list(tmp_path.rglob("*.arrow"))  # taken, but not safe
+        stored.update(buffer.taken)
+        while list(tmp_path.rglob("*.arrow")):
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        storage.close()
+        running.result(LIMIT_S)

@@ -138,7 +138,8 @@ def wire(
         lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
         new_run=start.checkpoint is None,
     )
-    receiver = RolloutReceiver(storage, buffer)
+    outlives = config.rollout.storage.kind == "file"
+    receiver = RolloutReceiver(storage, buffer, buffer.is_stored if outlives else None)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
         manager,

@@ -12,7 +12,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.replay.ledger import Ledger, rollout_ids
 from penstock.replay.outstanding import Outstanding, OutstandingTickets
-from penstock.types import CheckpointError, InvalidRolloutError, PenstockError, RolloutGroup, Stopped, Ticket
+from penstock.types import (
+    CheckpointError,
+    DuplicateGroupError,
+    InvalidRolloutError,
+    PenstockError,
+    RolloutGroup,
+    Stopped,
+    Ticket,
+)
+
+_REMEMBERED = 65_536
+"""Ids of groups by which an open buffer knows a second delivery: more than any storage holds back."""
 
 TicketKey = tuple[str, int]
 """Lesson and index: the same group in every lineage."""
@@ -154,6 +165,7 @@ class OpenAdmission(Admission):
         super().__init__(ledger, lineage, groups_per_batch=1)
         self._started: dict[str, int] = {}
         self._admitted = 0
+        self._recent: dict[str, None] = {}
         self._known: frozenset[str] = frozenset()
 
     @property
@@ -168,7 +180,7 @@ class OpenAdmission(Admission):
         """A generator has begun a group: its rollouts are in flight from now on.
 
         Raises:
-            InvalidRolloutError: a group of that id is live.
+            DuplicateGroupError: a group of that id was started before.
         """
         with self.changed:
             self._open(group_id, lesson_id, size)
@@ -190,7 +202,8 @@ class OpenAdmission(Admission):
         """Opens the group, unless it was started before.
 
         Raises:
-            InvalidRolloutError: its rollouts are not named ``<group_id>/<index>``, or it is live already.
+            InvalidRolloutError: its rollouts are not named ``<group_id>/<index>``.
+            DuplicateGroupError: it was delivered before.
         """
         size = self._started.pop(group.group_id, None)
         lesson_id = group.rollouts[0].lesson_id
@@ -249,6 +262,7 @@ class OpenAdmission(Admission):
         """Learns which groups were started before the checkpoint."""
         self._known = frozenset(started[: self._admitted])
         self._admitted = len(started)
+        self._recent = dict.fromkeys(started[-_REMEMBERED:])
 
     def readmit(self) -> None:
         """Nothing is outstanding; the ids of the earlier life are not needed any more."""
@@ -268,8 +282,11 @@ class OpenAdmission(Admission):
             raise CheckpointError(f"the state of admission does not fit: {error!r}") from error
 
     def _open(self, group_id: str, lesson_id: str, size: int) -> None:
-        if self.ledger.is_live(group_id):
-            raise InvalidRolloutError(f"group_id {group_id!r} is live already: every group needs an id of its own")
+        if group_id in self._recent or self.ledger.is_live(group_id):
+            raise DuplicateGroupError(f"group_id {group_id!r} was used before: every group needs an id of its own")
+        self._recent[group_id] = None
+        if len(self._recent) > 2 * _REMEMBERED:
+            self._recent = dict.fromkeys(list(self._recent)[-_REMEMBERED:])
         ticket = Ticket(group_id, lesson_id, 0, 0, deadline_step=self.update, admitted_step=self.update)
         self.ledger.count_started(ticket, size)
         self.ledger.open(group_id, size)

@@ -112,6 +112,11 @@ class ReplayBuffer:
                     self._seal()
                 self._upkeep.start()
 
+    def is_stored(self, group_id: str) -> bool:
+        """Whether a group that was delivered is in a file by now, or was refused."""
+        with self._changed:
+            return not (self._intake.holds(group_id) or self._sealer.holds(group_id))
+
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published. Drops what is no longer fresh.
 

@@ -71,6 +71,10 @@ class Intake:
         self._held[group.group_id] = (group, entry)
         self.advance()
 
+    def holds(self, group_id: str) -> bool:
+        """Whether a delivered group waits for its turn."""
+        return group_id in self._held
+
     def claim(self, lesson_id: str, index: int, deadline_step: int) -> Claim | None:
         """See `TicketListener.claim`; a group that could not be trained in time is given up as stale."""
         group = self.claims.pop((lesson_id, index), None)

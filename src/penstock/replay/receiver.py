@@ -1,16 +1,18 @@
 """The loop between a rollout storage and the replay buffer: receive, hand over, acknowledge.
 
-A batch is acknowledged only after the buffer took it, so one that is under way when the process dies is delivered
-again; the buffer takes one delivery per ticket and refuses the second. A batch that the buffer refuses as invalid is
-put aside and counted; any other error ends the loop and is the caller's. Batches are handed over one by one, in the
-order in which the storage gives them.
+A batch is acknowledged when the buffer has taken it; where the storage outlives the process, when its groups are in
+files. So one that is under way when the process dies is delivered again, and the buffer refuses a second delivery. A
+batch with a group that the buffer refuses as invalid is put aside and counted; any other error ends the loop and is
+the caller's. Groups are handed over one by one, in the order in which the storage gives them.
 """
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 
 from penstock.replay.storage import Delivery, RolloutStorage
-from penstock.types import InvalidRolloutError, RolloutSink, Stopped
+from penstock.types import DuplicateGroupError, InvalidRolloutError, RolloutBatch, RolloutSink, Stopped
 
 POLL_S = 0.5
 """How often a waiting receiver looks whether it should stop; rollouts wake it at once."""
@@ -22,11 +24,16 @@ class RolloutReceiver:
     Args:
         storage: Rollouts come from here.
         sink: And go there: the replay buffer.
+        is_stored: Whether a group that the sink took is safe; None acknowledges at once.
     """
 
-    def __init__(self, storage: RolloutStorage, sink: RolloutSink) -> None:
+    def __init__(
+        self, storage: RolloutStorage, sink: RolloutSink, is_stored: Callable[[str], bool] | None = None
+    ) -> None:
         self._storage = storage
         self._sink = sink
+        self._is_stored = is_stored
+        self._unsafe: deque[Delivery] = deque()
         self._stopping = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
@@ -50,8 +57,9 @@ class RolloutReceiver:
                 delivery = self._storage.receive(POLL_S)
                 if delivery is not None:
                     self._hand_over(delivery)
+                self._acknowledge()
         except Stopped:
-            return  # what was not acknowledged stays in the storage
+            self._acknowledge()  # what is not safe stays in the storage
         finally:
             self._now("stopped")
             self._idle.set()
@@ -76,16 +84,27 @@ class RolloutReceiver:
         refusals: list[str] = []
         for batch in delivery.batches:
             self._now(f"handing {len(batch.groups)} groups from {delivery.source} to the replay buffer")
-            try:
-                self._sink.add_batches([batch])
-                self.groups_received += len(batch.groups)
-            except InvalidRolloutError as error:
-                self.groups_refused += len(batch.groups)
-                refusals.append(str(error))
+            for group in batch.groups:
+                try:
+                    self._sink.add_batches([RolloutBatch.of((group,))])
+                    self.groups_received += 1
+                except DuplicateGroupError:
+                    self.groups_refused += 1
+                except InvalidRolloutError as error:
+                    self.groups_refused += 1
+                    refusals.append(str(error))
         if refusals:
             delivery.quarantine("; ".join(refusals))
         else:
-            delivery.acknowledge()
+            self._unsafe.append(delivery)
+
+    def _acknowledge(self) -> None:
+        while self._unsafe and self._is_safe(self._unsafe[0]):
+            self._unsafe.popleft().acknowledge()
+
+    def _is_safe(self, delivery: Delivery) -> bool:
+        stored = self._is_stored
+        return stored is None or all(stored(group.group_id) for batch in delivery.batches for group in batch.groups)
 
     def _now(self, doing: str) -> None:
         if doing != self._doing:

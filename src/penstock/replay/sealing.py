@@ -38,6 +38,7 @@ class Sealer:
         self._writing = threading.RLock()
         self._records: list[RolloutRecord] = []
         self._group_ids: list[str] = []
+        self._unsealed: set[str] = set()
         self._oldest = 0.0
 
     def __len__(self) -> int:
@@ -50,7 +51,12 @@ class Sealer:
             if not self._group_ids:
                 self._oldest = self._clock()
             self._group_ids.append(group_id)
+            self._unsealed.add(group_id)
             self._records += records
+
+    def holds(self, group_id: str) -> bool:
+        """Whether a group is queued, or its file is being written."""
+        return group_id in self._unsealed
 
     @property
     def due(self) -> bool:
@@ -82,6 +88,7 @@ class Sealer:
                 raise
             if group_ids:
                 with self._lock:
+                    self._unsealed.difference_update(group_ids)
                     sealed(group_ids)
         finally:
             self._writing.release()

@@ -25,9 +25,18 @@ def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) ->
     missing = [array is None for array in arrays]
     present = [array for array in arrays if array is not None]
     lengths = [0 if array is None else len(array) for array in arrays] if any(missing) else list(map(len, present))
-    flat = pa.array(np.concatenate(present) if present else np.zeros(0))
-    values = flat if flat.type == value_type else flat.cast(value_type)
+    values = _end_to_end(present, sum(lengths), value_type)
     return pa.ListArray.from_arrays(offsets_of(lengths), values, mask=pa.array(missing) if any(missing) else None)
+
+
+def _end_to_end(arrays: Sequence[np.ndarray], length: int, value_type: pa.DataType) -> pa.Array:
+    """All elements in one Arrow array, in memory of Arrow's pool, which keeps its pages for the next column."""
+    dtype = arrays[0].dtype if arrays else np.dtype(np.float64)
+    if not arrays or dtype == np.bool_ or pa.from_numpy_dtype(dtype) != value_type:
+        return pa.array(np.concatenate(arrays) if arrays else np.zeros(0)).cast(value_type)
+    buffer = pa.allocate_buffer(length * dtype.itemsize)
+    np.concatenate(arrays, out=np.frombuffer(buffer, dtype), casting="no")
+    return pa.Array.from_buffers(value_type, length, [None, buffer])
 
 
 def nested_column(lists: Sequence[Sequence[Any]], values: pa.Array) -> pa.ListArray:

@@ -4,6 +4,7 @@ from penstock.types.environment import EnvironmentSpec
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
+    DuplicateGroupError,
     EnvironmentFailure,
     InvalidRolloutError,
     MismatchError,
@@ -51,8 +52,8 @@ from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
 
 __all__ = [
     "AnyRollout", "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
-    "Decoding", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason", "GenerationCall",
-    "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
+    "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason",
+    "GenerationCall", "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
     "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError", "RLExample",
     "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats", "RolloutGroup",
     "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",

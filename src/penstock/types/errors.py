@@ -7,6 +7,7 @@
     ├── CheckpointError         a checkpoint or model directory that cannot be read or does not fit
     ├── RunDirectoryError       a run directory that exists, is missing, or is not one
     ├── InvalidRolloutError     a rollout whose fields disagree (a counted failure, never a crash)
+    │   └── DuplicateGroupError a group that was delivered before
     ├── EnvironmentFailure      an environment or reward function that broke its contract (counted likewise)
     ├── WeightsError            arrays missing, extra, misshaped, or of a superseded version
     ├── SchemaVersionError      a record written by a newer Penstock
@@ -37,6 +38,10 @@ class RunDirectoryError(ConfigError):
 
 class InvalidRolloutError(PenstockError, ValueError):
     """A rollout's fields have the wrong dtype, disagree in length, or hold values that are not finite."""
+
+
+class DuplicateGroupError(InvalidRolloutError):
+    """A group of that id was delivered before: a storage delivered it again, or an id was used twice."""
 
 
 class EnvironmentFailure(PenstockError):
