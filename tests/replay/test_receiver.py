@@ -182,22 +182,32 @@ def test_the_replay_buffer_counts_a_group_once_however_often_it_comes(storage, s
     run.buffer.check_ledger()
 
 
+class Shelf(Buffer):
+    """Takes everything, and keeps it safe when it is flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: set[str] = set()
+        self.may_flush = threading.Event()
+
+    def is_stored(self, group_id: str) -> bool:
+        return group_id in self.stored
+
+    def flush(self) -> None:
+        if self.may_flush.is_set():
+            self.stored.update(self.taken)
+
+
 def test_where_the_storage_outlives_the_process_a_batch_is_acknowledged_when_it_is_stored(tmp_path):
     storage = FileRolloutStorage(tmp_path, RolloutStorageConfig(kind="file", poll_s=0.02))
-    buffer, stored = Buffer(), set()
-    receiver = RolloutReceiver(storage, buffer, stored.__contains__)
-    writer = storage.writer("w")
+    shelf = Shelf()
+    receiver = RolloutReceiver(storage, shelf, shelf)
     with ThreadPoolExecutor() as pool:
         running = pool.submit(receiver.run)
-        writer.add_batches([make_batch("a")])
-        limit = time.monotonic() + LIMIT_S
-        while not buffer.taken:
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+        storage.writer("w").add_batches([make_batch("a")])
+        until(lambda: shelf.taken)
         assert list(tmp_path.rglob("*.arrow"))  # taken, but not safe
-        stored.update(buffer.taken)
-        while list(tmp_path.rglob("*.arrow")):
-            assert time.monotonic() < limit
-            time.sleep(0.005)
+        shelf.may_flush.set()  # nothing more comes, so the receiver asks for it
+        until(lambda: not list(tmp_path.rglob("*.arrow")))
         storage.close()
         running.result(LIMIT_S)

@@ -139,7 +139,7 @@ def wire(
         new_run=start.checkpoint is None,
     )
     outlives = config.rollout.storage.kind == "file"
-    receiver = RolloutReceiver(storage, buffer, buffer.is_stored if outlives else None)
+    receiver = RolloutReceiver(storage, buffer, buffer if outlives else None)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
         manager,

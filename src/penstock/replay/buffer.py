@@ -117,6 +117,14 @@ class ReplayBuffer:
         with self._changed:
             return not (self._intake.holds(group_id) or self._sealer.holds(group_id))
 
+    def flush(self) -> None:
+        """Writes the file of what waits for one.
+
+        Raises:
+            OSError: the disk refuses it; what waits is kept for the next try.
+        """
+        self._seal()
+
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published. Drops what is no longer fresh.
 

@@ -9,7 +9,7 @@ the caller's. Groups are handed over one by one, in the order in which the stora
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 from penstock.replay.storage import Delivery, RolloutStorage
 from penstock.types import DuplicateGroupError, InvalidRolloutError, RolloutBatch, RolloutSink, Stopped
@@ -18,21 +18,31 @@ POLL_S = 0.5
 """How often a waiting receiver looks whether it should stop; rollouts wake it at once."""
 
 
+class Keeper(Protocol):
+    """What a receiver needs to know of where rollouts become safe; implemented by `ReplayBuffer`."""
+
+    def is_stored(self, group_id: str) -> bool:
+        """Whether a group that was delivered is in a file by now, or was refused."""
+        ...
+
+    def flush(self) -> None:
+        """Puts what waits for a file into one."""
+        ...
+
+
 class RolloutReceiver:
     """Feeds the buffer until it is stopped. One per storage.
 
     Args:
         storage: Rollouts come from here.
         sink: And go there: the replay buffer.
-        is_stored: Whether a group that the sink took is safe; None acknowledges at once.
+        keeper: Says when a group is safe; None acknowledges at once.
     """
 
-    def __init__(
-        self, storage: RolloutStorage, sink: RolloutSink, is_stored: Callable[[str], bool] | None = None
-    ) -> None:
+    def __init__(self, storage: RolloutStorage, sink: RolloutSink, keeper: Keeper | None = None) -> None:
         self._storage = storage
         self._sink = sink
-        self._is_stored = is_stored
+        self._keeper = keeper
         self._unsafe: deque[Delivery] = deque()
         self._stopping = threading.Event()
         self._idle = threading.Event()
@@ -57,6 +67,8 @@ class RolloutReceiver:
                 delivery = self._storage.receive(POLL_S)
                 if delivery is not None:
                     self._hand_over(delivery)
+                elif self._unsafe and self._keeper is not None:
+                    self._keeper.flush()  # writers may wait for room, and then nothing comes that would fill a file
                 self._acknowledge()
         except Stopped:
             self._acknowledge()  # what is not safe stays in the storage
@@ -103,8 +115,9 @@ class RolloutReceiver:
             self._unsafe.popleft().acknowledge()
 
     def _is_safe(self, delivery: Delivery) -> bool:
-        stored = self._is_stored
-        return stored is None or all(stored(group.group_id) for batch in delivery.batches for group in batch.groups)
+        keeper = self._keeper
+        ids = (group.group_id for batch in delivery.batches for group in batch.groups)
+        return keeper is None or all(keeper.is_stored(group_id) for group_id in ids)
 
     def _now(self, doing: str) -> None:
         if doing != self._doing:

@@ -32,6 +32,7 @@ from penstock.types import (
     RolloutBatch,
     RolloutGroup,
     RolloutRecord,
+    RunDirectoryError,
     SchemaVersionError,
     TransferError,
 )
@@ -91,7 +92,7 @@ def batch_from_buffer(message: "Buffer") -> RolloutBatch:
         return _batch(_read(stream))
     except InvalidRolloutError:
         raise
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (pa.ArrowException, RunDirectoryError, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise TransferError(f"the message's checksum is right, but it holds no rollouts: {error}") from error
 
 
