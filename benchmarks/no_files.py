@@ -49,7 +49,7 @@ class NoFiles:
     def history(self) -> History:
         return History({}, {}, {}, [])
 
-    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+    def expendable(self, live_groups: Collection[str], made_before_s: float = 0.0) -> tuple[str, ...]:
         return ()
 
     def expire(self, names: Collection[str]) -> None:

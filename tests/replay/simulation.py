@@ -70,7 +70,7 @@ class MemoryStore:
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
         return [r for r in self.sealed.values() if group_ids is None or r.group_id in group_ids]
 
-    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+    def expendable(self, live_groups: Collection[str], made_before_s: float = 0.0) -> tuple[str, ...]:
         return ()
 
     def expire(self, names: Collection[str]) -> None:

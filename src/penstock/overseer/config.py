@@ -108,6 +108,16 @@ class RunConfig(BaseModel):
                 f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
+        storage = self.rollout.storage
+        if (
+            storage.kind == "file"
+            and self.replay.synchronous
+            and storage.capacity_groups < self.replay.groups_per_batch
+        ):
+            raise ValueError(
+                f"rollout.storage.capacity_groups is {storage.capacity_groups}, below replay.groups_per_batch = "
+                f"{self.replay.groups_per_batch}: at staleness zero a whole batch waits for its first group; raise it"
+            )
         return self
 
     def dump(self) -> dict[str, Any]:

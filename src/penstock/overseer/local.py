@@ -130,7 +130,14 @@ def wire(
     store = RolloutStore(directory, config.replay.store)
     ledger = store.open_ledger(lineage)
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
-    buffer = ReplayBuffer(config.replay, store, make_batch_makers(config), issuer, curriculum_hook=on_group)
+    buffer = ReplayBuffer(
+        config.replay,
+        store,
+        make_batch_makers(config),
+        issuer,
+        curriculum_hook=on_group,
+        keep_checkpoints=config.overseer.keep_checkpoints,
+    )
     loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
     storage = open_rollout_storage(
         config.rollout.storage,

@@ -121,8 +121,13 @@ class Admission(ABC):
         """Outstanding at the checkpoint that was restored: ids by key."""
 
     @abstractmethod
-    def recover(self, started: Sequence[str]) -> None:
-        """The groups that were ever started, in order, as the run's files say."""
+    def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
+        """What the run's files say.
+
+        Args:
+            started: The groups that were ever started, in order.
+            lost: Those of which nothing was stored, and their sizes: the dead life had them in flight.
+        """
 
     @abstractmethod
     def readmit(self) -> None:
@@ -166,6 +171,7 @@ class OpenAdmission(Admission):
         self._started: dict[str, int] = {}
         self._admitted = 0
         self._recent: dict[str, None] = {}
+        self._lost: dict[str, int] = {}
         self._known: frozenset[str] = frozenset()
 
     @property
@@ -205,7 +211,11 @@ class OpenAdmission(Admission):
             InvalidRolloutError: its rollouts are not named ``<group_id>/<index>``.
             DuplicateGroupError: it was delivered before.
         """
-        size = self._started.pop(group.group_id, None)
+        if group.group_id in self._lost:
+            size = self._lost.pop(group.group_id)
+            self.ledger.reopen(group.group_id, size, self.update)
+        else:
+            size = self._started.pop(group.group_id, None)
         lesson_id = group.rollouts[0].lesson_id
         if size is None:
             size = len(group.rollouts)
@@ -258,11 +268,12 @@ class OpenAdmission(Admission):
         """None: what was in flight is lost with its simulator."""
         return {}
 
-    def recover(self, started: Sequence[str]) -> None:
-        """Learns which groups were started before the checkpoint."""
+    def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
+        """Learns which groups were started before the checkpoint, and which a storage may deliver again."""
         self._known = frozenset(started[: self._admitted])
         self._admitted = len(started)
         self._recent = dict.fromkeys(started[-_REMEMBERED:])
+        self._lost = dict(lost)
 
     def readmit(self) -> None:
         """Nothing is outstanding; the ids of the earlier life are not needed any more."""

@@ -16,6 +16,7 @@ Not covered: which of the fresh groups make a batch, and with what advantage (`p
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,6 +63,7 @@ class ReplayBuffer:
         admission: Who may deliver: a `TicketIssuer`, or None to take whatever arrives.
         clock: Unix seconds.
         curriculum_hook: Called once per ingested group, in ticket order at staleness zero, the lock held.
+        keep_checkpoints: How many checkpoints stay: what one of them may need is not deleted.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class ReplayBuffer:
         admission: Admission | None = None,
         clock: Clock = time.time,
         curriculum_hook: CurriculumHook | None = None,
+        keep_checkpoints: int = 1,
     ) -> None:
         self._config = config
         self._store = store
+        self._kept: deque[tuple[float, frozenset[str]]] = deque(maxlen=keep_checkpoints)
         self._admission = OpenAdmission(store.open_ledger()) if admission is None else admission
         self._ledger = self._admission.ledger
         self._clock = clock
@@ -336,9 +340,10 @@ class ReplayBuffer:
         self._admission.close()
         try:
             self._sealer.seal(self._offer, blocking=False)  # it may run in a signal handler, and must not wait
-        except OSError as error:
+        except Exception as error:  # whatever a disk or a remote store raises, the others must be stopped too
             self._fail(RunFailed(f"the last rollouts could not be stored: {error}"))
-        self._upkeep.stop()
+        finally:
+            self._upkeep.stop()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -352,7 +357,7 @@ class ReplayBuffer:
             self.check_ledger()
             self._ledger.sync()
             groups = self._stock.groups()
-            self._expendable = self._store.expendable(self._ledger.live_groups())
+            self._expendable = self._find_expendable()
             state = {
                 "lineage": self._admission.lineage,
                 "recorded": sorted(self._intake.recorded.union(groups)),
@@ -361,6 +366,13 @@ class ReplayBuffer:
             if isinstance(self._admission, OpenAdmission):
                 state["admission"] = self._admission.state()
             return state
+
+    def _find_expendable(self) -> tuple[str, ...]:
+        """Files that none of the kept checkpoints can need, this one included."""
+        self._kept.append((self._clock(), frozenset(self._ledger.live_groups())))
+        if len(self._kept) < (self._kept.maxlen or 1):
+            return ()  # an older one may be of an earlier life, and nobody knows what it needs
+        return self._store.expendable(frozenset[str]().union(*(live for _, live in self._kept)), self._kept[0][0])
 
     def checkpoint_saved(self) -> None:
         """The checkpoint of the last `state` has its name: files that nobody can need any more may go."""
@@ -393,7 +405,7 @@ class ReplayBuffer:
     def _plan(self, alive: Mapping[str, set[str]]) -> RecoveryPlan:
         admission = self._admission
         history = self._store.history()
-        admission.recover(list(history.tickets()))
+        admission.recover(list(history.tickets()), history.lost())
         view = CheckpointView(
             admission.update,
             admission.restored_tickets(),

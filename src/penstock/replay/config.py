@@ -20,7 +20,7 @@ class StoreConfig(BaseModel):
         compact_rollouts: A file is small while it holds fewer rollouts than this.
         compact_after_s: Younger files are left as they are, so that readers of the latest are not disturbed.
         max_bytes: The oldest files go when rollouts and batches together take more; None means no limit. Only files
-            all of whose rollouts met their final fate before the newest checkpoint go.
+            all of whose rollouts met their final fate before the oldest checkpoint that is kept go.
         retention_s: No file younger than this goes, whatever `max_bytes` says.
     """
 

@@ -81,6 +81,15 @@ class History:
             for rollout_id in batch.rollout_ids
         )
 
+    def lost(self) -> dict[str, int]:
+        """Groups that were started and of which nothing was stored or decided: their sizes."""
+        stored = {sealed.group_id for sealed in self.sealed.values()}
+        return {
+            group_id: size
+            for group_id, size in self.started.items()
+            if group_id not in stored and not any(f"{group_id}/{i}" in self.fates for i in range(size))
+        }
+
     def tickets(self) -> dict[str, list[str]]:
         """The rollout ids of every group that was started, or sealed where its start was lost with the machine."""
         groups = {ticket: [f"{ticket}/{i}" for i in range(size)] for ticket, size in self.started.items()}

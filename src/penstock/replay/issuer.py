@@ -189,7 +189,7 @@ class TicketIssuer(Admission):
         lesson_id, _, index = parse_ticket_id(group_id)
         return lesson_id, index
 
-    def recover(self, started: Sequence[str]) -> None:
+    def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
         """Counters and outstanding tickets say all that is needed."""
 
     def readmit(self) -> None:

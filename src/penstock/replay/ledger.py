@@ -87,6 +87,14 @@ class Ledger:
             self._live[group_id] = _Live(in_flight=(1 << size) - 1)
             self._counts["in_flight"] += size
 
+    def reopen(self, group_id: str, size: int, step: int) -> None:
+        """A group that a resume had counted as aborted comes after all: in flight again."""
+        with self._lock:
+            self._counts["aborted"] -= size
+            self.open(group_id, size)
+            ids = rollout_ids(group_id, size)
+            self.log_fates(((i, "waiting", "delivered by a storage that outlived the crash") for i in ids), step)
+
     def deliver(self, group_id: str) -> None:
         """What is in flight of a group is waiting from now on."""
         with self._lock:

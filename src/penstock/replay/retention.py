@@ -47,7 +47,7 @@ class Retention:
         """Whether the files take more than they may."""
         return self._config.max_bytes is not None and self._inventory.bytes > self._config.max_bytes
 
-    def offer(self, live_groups: Collection[str]) -> tuple[str, ...]:
+    def offer(self, live_groups: Collection[str], made_before_s: float) -> tuple[str, ...]:
         """Names of files that may go, the oldest first; what was offered before is not any more."""
         self._inventory.change([entry.name for entry in self._inventory.in_state(State.OFFERED)], State.KEPT)
         if self._config.max_bytes is None or not self.is_exceeded:
@@ -57,7 +57,7 @@ class Retention:
             self._inventory.kept((self._experience.folder, self._experience.batch_folder)),
             self._inventory.bytes - leaving - self._config.max_bytes,
             live_groups,
-            self._clock() - self._config.retention_s,
+            min(made_before_s, self._clock() - self._config.retention_s),
             self._groups_of,
         )
         # A round of compaction may have begun meanwhile; it keeps what it is copying.

@@ -10,6 +10,7 @@ files.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ class ExperienceStore(Protocol):
         """What the files say about every rollout."""
         ...
 
-    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+    def expendable(self, live_groups: Collection[str], made_before_s: float = math.inf) -> tuple[str, ...]:
         """Files that may be deleted once the checkpoint that is being made is there."""
         ...
 
@@ -218,18 +219,19 @@ class RolloutStore:
         """
         self._compactor.run()
 
-    def expendable(self, live_groups: Collection[str]) -> tuple[str, ...]:
+    def expendable(self, live_groups: Collection[str], made_before_s: float = math.inf) -> tuple[str, ...]:
         """Files that may go once the checkpoint whose state is being taken is there, the oldest first.
 
         None where `StoreConfig.max_bytes` is not exceeded. Until they expire, or this is asked again, they are not
         merged.
 
         Args:
-            live_groups: Groups that the checkpoint may bring back: waiting, in flight, or to be used again.
+            live_groups: Groups that a kept checkpoint may bring back: waiting, in flight, or to be used again.
+            made_before_s: When the oldest kept checkpoint was made, in Unix seconds: younger files it may need too.
         """
         if self.over_cap:
             self._compactor.finish()
-        return self._retention.offer(live_groups)
+        return self._retention.offer(live_groups, made_before_s)
 
     def expire(self, names: Collection[str]) -> None:
         """Deletes files that the last `expendable` named; names that are gone, or not offered any more, are ignored."""
