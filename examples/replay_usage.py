@@ -1,6 +1,6 @@
 """Rollouts in, groups sealed, a batch made and stored, and all of it read back with SQL; run it with a directory.
 
-python examples/replay_usage.py /tmp/my-experience
+python examples/replay_usage.py NEW_DIRECTORY
 """
 
 import sys
@@ -56,4 +56,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else "my-experience")

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             import traceback
 
-            traceback.print_exc()
+            from penstock.dashboard.safe_text import printable
+
+            print(printable(traceback.format_exc(), newlines=True), file=sys.stderr, end="")
         line, code = _explained(error)
         print(f"penstock: {line}", file=sys.stderr)
         return code
@@ -313,5 +315,8 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    """A message in one line that cannot act on the terminal: it may quote what a run, or its policy, wrote."""
+    from penstock.dashboard.safe_text import printable
+
+    line = printable(" ".join(text.split()))
     return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"

@@ -77,6 +77,9 @@ def test_data_sets(answer, tmp_path):
         (["mine", "--show", "cats"], "5 ids begin so"),
         (["mine", "--show", "x", "--sql", "y"], "--show and --sql do not go together"),
         (["mine", "--sql", "select nonsense from rollouts"], "the query cannot be answered"),
+        (["mine", "--sql", "select 'infinity'::timestamp as t"], "column 't' holds a timestamp[us]"),
+        (["mine", "--sql", "select '\udcff'"], "is not Unicode text"),
+        (["mine", "--show", "\udcff"], "cannot encode str as UTF-8"),
         (["mine", "--sql", "drop view rollouts"], "the query is DROP"),
         (["mine", "--export", "hf", "--out", "mine"], "--out mine exists already"),
         (["mine", "--lesson", "dogs"], "--lesson is 'dogs'"),
@@ -101,3 +104,8 @@ def test_a_run_of_a_newer_penstock_is_refused(run_dir, capsys):
     pq.write_table(newer, run_dir / "rollouts" / "part-n.parquet")
     assert cli.main(["rollouts", "mine"]) == 2
     assert "has schema version 9, this Penstock reads up to 1" in capsys.readouterr().err
+
+
+def test_an_empty_status_hides_nothing(answer, run_dir):
+    (run_dir / "status.json").write_bytes(b"")
+    assert "unknown state" in answer() and "trained" in answer()

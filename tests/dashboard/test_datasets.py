@@ -183,3 +183,42 @@ def test_a_part_that_is_merged_half_way_starts_the_export_again(tmp_path, monkey
         report = export_dataset(views, DatasetRequest("hf", tmp_path / "out"))
     assert report.examples == pq.read_table(tmp_path / "out" / "data").num_rows == 14
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
+def test_without_any_text_there_is_no_data_set(tmp_path, kind):
+    directory = RunDirectory.create(tmp_path / "run", {})
+    from dataclasses import replace
+
+    records = [replace(r, rollout=replace(r.rollout, turns=())) for r in group("a-0-0", [("cat", 0.0), ("dog", 1.0)])]
+    records += group("a-0-1", [("cat", 0.0), ("cat", 1.0)])
+    write_records(directory.rollouts / "part-a.parquet", records)
+    with RunViews(directory.path) as views:
+        with pytest.raises(ConfigError, match="finds no example: of what it chose, 1 have no text and 1 are pairs of"):
+            export_dataset(views, DatasetRequest(kind, tmp_path / "out", "pairs"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
+def test_what_appears_meanwhile_is_not_replaced(views, tmp_path, monkeypatch, kind, links):
+    from penstock.dashboard import datasets
+
+    def no_links(*paths):
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr("os.link", no_links)
+    export_dataset(views, DatasetRequest(kind, tmp_path / "free"))
+    made, out = datasets._examples, tmp_path / "out"
+
+    def interrupted(*words):
+        yield from made(*words)
+        out.mkdir() if kind == "hf" else None
+        (out / "x" if kind == "hf" else out).write_text("precious")
+
+    monkeypatch.setattr(datasets, "_examples", interrupted)
+    with pytest.raises(ConfigError, match="--out .*(exists already|cannot be written: .* not empty)"):
+        export_dataset(views, DatasetRequest(kind, out))
+    assert (out / "x" if kind == "hf" else out).read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "out"]

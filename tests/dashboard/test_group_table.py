@@ -80,3 +80,11 @@ def test_a_filter_without_groups_says_so(views, printed):
     wanted = GroupFilter(step=9, state="trained")
     text = printed(lambda console: print_groups(views, wanted, None, console), width=300)
     assert "No groups match --step 9 --fate trained; there are 14 rollouts stored" in text
+
+
+def test_a_broken_status_is_an_unknown_state(tmp_path, printed):
+    directory = RunDirectory.create(tmp_path / "new", {})
+    directory.status_path.write_bytes(b"")
+    with RunViews(directory.path) as views:
+        lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
+    assert lines[0].endswith("new  unknown state, step ?")

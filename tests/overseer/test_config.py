@@ -39,3 +39,20 @@ def test_stages_that_do_not_fit_are_refused_naming_both(changes: dict, message: 
 
 def test_concurrency_is_what_may_be_outstanding():
     assert tiny({"replay": {"groups_per_batch": 4, "staleness_budget": 2}}).concurrency == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replay": {"tolerances": {"dogs": {"max_rollout_step_delay": 1}}}}, "replay.tolerances names dogs: no such"),
+        ({"replay": {"store": {"url": "memory://x"}}}, "memory ends with the run"),
+        ({"replay": {"capacity": 2}}, "replay.capacity is 2, below one batch"),
+        (
+            {"async": False, "rollout": {"storage": {"kind": "file", "capacity_groups": 1}}},
+            "rollout.storage.capacity_groups is 1, below replay.groups_per_batch",
+        ),
+    ],
+)
+def test_what_would_fail_or_do_nothing_later_is_refused_now(changes, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        tiny(changes)

@@ -321,3 +321,22 @@ def test_two_turns_with_a_tool_reproduce_themselves_in_lockstep(tmp_path: Path):
         for mask in pq.read_table(path)["response_mask"].to_pylist()
     ]
     assert any((~mask).any() and mask[-1] for mask in masks), "no rollout had a second turn"
+
+
+def test_a_run_stays_where_its_rollouts_are(run_dir: Path, tmp_path: Path):
+    train(tiny(), run_dir, quiet=True)
+    moved = tiny({"steps": 9, "replay": {"store": {"url": str(tmp_path / "elsewhere")}}})
+    with pytest.raises(
+        ConfigError, match="replay.store.url is .*elsewhere, but the rollouts of .* are at its own folder"
+    ):
+        train(moved, run_dir, resume=True, quiet=True)
+
+
+def test_a_batch_maker_for_no_environment_and_a_place_that_cannot_be_used_are_bad_input(run_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="replay.batch_makers names dogs: no such environment; this run has"):
+        train(tiny({"replay": {"batch_makers": {"dogs": {"name": "grpo"}}}}), run_dir, quiet=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigError, match="replay.store.url: .*file cannot be used: .*name a place that can be written"
+    ):
+        train(tiny({"replay": {"store": {"url": str(tmp_path / "file")}}}), tmp_path / "other", quiet=True)

@@ -17,6 +17,7 @@ from penstock.types import (
     DuplicateGroupError,
     InvalidRolloutError,
     RolloutGroup,
+    RunDirectoryError,
     RunFailed,
     Stopped,
     Ticket,
@@ -433,6 +434,56 @@ def test_an_open_buffer_resumes_from_its_files(sim, tmp_path):
     store.close()
 
 
+def test_a_directory_with_a_past_is_not_written_into_unknowingly(sim, tmp_path):
+    store = RolloutStore(tmp_path / "mine")
+    run = Open(sim, DeadlineBatchMaker(max_tokens=16), store)
+    run.add(run.group())
+    store.close()
+    again = Open(sim, DeadlineBatchMaker(max_tokens=16), RolloutStore(tmp_path / "mine"))
+    with pytest.raises(RunDirectoryError, match="mine holds the rollouts of an earlier life: choose another directory"):
+        again.add(again.group())
+
+
+def test_what_a_storage_delivers_again_after_a_crash_is_taken_back(sim, tmp_path):
+    """Announced and never stored: a resume counts it as aborted, until a storage that outlived the crash has it."""
+    directory = RunDirectory.create(tmp_path / "run", {})
+    store = RolloutStore(directory)
+    run = Open(sim, DeadlineBatchMaker(max_tokens=16), store)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    group = run.group()
+    run.admission.start(group.group_id, "easy", 2)
+    store.close()
+    again = Open(sim, DeadlineBatchMaker(max_tokens=16), RolloutStore(directory), states, 1)
+    assert again.counts() == {"started": 2, "aborted": 2}
+    again.add(group)
+    assert again.counts() == {"started": 2, "waiting": 2}
+    assert ids(again.buffer.sample(1)) == ["easy-0-0/0", "easy-0-0/1"]
+    with pytest.raises(DuplicateGroupError):
+        again.add(group)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_file_goes_that_a_kept_checkpoint_may_need(sim, tmp_path, keep):
+    store = RolloutStore(RunDirectory.create(tmp_path / "run", {}), StoreConfig(max_bytes=1, buffer_size=1))
+    admission = OpenAdmission(store.open_ledger())
+    config = ReplayBufferConfig(max_rollout_step_delay=9, store=StoreConfig(buffer_size=1))
+    maker = DeadlineBatchMaker(max_tokens=16)
+    buffer = ReplayBuffer(config, store, maker, admission, keep_checkpoints=keep)
+    left = []
+    for step in range(3):
+        ticket = Ticket(f"easy-0-{step}", "easy", step, step, 0, 0)
+        sim.deliver(buffer, sim.make_group(ticket, [0.0, 1.0], weight_step=step, timestamp=time.time()))
+        buffer.sample(1)
+        buffer.set_current_step(step + 1)
+        with buffer.boundary():
+            buffer.state()
+        buffer.checkpoint_saved()
+        left.append(len(list((tmp_path / "run" / "rollouts").glob("*.parquet"))))
+    assert left == ([0, 0, 0] if keep == 1 else [1, 1, 1])
+    store.close()
+
+
 # --- what batch makers may do wrong, and what the buffer makes of it -----------------------------------------------
 
 
@@ -487,6 +538,7 @@ def test_a_maker_that_ignores_rollouts_does_not_stop_a_paced_run(sim, rewards):
         assert batch.examples
     else:
         assert batch is None and run.ledger.snapshot()["filtered"] > 0  # places for others
+        assert "the batch maker Picky makes no batch of what waits" in run.issuer.last_failure
         assert deliver_all() == 2
     run.buffer.check_ledger()
 
@@ -590,3 +642,27 @@ def test_files_fall_due_without_anybody_coming_by(sim):
         assert time.monotonic() < limit
         time.sleep(0.005)
     buffer.close()
+
+
+class Broken(Hoarder):
+    """A user's mistake."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def create_batch(self, batch_size):
+        return self.batch()
+
+
+def test_an_error_in_ones_own_maker_names_it(open_buffer):
+    run = open_buffer(Broken(lambda: 1 / 0))
+    run.add(run.group())
+    with pytest.raises(RunFailed, match="Broken.create_batch raised ZeroDivisionError: division by zero"):
+        run.buffer.sample(1)
+    run = open_buffer(Broken(lambda: [5]))
+    run.add(run.group())
+    with pytest.raises(RunFailed, match="Broken.create_batch returned 5: a batch is a list of RLExample"):
+        run.buffer.sample(1)
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        run.buffer.sample(0)

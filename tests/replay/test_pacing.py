@@ -161,7 +161,9 @@ def test_without_pressure_the_oldest_finished_group_goes_first(sim):
 def test_when_the_filter_leaves_nothing_the_run_ends_with_the_lessons_and_the_remedy(sim):
     config = ReplayBufferConfig(groups_per_batch=2, batch_maker=BatchMakerConfig(filter_zero_variance=True))
     simulation = sim.Simulation(config, sim.World(flat=1.0))
-    with pytest.raises(RunFailed, match=r"filtered 64 groups.*easy \(\d+ groups, mean reward 0.5\).*hard") as error:
+    with pytest.raises(
+        RunFailed, match=r"64 groups were filtered.*easy \(\d+ groups, mean reward 0.5\).*hard"
+    ) as error:
         simulation.run(1)
     assert "filter_zero_variance: false" in str(error.value) and "n_generations_per_prompt" in str(error.value)
 

@@ -96,8 +96,32 @@ def test_metrics_and_events_are_queried_by_name(tmp_path):
 def test_a_broken_line_is_an_error_that_names_the_file(tmp_path):
     directory = write_run(tmp_path / "run")
     directory.fates_path.write_text("no json\n" + directory.fates_path.read_text())
-    with pytest.raises(RunDirectoryError, match=r"fates\.jsonl has a line that is not a JSON object"):
+    with pytest.raises(RunDirectoryError, match=r"fates\.jsonl, line 1 is not JSON"):
         RunViews(directory.path)
+    directory.fates_path.write_text('{"rollout_id": "x", "step": "soon"}\n')
+    with pytest.raises(RunDirectoryError, match=r"fates\.jsonl has a line that is not a JSON object of this log"):
+        RunViews(directory.path)
+
+
+def test_half_a_surrogate_pair_in_a_log_is_shown_by_its_escape(tmp_path):
+    directory = write_run(tmp_path / "run")
+    fates, metrics, events = (
+        JsonLinesLog(path) for path in (directory.fates_path, directory.metrics_path, directory.events_path)
+    )
+    fate = {"fate": "aborted", "step": 1, "lineage": 0, "time": 1}
+    fates.append({"rollout_id": "cats-0-2/0", **fate, "reason": "é \udcff", "unknown": [1]})
+    fates.append({"rollout_id": "cats-0-2/1", **fate})
+    metrics.append({"step": 1, "time": 1.0, "a\udcff": 1}, {"step": 2, "time": 2, "a\udcff": 0.5, "b": None})
+    events.append({"time": 1.0, "event": "x\udcff", "why": {"y\udcff": ["z\udcff"]}})
+    for log in (fates, metrics, events):
+        log.close()
+    with RunViews(directory.path) as views:
+        assert rows(views, "SELECT state, fate_reason FROM rollouts WHERE group_id = 'cats-0-2' ORDER BY 2") == [
+            ("aborted", "é \\udcff"), ("aborted", None),
+        ]  # fmt: skip
+        assert rows(views, "SELECT count(*), count(DISTINCT line) FROM fates") == [(17, 17)]
+        assert rows(views, 'SELECT step, "a\\udcff", b FROM metrics') == [(1, 1.0, None), (2, 0.5, None)]
+        assert rows(views, "SELECT event, details->>'$.why.*[0]' FROM events") == [("x\\udcff", ["z\\udcff"])]
 
 
 def test_a_merged_part_stands_for_those_it_replaces(tmp_path):
@@ -246,6 +270,7 @@ def test_what_reads_is_answered(views):
         ("ATTACH '{}'", "the query is ATTACH"),
         ("SET enable_external_access = true", "the query is SET"),
         ("SELECT nonsense FROM rollouts", 'cannot be answered: Binder Error: Referenced column "nonsense" not found'),
+        ("SELECT '\udcff'", r"the query is .*udcff.*, which is not Unicode text"),
         ("SELECT FROM WHERE", "cannot be answered: Parser Error: .* at or near"),
         ("SELECT content::DATE FROM turns", "cannot be answered: Conversion Error"),
         ("SELECT * FROM read_text('/etc/hostname')", "Permission Error"),
@@ -269,6 +294,17 @@ def test_the_connection_itself_cannot_write(views, tmp_path):
         views._connection.execute("SET enable_external_access = true")
 
 
+def test_what_does_not_fit_into_memory_fails_and_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    connect = duckdb.connect
+    monkeypatch.setattr(duckdb, "connect", lambda: connect(config={"memory_limit": "40MB", "threads": 1}))
+    with RunViews(write_run(tmp_path / "run").path) as views:
+        assert rows(views, "SELECT current_setting('temp_directory')") == [("",)]
+        with pytest.raises(ConfigError, match="cannot be answered: Out of Memory Error"):
+            views.select("SELECT i, repeat('x', 100) || i AS s FROM range(600_000) t(i) ORDER BY hash(i)")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_limit_says_whether_there_is_more(views):
     part = views.select("SELECT rollout_id FROM rollouts ORDER BY 1", limit=13)
     assert (part.table.num_rows, part.more) == (13, True)
@@ -280,6 +316,15 @@ def test_values_are_plain_python(views):
     sql = "SELECT timings, to_timestamp(0) AS t, decoding.temperature FROM rollouts LIMIT 1"
     ((timings, moment, temperature),) = rows(views, sql)
     assert timings == {"generate_s": 0.25} and moment.year == 1970 and temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", ["'infinity'::TIMESTAMP", "DATE '10000-01-01'", "[DATE '-infinity']", "{'a': '294000-01-01'::TIMESTAMP}"]
+)
+def test_a_date_that_python_does_not_have_is_bad_input(views, value):
+    result = views.select(f"SELECT {value} AS x")
+    with pytest.raises(ConfigError, match=r"column 'x' holds a .* take it as text, by CAST\(… AS VARCHAR\)"):
+        list(result.rows())
 
 
 @pytest.mark.parametrize("name", ["missing", "file", "other"])

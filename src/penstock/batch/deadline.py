@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
-from penstock.batch.arguments import uses_limit
+from penstock.batch.arguments import check_choice, uses_limit
 from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
 from penstock.batch.metadata import batch_metadata
@@ -45,6 +45,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
         max_samples: int = 1,
         environment_name: str | None = None,
     ) -> None:
+        check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName = advantage
         self._uses = uses_limit(max_samples)
         self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)

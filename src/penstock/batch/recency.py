@@ -67,6 +67,7 @@ class RecencyBatchMaker(PacedBatchMaker):
             raise ConfigError(f"alpha is {alpha}: it must be a finite number, 0 (uniform) or more")
         check_choice("balance", balance, Balance)
         check_choice("unit", unit, Unit)
+        check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit

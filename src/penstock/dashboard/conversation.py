@@ -93,7 +93,7 @@ def header(stored: StoredRollout, after: StoredRollout | None = None) -> Rendera
         (printable(stored.rollout_id), "bold"),
         ("   reward ", "dim"), (f"{rollout.episode_reward:.3f}", "bold"),
         ("   advantage ", "dim"), ("–" if stored.advantage is None else f"{stored.advantage:+.3f}", "bold"),
-        "   ", (_state_words(stored), state_style(stored.state)),
+        "   ", (printable(_state_words(stored)), state_style(stored.state)),
     )  # fmt: skip
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -117,11 +117,10 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
         f"lesson {rollout.lesson_id or '–'}, environment {rollout.env_name}, example {rollout.env_example_id}",
     )
     if metadata is not None:
-        finished = datetime.fromtimestamp(metadata.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         steps = sorted({metadata.weight_step, rollout.newest_weight_step})
         versions = "–".join(map(str, steps))
         yield "weights", f"version {versions}, lineage {metadata.lineage}"
-        yield "made by", f"{metadata.worker_id}, {finished}{_seconds(stored)}"
+        yield "made by", f"{metadata.worker_id}, {_moment(metadata.timestamp)}{_seconds(stored)}"
     limits = [f"temperature {decoding.temperature:g}", f"at most {decoding.max_output_tokens} tokens"]
     limits += [f"top-k {decoding.top_k}"] if decoding.top_k is not None else []
     limits += [f"top-p {decoding.top_p:g}"] if decoding.top_p is not None else []
@@ -147,6 +146,13 @@ def _use_words(use: Use, stored: StoredRollout) -> str:
     return words + ("" if use.survives else ", rolled back")
 
 
+def _moment(timestamp: float) -> str:
+    try:
+        return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"at {timestamp:g} s, which is no date"
+
+
 def _seconds(stored: StoredRollout) -> str:
     times = [f"{name.removesuffix('_s')} {seconds:.2f} s" for name, seconds in stored.record.timings.items()]
     return f" ({', '.join(times)})" if times else ""
@@ -166,7 +172,7 @@ def _turn_title(turn: Turn, rollout: AnyRollout) -> Text:
     prompt = len(rollout.prompt_tokens)
     span = slice(max(turn.start - prompt, 0), max(turn.stop - prompt, 0))
     mask = rollout.response_mask[span]
-    title = Text(turn.role, style="bold")
+    title = Text(printable(turn.role), style="bold")
     words = [f"{turn.stop - turn.start} tokens"]
     if mask.any():
         words.append(f"mean logprob {rollout.response_logprobs[span][mask].mean():.2f}")

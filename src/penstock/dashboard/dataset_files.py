@@ -1,8 +1,9 @@
 """Data sets as files: JSON lines, Parquet, or a directory that Hugging Face ``datasets`` loads as it is.
 
-Written aside, flushed, and renamed; what exists is never replaced.
+Written aside, flushed, and given its name, unless something has that name by then: what exists is never replaced.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.dashboard.safe_text import printable
 from penstock.types import ConfigError
 
 DatasetFormat = Literal["jsonl", "parquet", "hf"]
@@ -50,6 +52,7 @@ PAIR_SCHEMA = pa.schema(
 )
 
 _ROWS_AT_ONCE = 1000
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _PARQUET_NAME = "data/train-00000-of-00001.parquet"
 _DTYPES = {pa.string(): "string", pa.float64(): "float64", pa.int32(): "int32"}
 
@@ -86,19 +89,39 @@ def write_dataset(
 @contextmanager
 def _new(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends without an error."""
-    if path.exists() or path.is_symlink():
-        raise ConfigError(f"--out {path} exists already and is not overwritten: choose another path")
+    if os.path.lexists(path):
+        raise _taken(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield aside
         for file in [aside, *aside.rglob("*")]:
             _flush(file)
-        os.rename(aside, path)
+        _publish(aside, path)
         _flush(path.parent)
+    except FileExistsError as error:
+        raise _taken(path) from error
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+
+
+def _publish(aside: Path, path: Path) -> None:
+    """Gives a file or folder its name, but not that of another file, or of a folder that is not empty."""
+    if aside.is_dir():
+        os.rename(aside, path)
+        return
+    try:
+        os.link(aside, path)  # unlike a rename, it replaces nothing; the other name goes away at the end
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))  # takes the name, or fails
+        os.replace(aside, path)
+
+
+def _taken(path: Path) -> ConfigError:
+    return ConfigError(f"--out {path} exists already and is not overwritten: choose another path")
 
 
 def _flush(path: Path) -> None:
@@ -140,7 +163,7 @@ def _card(schema: pa.Schema, rows: int, bytes_: int, is_pairs: bool, name: str) 
     }
     kind = "preference pairs (`prompt`, `chosen`, `rejected`)" if is_pairs else "examples (`prompt`, `completion`)"
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# Rollouts of {name}\n\n"
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# Rollouts of {printable(name)}\n\n"
         f"{rows} {kind} in TRL's conversational form, with their rewards, written by `penstock rollouts --export hf`.\n"
     )
 

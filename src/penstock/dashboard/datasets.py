@@ -116,8 +116,22 @@ def _export(views: RunViews, request: DatasetRequest) -> DatasetReport:
         )
     tally = _Tally()
     is_pairs = request.selection == "pairs"
-    write_dataset(request.path, request.format, _examples(views, choices, tally), is_pairs, views.directory.path.name)
+    examples = _at_least_one(_examples(views, choices, tally), tally, request)
+    write_dataset(request.path, request.format, examples, is_pairs, views.directory.path.name)
     return DatasetReport(request.path, tally.examples, len(candidates), tally.without_text, tally.indistinct)
+
+
+def _at_least_one(
+    examples: Iterator[dict[str, Any]], tally: _Tally, request: DatasetRequest
+) -> Iterator[dict[str, Any]]:
+    """Fails at its end where there was none, so that no empty data set is left."""
+    yield from examples
+    if not tally.examples:
+        raise ConfigError(
+            f"--select {request.selection} finds no example: of what it chose, {tally.without_text:,} have no text"
+            + (f" and {tally.indistinct:,} are pairs of equal texts or different prompts" if tally.indistinct else "")
+            + ": choose others by --select, --step, --lesson or --fate"
+        )
 
 
 def _choose(members: Sequence[Mapping[str, Any]], request: DatasetRequest) -> list[_Choice]:

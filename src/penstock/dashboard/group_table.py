@@ -1,6 +1,7 @@
 """The table of groups: as many columns as fit, ids whole."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from penstock.dashboard.groups import GroupFilter, GroupSummary, RunCounts, count_rollouts, list_groups
 from penstock.dashboard.safe_text import printable
-from penstock.rundir import read_status
+from penstock.rundir.run_state import known_status
 from penstock.rundir.views import RunViews
 
 STATE_STYLES = {"trained": "green", "waiting": "magenta", "training": "magenta"}
@@ -31,7 +32,7 @@ class _Column:
 
     Attributes:
         title: Its heading.
-        cell: A group's cell.
+        cell: A group's cell; a plain one may hold anything.
         rank: Columns of the highest rank are left out first where the table is too wide; 0 always stays.
         right: Whether it is of numbers.
     """
@@ -40,6 +41,11 @@ class _Column:
     cell: Callable[[GroupSummary], Text | str]
     rank: int = 0
     right: bool = True
+
+    def text(self, group: GroupSummary) -> Text:
+        """What is printed: never markup, and no control characters."""
+        cell = self.cell(group)
+        return cell if isinstance(cell, Text) else Text(printable(cell))
 
 
 def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, console: Console) -> None:
@@ -55,7 +61,8 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
     if page.total > len(page.groups):
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
         _say(console, more + "--lesson L, --fate F", style="dim")
-    _say(console, f"  penstock rollouts {views.directory.path} --show {page.groups[0].group_id}", style="cyan")
+    words = shlex.join([str(views.directory.path), "--show", page.groups[0].group_id])
+    _say(console, f"  penstock rollouts {words}", style="cyan")
 
 
 def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:
@@ -77,7 +84,7 @@ def group_table(groups: Sequence[GroupSummary], width: int) -> Table:
             overflow="fold" if is_id else "ellipsis",
         )
     for group in groups:
-        table.add_row(*(column.cell(group) for column in columns))
+        table.add_row(*(column.text(group) for column in columns))
     return table
 
 
@@ -97,8 +104,8 @@ def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
     in_id = all(group.group_id.startswith(f"{group.lesson_id}-") for group in groups)
     return [
         _Column("step", lambda group: "–" if group.step is None else str(group.step)),
-        _Column("lesson", lambda group: printable(group.lesson_id), 6 if in_id else 1, right=False),
-        _Column("group", lambda group: printable(group.group_id), right=False),
+        _Column("lesson", lambda group: group.lesson_id, 6 if in_id else 1, right=False),
+        _Column("group", lambda group: group.group_id, right=False),
         _Column("n", lambda group: str(len(group.rewards))),
         _Column("reward", lambda group: Text(_number(group.reward_mean), style="bold")),
         _Column("min", lambda group: _number(min(group.rewards)), 3),
@@ -115,7 +122,7 @@ def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
 def _fitting(columns: list[_Column], groups: Sequence[GroupSummary], width: int) -> tuple[list[_Column], int]:
     """Moves columns closer, then leaves out those of the highest rank, until the rest fits or is needed."""
     widths = {
-        column.title: max(cell_len(column.title), *(cell_len(str(column.cell(group))) for group in groups))
+        column.title: max(cell_len(column.title), *(cell_len(column.text(group).plain) for group in groups))
         for column in columns
     }
     for rank in sorted({column.rank for column in columns}, reverse=True):
@@ -141,7 +148,8 @@ def _span(oldest: int, newest: int) -> str:
 
 def _states(states: dict[str, int]) -> Text:
     (state, count), total = next(iter(states.items())), sum(states.values())
-    return Text(state if count == total else f"{state} {count}/{total}", style=state_style(state))
+    shown = printable(state)
+    return Text(shown if count == total else f"{shown} {count}/{total}", style=state_style(state))
 
 
 def _sparkline(values: Sequence[float], low: float, high: float) -> str:
@@ -153,12 +161,12 @@ def _sparkline(values: Sequence[float], low: float, high: float) -> str:
 
 
 def _title(views: RunViews) -> Text:
-    text = Text(str(views.directory.path), style="bold")
-    status = read_status(views.directory.status_path)
+    text = Text(printable(str(views.directory.path)), style="bold")
+    status = known_status(views.directory)
     if status is not None:
-        text.append(f"  {status.get('state', '')}, step {status.get('step', '?')}", style="not bold dim")
-        steps = status.get("steps")
-        text.append("" if steps is None else f" of {steps}", style="not bold dim")
+        words = f"  {status.get('state', 'unknown state')}, step {status.get('step', '?')}"
+        words += "" if status.get("steps") is None else f" of {status['steps']}"
+        text.append(printable(words), style="not bold dim")
     return text
 
 
@@ -176,4 +184,4 @@ def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
 
 
 def _say(console: Console, line: str, style: str = "") -> None:
-    console.print(Text(line, style=style), soft_wrap=style == "cyan")
+    console.print(Text(printable(line), style=style), soft_wrap=style == "cyan")

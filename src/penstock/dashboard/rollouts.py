@@ -14,6 +14,7 @@ from penstock.dashboard.group_table import print_groups, print_groups_json
 from penstock.dashboard.groups import GroupFilter
 from penstock.dashboard.lookup import find_rollouts
 from penstock.dashboard.query_table import print_query, print_query_json
+from penstock.dashboard.safe_text import printable
 from penstock.dashboard.token_table import token_table
 from penstock.dashboard.token_text import TokenText
 from penstock.rundir.views import RunViews
@@ -161,7 +162,7 @@ def _token_text(views: RunViews, console: Console) -> TokenText | None:
     try:
         return TokenText.of_run(views.directory)
     except ConfigError as error:
-        console.print(Text(f"{error}: the text of the turns is shown, without colours", style="magenta"))
+        console.print(Text(printable(f"{error}: the text of the turns is shown, without colours"), style="magenta"))
         return None
 
 
@@ -178,7 +179,7 @@ def _export(views: RunViews, request: RolloutsRequest, wanted: GroupFilter, cons
             request.min_margin,
         ),
     )
-    console.print(Text(_report_text(report)), soft_wrap=True)
+    console.print(Text(printable(_report_text(report))), soft_wrap=True)
 
 
 def _report_text(report: DatasetReport) -> str:

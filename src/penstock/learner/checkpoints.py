@@ -82,6 +82,9 @@ def save_checkpoint(
     return target
 
 
+_REMEDY = "move it out of the way, and --resume goes on from the checkpoint before it"
+
+
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint with the highest step; None where there is none."""
     found = _checkpoints(root)
@@ -155,9 +158,9 @@ def _verify(path: Path) -> None:
     for name, expected in manifest.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{path} is incomplete: {name} is missing; use an older checkpoint")
+            raise CheckpointError(f"{path} is incomplete: {name} is missing; {_REMEDY}")
         if _fingerprint(file) != expected:
-            raise CheckpointError(f"{path} is damaged: {name} is not what was written; use an older checkpoint")
+            raise CheckpointError(f"{path} is damaged: {name} is not what was written; {_REMEDY}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

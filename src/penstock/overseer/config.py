@@ -108,6 +108,7 @@ class RunConfig(BaseModel):
                 f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
+        self._check_replay()
         storage = self.rollout.storage
         if (
             storage.kind == "file"
@@ -119,6 +120,25 @@ class RunConfig(BaseModel):
                 f"{self.replay.groups_per_batch}: at staleness zero a whole batch waits for its first group; raise it"
             )
         return self
+
+    def _check_replay(self) -> None:
+        replay, lessons = self.replay, self.curriculum.lessons
+        unknown = sorted(replay.tolerances.keys() - lessons.keys())
+        if unknown:
+            raise ValueError(
+                f"replay.tolerances names {', '.join(unknown)}: no such lesson; known are {', '.join(lessons)}"
+            )
+        if (replay.store.url or "").startswith("memory:"):
+            raise ValueError(
+                f"replay.store.url is {replay.store.url}: this process's memory ends with the run, and its rollouts "
+                "with it; give a path or another URL"
+            )
+        largest = max(lesson.sampling_params.n_generations_per_prompt for lesson in lessons.values())
+        if replay.capacity < replay.groups_per_batch * largest:
+            raise ValueError(
+                f"replay.capacity is {replay.capacity}, below one batch of replay.groups_per_batch = "
+                f"{replay.groups_per_batch} groups of {largest} rollouts: raise it"
+            )
 
     def dump(self) -> dict[str, Any]:
         """Plain values under the names that YAML uses."""

@@ -4,7 +4,8 @@
 through the rollout storage and its receiver. Which threads run them, and how they end, is the `Conductor`'s business.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from penstock.replay import (
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Checkpointable, RolloutGroup, WeightVersion, fold
+from penstock.types import Checkpointable, ConfigError, RolloutGroup, WeightVersion, fold
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -128,23 +129,25 @@ def wire(
         return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
     store = RolloutStore(directory, config.replay.store)
-    ledger = store.open_ledger(lineage)
+    with _naming("replay.store.url", config.replay.store.url or directory.path):
+        ledger = store.open_ledger(lineage)
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
     buffer = ReplayBuffer(
         config.replay,
         store,
-        make_batch_makers(config),
+        make_batch_makers(config, {environment.name for environment in environments.values()}),
         issuer,
         curriculum_hook=on_group,
         keep_checkpoints=config.overseer.keep_checkpoints,
     )
     loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
-    storage = open_rollout_storage(
-        config.rollout.storage,
-        directory.path / "rollout_storage",
-        lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
-        new_run=start.checkpoint is None,
-    )
+    with _naming("rollout.storage.path", config.rollout.storage.path or directory.path):
+        storage = open_rollout_storage(
+            config.rollout.storage,
+            directory.path / "rollout_storage",
+            lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
+            new_run=start.checkpoint is None,
+        )
     outlives = config.rollout.storage.kind == "file"
     receiver = RolloutReceiver(storage, buffer, buffer if outlives else None)
     weights = InProcessBroadcaster()
@@ -209,9 +212,28 @@ def wire(
     return parts
 
 
-def make_batch_makers(config: RunConfig) -> list[BatchMaker]:
-    """The run's batch makers: one for each environment that has its own, and one for the others."""
+@contextmanager
+def _naming(key: str, place: object) -> Iterator[None]:
+    """A place that cannot be used is bad input, told by its key."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error
+
+
+def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[BatchMaker]:
+    """The run's batch makers: one for each environment that has its own, and one for the others.
+
+    Raises:
+        ConfigError: ``replay.batch_makers`` names an environment that the run does not have.
+    """
     replay, learner = config.replay, config.learner
+    unknown = sorted(replay.batch_makers.keys() - set(environments))
+    if unknown:
+        raise ConfigError(
+            f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
+            f"{', '.join(sorted(environments))}"
+        )
     return [
         make_batch_maker(
             maker,

@@ -24,7 +24,7 @@ from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import Lineages
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import RunDirectoryError
+from penstock.types import ConfigError, RunDirectoryError
 
 
 def train(
@@ -110,6 +110,12 @@ def _create(config: RunConfig, run_dir: Path | str | None, recipe: str) -> RunDi
 
 def _record_changes(directory: RunDirectory, config: RunConfig, log: RunLog) -> None:
     """Puts what differs from the recorded config into the event log, and the new config in its place."""
+    url = directory.read_config().get("replay", {}).get("store", {}).get("url")
+    if url != config.replay.store.url:
+        raise ConfigError(
+            f"replay.store.url is {config.replay.store.url}, but the rollouts of {directory.path} are at "
+            f"{url or 'its own folder'}: leave it out, a run stays where it began"
+        )
     old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
     changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     log.event("resume", changes=changes)

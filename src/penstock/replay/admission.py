@@ -18,6 +18,7 @@ from penstock.types import (
     InvalidRolloutError,
     PenstockError,
     RolloutGroup,
+    RunDirectoryError,
     Stopped,
     Ticket,
 )
@@ -187,6 +188,7 @@ class OpenAdmission(Admission):
 
         Raises:
             DuplicateGroupError: a group of that id was started before.
+            RunDirectoryError: the directory holds an earlier life that was not restored.
         """
         with self.changed:
             self._open(group_id, lesson_id, size)
@@ -293,6 +295,11 @@ class OpenAdmission(Admission):
             raise CheckpointError(f"the state of admission does not fit: {error!r}") from error
 
     def _open(self, group_id: str, lesson_id: str, size: int) -> None:
+        if self.ledger.past:
+            raise RunDirectoryError(
+                f"{self.ledger.past} holds the rollouts of an earlier life: choose another directory, or go on with "
+                "that life by ReplayBuffer.restore and the next lineage"
+            )
         if group_id in self._recent or self.ledger.is_live(group_id):
             raise DuplicateGroupError(f"group_id {group_id!r} was used before: every group needs an id of its own")
         self._recent[group_id] = None

@@ -40,6 +40,7 @@ from penstock.types import (
     AnyRollout,
     CheckpointError,
     Clock,
+    ConfigError,
     NoProgressError,
     RolloutBatch,
     RolloutGroup,
@@ -164,8 +165,11 @@ class ReplayBuffer:
             step: The update that will train on it; None means the one that turns the current version into the next.
 
         Raises:
+            ConfigError: `batch_size` is below 1.
             RunFailed: the buffer is paced: its updates have one batch each, from `next_batch`.
         """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}: a batch has at least 1")
         if self._admission.paced:
             raise RunFailed("a paced replay buffer is not sampled: ask next_batch for the batch of an update")
         self._admission.raise_if_over()

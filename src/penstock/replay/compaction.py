@@ -7,7 +7,7 @@ opens it after that moment gets an error, which no order of steps can spare it; 
 file before it is deleted would, but then a slow reader would silently miss rows.) A process killed in between leaves
 both; `finish` deletes the replaced ones when the next writer starts.
 
-Rows keep their order, files their time, and groups stay in one file. Files of an older schema are left as they are.
+Rows keep their order, files their time, and groups stay in one file. Files of an older schema, and files that cannot be read, are left as they are.
 """
 
 # pyarrow comes without types:
@@ -15,22 +15,20 @@ Rows keep their order, files their time, and groups stay in one file. Files of a
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.replay.config import StoreConfig
 from penstock.replay.formats import ExperienceFormat
 from penstock.replay.inventory import Entry, Inventory, State
-from penstock.rundir.live_files import read_live
-from penstock.rundir.parquet import opened_parquet, parquet_writer, replaced_names, replacing, schema_version
+from penstock.rundir.live_files import opened_part, read_live
+from penstock.rundir.parquet import parquet_writer, replaced_names, replacing, schema_version
 from penstock.rundir.part_names import PartNames
 from penstock.rundir.storage import Storage, StoredFile
-from penstock.types import Clock
+from penstock.types import Clock, RunDirectoryError
 
 GRACE_S = 2.0
 """How long a replaced file stays: longer than a listing takes, which then has it or the merged one, or both."""
@@ -131,18 +129,20 @@ class Compactor:
         return [entry for entry, rows in zip(small, before, strict=False) if rows < self._rollouts]
 
     def _is_small(self, entry: Entry) -> bool:
-        if entry.rows is None:
+        if entry.rows is None and entry.mergeable:
             self._look_into(entry)
         return entry.mergeable and entry.rows is not None and entry.rows < self._rollouts
 
     def _look_into(self, entry: Entry) -> None:
         try:
-            with self._opened(entry.name) as file:
+            with opened_part(self._storage, entry.name) as file:
                 entry.rows = int(file.metadata.num_rows)
                 same_version = schema_version(file.schema_arrow) == schema_version(self._schema)
                 entry.mergeable = same_version and bool(file.schema_arrow.equals(self._schema))
         except FileNotFoundError:
             self._inventory.remove(entry.name)
+        except RunDirectoryError:  # readers say so, and how to go on; the files beside it can be merged all the same
+            entry.mergeable = False
 
     def _merge(self, entries: Sequence[Entry]) -> None:
         names = self._inventory.change([entry.name for entry in entries], State.MERGING, only=State.KEPT)
@@ -189,16 +189,11 @@ class Compactor:
 
     def _pieces(self, names: Sequence[str]) -> Iterator[pa.Table]:
         for name in names:
-            with self._opened(name) as file:
+            with opened_part(self._storage, name) as file:
                 for index in range(file.num_row_groups):
                     if self._closed:
                         raise _Abandoned
                     yield file.read_row_group(index).replace_schema_metadata(None)
-
-    @contextmanager
-    def _opened(self, name: str) -> Generator[pq.ParquetFile, None, None]:
-        with self._storage.opened(name) as source, opened_parquet(source, self._storage.locate(name)) as file:
-            yield file
 
 
 class _Abandoned(Exception):

@@ -1,5 +1,6 @@
 """Configuration of admission, freshness and storage of experience."""
 
+from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -12,7 +13,8 @@ class StoreConfig(BaseModel):
 
     Attributes:
         url: Where ``rollouts/`` and ``batches/`` go: a path or an fsspec URL such as ``s3://bucket/run``; None means
-            the run directory. The logs stay in the run directory.
+            the run directory. A relative path counts from where the run is started, and is kept as an absolute one. The
+            logs stay in the run directory.
         buffer_size: A file is written when so many rollouts wait for one; groups are never split.
         seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
         compression: Of the Parquet files.
@@ -35,6 +37,12 @@ class StoreConfig(BaseModel):
     compact_after_s: float = Field(default=600.0, ge=0)
     max_bytes: int | None = Field(default=None, ge=1)
     retention_s: float = Field(default=0.0, ge=0)
+
+    @field_validator("url")
+    @classmethod
+    def _same_place_from_everywhere(cls, value: str | None) -> str | None:
+        """The config is read again by resumes and readers that start in other directories."""
+        return value if value is None or "://" in value else str(Path(value).expanduser().absolute())
 
     @field_validator("compact_parts")
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
 from penstock.replay.waiting import WaitingGroup
-from penstock.types import AnyRollout, ConfigError, InvalidRolloutError, RLExample
+from penstock.types import AnyRollout, ConfigError, InvalidRolloutError, PenstockError, RLExample, RunFailed
 
 
 class MakerFeed:
@@ -54,7 +54,7 @@ class MakerFeed:
         refused: list[Dropped] = []
         for rollout in group.rollouts:
             try:
-                maker.add_rollout(rollout)
+                _guarded(maker, "add_rollout", rollout)
             except InvalidRolloutError as error:
                 refused.append(_refused(rollout, str(error)))
         if isinstance(maker, PacedBatchMaker):
@@ -110,8 +110,8 @@ class MakerFeed:
         """
         if not isinstance(maker, PacedBatchMaker):
             while batch_size >= max(at_least, 1):
-                if examples := maker.create_batch(batch_size):
-                    return examples, []
+                if examples := _guarded(maker, "create_batch", batch_size):
+                    return _checked(maker, examples), []
                 batch_size //= 2
             return [], []
         maker.set_step(step)
@@ -136,8 +136,36 @@ def takes_whole_groups(maker: BatchMaker) -> bool:
 
 def batch_metrics(maker: BatchMaker, examples: Sequence[RLExample]) -> dict[str, float]:
     """The maker's own numbers about the batch that it made last."""
-    metrics: dict[str, Any] = maker.get_batch_metadata(examples).get("metrics", {})
-    return {name: float(value) for name, value in metrics.items()}
+    facts = _guarded(maker, "get_batch_metadata", examples)
+    try:
+        return {str(name): float(value) for name, value in facts.get("metrics", {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RunFailed(
+            f"{type(maker).__name__}.get_batch_metadata returned {facts!r}: it must be a mapping, its numbers under "
+            "'metrics'"
+        ) from error
+
+
+def _guarded(maker: BatchMaker, method: str, *arguments: Any) -> Any:
+    """Calls a maker, which may be a user's; an error in it is told with its name."""
+    try:
+        return getattr(maker, method)(*arguments)
+    except PenstockError:
+        raise
+    except Exception as error:  # whatever a user's class raises
+        raise RunFailed(
+            f"the batch maker's {type(maker).__name__}.{method} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _checked(maker: BatchMaker, examples: Any) -> list[RLExample]:
+    wrong = next((example for example in examples if not isinstance(example, RLExample)), None)
+    if wrong is not None:
+        raise RunFailed(
+            f"{type(maker).__name__}.create_batch returned {wrong!r}: a batch is a list of RLExample; "
+            "penstock.batch.example_from_rollout makes one"
+        )
+    return list(examples)
 
 
 def _environment_name(maker: BatchMaker) -> str | None:

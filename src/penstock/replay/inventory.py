@@ -37,6 +37,7 @@ class Entry:
         state: See the module.
         replaces: Files whose rows it holds too and that are still there.
         groups: Its groups, where somebody had to look and the file stayed.
+        readable: False where somebody looked and it was not a Parquet file of ours.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Entry:
     state: State = State.KEPT
     replaces: set[str] = field(default_factory=set[str])
     groups: frozenset[str] | None = None
+    readable: bool = True
 
 
 class Inventory:
@@ -62,6 +64,7 @@ class Inventory:
         self._list_files = list_files
         self._lock = threading.RLock()
         self._listed: dict[str, dict[str, Entry]] | None = None
+        self._reserved: set[str] = set()
         self._bytes = 0
 
     @property
@@ -71,10 +74,19 @@ class Inventory:
             self._by_folder()
             return self._bytes
 
+    def reserve(self, name: str) -> None:
+        """A file is about to be written: should it be found, nobody makes plans for it before it is added.
+
+        It stays reserved where the write fails, since another try may replace the file with one that holds more.
+        """
+        with self._lock:
+            self._reserved.add(name)
+
     def add(self, file: StoredFile, rows: int | None = None, replaces: Collection[str] = ()) -> None:
         """A file was written; those that it replaces only wait to be deleted."""
         with self._lock:
             self.remove(file.name)
+            self._reserved.discard(file.name)
             entries = self._siblings(file.name)
             waiting = {name for name in replaces if name in entries}
             entries[file.name] = Entry(file.name, file.size_bytes, made_at_s(file), rows, replaces=waiting)
@@ -111,13 +123,22 @@ class Inventory:
         """Files of some folders that nobody has plans for, the oldest first."""
         with self._lock:
             entries = [entry for folder in folders for entry in self._by_folder()[folder].values()]
-            free = [entry for entry in entries if entry.state is State.KEPT and not entry.replaces]
+            free = [
+                entry
+                for entry in entries
+                if entry.state is State.KEPT and not entry.replaces and entry.name not in self._reserved
+            ]
         return sorted(free, key=lambda entry: (entry.made_at_s, entry.name))
 
     def in_state(self, state: State) -> list[Entry]:
         """Files in a state."""
         with self._lock:
             return [e for entries in self._by_folder().values() for e in entries.values() if e.state is state]
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files that a folder has."""
+        with self._lock:
+            return list(self._by_folder()[folder])
 
     def count(self, folder: str) -> int:
         """How many files a folder has."""

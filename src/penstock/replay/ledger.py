@@ -42,6 +42,7 @@ class Ledger:
         tickets: Takes a line per group that was started; None keeps no record.
         fates: Takes a line per fate; None keeps no record.
         clock: Stamps the lines.
+        past: Where an earlier life wrote, if one did: until `rebuild` the books know nothing of it.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Ledger:
         tickets: JsonLinesLog | None = None,
         fates: JsonLinesLog | None = None,
         clock: Clock = time.time,
+        past: str = "",
     ) -> None:
+        self.past = past
         # Reentrant, because a signal handler may look at the ledger while its own thread is inside it.
         self._lock = threading.RLock()
         self.lineage = lineage
@@ -144,6 +147,7 @@ class Ledger:
     def rebuild(self, started: int, fates: Mapping[Fate, int], waiting: Iterable[str]) -> None:
         """Starts from what the files of an earlier life say."""
         with self._lock:
+            self.past = ""
             self._started = started
             self._live, count = _by_group(waiting)
             self._counts = Counter[str](waiting=count)

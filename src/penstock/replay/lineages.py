@@ -10,7 +10,8 @@ valid in a lineage exactly if its version does that with the lineage's own versi
 
 from pathlib import Path
 
-from penstock.rundir import JsonLinesLog, read_json_lines
+from penstock.rundir import JsonLinesLog
+from penstock.rundir.forks import read_forks
 from penstock.types import CheckpointError, WeightVersion
 
 
@@ -19,13 +20,14 @@ class Lineages:
 
     Args:
         path: The run's ``lineages.jsonl``; it may be missing: then there is lineage 0 only.
+
+    Raises:
+        RunDirectoryError: a line of it is none of ours.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._forks = {
-            int(row["lineage"]): WeightVersion(int(row["parent"]), int(row["step"])) for row in read_json_lines(path)
-        }
+        self._forks = {lineage: WeightVersion(*fork) for lineage, fork in read_forks(path).items()}
 
     @property
     def newest(self) -> int:

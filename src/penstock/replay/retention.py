@@ -11,15 +11,14 @@ carried on in a larger file.
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 
 from penstock.replay.config import StoreConfig
 from penstock.replay.formats import ExperienceFormat
 from penstock.replay.inventory import Entry, Inventory, State
 from penstock.replay.stored_rows import groups_of_batch, groups_of_part
-from penstock.rundir.parquet import opened_parquet
+from penstock.rundir.live_files import opened_part
 from penstock.rundir.storage import Storage
-from penstock.types import Clock
+from penstock.types import Clock, RunDirectoryError
 
 
 class Retention:
@@ -69,14 +68,16 @@ class Retention:
             self._storage.delete(name)
             self._inventory.remove(name)
 
-    def _groups_of(self, entry: Entry) -> frozenset[str]:
-        if entry.groups is None:
+    def _groups_of(self, entry: Entry) -> frozenset[str] | None:
+        if entry.groups is None and entry.readable:
             of = groups_of_part if entry.name.startswith(f"{self._experience.folder}/") else groups_of_batch
-            entry.groups = frozenset()
-            with suppress(FileNotFoundError):  # merged since it was listed: `change` passes it over
-                where = self._storage.locate(entry.name)
-                with self._storage.opened(entry.name) as source, opened_parquet(source, where) as file:
+            try:
+                with opened_part(self._storage, entry.name) as file:
                     entry.groups = frozenset(of(file))
+            except FileNotFoundError:  # merged since it was listed: `change` passes it over
+                entry.groups = frozenset()
+            except RunDirectoryError:  # it may hold groups that are needed, and somebody may be able to repair it
+                entry.readable = False
         return entry.groups
 
 
@@ -85,7 +86,7 @@ def choose_expendable(
     excess_bytes: int,
     live_groups: Collection[str],
     made_before_s: float,
-    groups_of: Callable[[Entry], Collection[str]],
+    groups_of: Callable[[Entry], Collection[str] | None],
 ) -> list[Entry]:
     """The oldest files that together take the excess, or all that may go.
 
@@ -94,14 +95,15 @@ def choose_expendable(
         excess_bytes: What should go.
         live_groups: Groups that are still needed.
         made_before_s: No younger file goes; Unix seconds.
-        groups_of: Looks a file's groups up.
+        groups_of: Looks a file's groups up; None where it cannot be read, which keeps it.
     """
     live = frozenset(live_groups)
     chosen: list[Entry] = []
     for entry in oldest_first:
         if excess_bytes <= 0 or entry.made_at_s > made_before_s:
             break
-        if live.isdisjoint(groups_of(entry)):
+        groups = groups_of(entry)
+        if groups is not None and live.isdisjoint(groups):
             chosen.append(entry)
             excess_bytes -= entry.size_bytes
     return chosen

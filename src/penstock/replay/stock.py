@@ -156,9 +156,7 @@ class Stock:
         formed = self._draw(step, shares, stuck)
         if formed is None and stuck():
             for group in chosen:
-                reason = "its batch maker makes no batch of what waits, and nothing more can come before it does"
-                for rollout in list(group.rollouts):
-                    self._lose(group, rollout, Verdict("filtered", reason))
+                self._give_up(group)
         return formed
 
     def sample(self, step: int, batch_size: int, env_name: str | None = None) -> FormedBatch | None:
@@ -217,6 +215,15 @@ class Stock:
             if group.first_use is not None and group.first_use not in self._in_training:
                 confirmed.add(group.group_id)
         return {group_id: ids for group_id, ids in self.groups().items() if group_id in confirmed}
+
+    def _give_up(self, group: WaitingGroup) -> None:
+        """Makes room for others where a batch maker will not have what waits."""
+        reason = f"{_maker_name(self._feed, group)} makes no batch of what waits, and no more can come before it does"
+        for rollout in list(group.rollouts):
+            self.settle([rollout.rollout_id], "filtered", reason)
+            self._retire(group, rollout)
+        if group.first_use is None:
+            self._admission.free(group.group_id, f"lesson {group.lesson_id}: {reason}")
 
     def _draw(self, step: int, shares: Counter[BatchMaker], stuck: Callable[[], bool]) -> FormedBatch | None:
         examples: list[RLExample] = []
@@ -301,7 +308,7 @@ class Stock:
         """A rollout leaves, not because a batch took it."""
         uses = group.uses_of(rollout.rollout_id)
         if uses and not self._pending[rollout.rollout_id]:
-            reason = f"used {uses} times, then {verdict.fate}: {verdict.reason}"
+            reason = f"used {'once' if uses == 1 else f'{uses} times'}, then {verdict.fate}: {verdict.reason}"
             self._ledger.settle([rollout.rollout_id], "trained", max(0, self.current - 1), reason)
         elif not uses:
             self.settle([rollout.rollout_id], verdict.fate, verdict.reason)
@@ -323,6 +330,10 @@ class Stock:
 
     def _waits(self, group: WaitingGroup, rollout: AnyRollout) -> bool:
         return any(member is rollout for member in group.rollouts)
+
+
+def _maker_name(feed: MakerFeed, group: WaitingGroup) -> str:
+    return f"the batch maker {type(feed.of(group.env_name)).__name__}"
 
 
 def _member(group: WaitingGroup, rollout_id: str) -> AnyRollout | None:

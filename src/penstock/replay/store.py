@@ -13,6 +13,7 @@ files.
 import math
 import time
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,10 +28,10 @@ from penstock.replay.inventory import Inventory
 from penstock.replay.ledger import Ledger
 from penstock.replay.lineages import Lineages
 from penstock.replay.retention import Retention
-from penstock.replay.stored_rows import groups_of_part, read_history, stem_of
+from penstock.replay.stored_rows import groups_of_part, ids_of_part, read_history, stem_of
 from penstock.rundir import JsonLinesLog, RunDirectory
-from penstock.rundir.live_files import read_live
-from penstock.rundir.parquet import opened_parquet, parquet_writer, read_columns
+from penstock.rundir.live_files import opened_part, read_live
+from penstock.rundir.parquet import parquet_writer, read_columns
 from penstock.rundir.part_names import PartNames
 from penstock.rundir.storage import StoredFile, open_storage
 from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError
@@ -115,8 +116,9 @@ class RolloutStore:
             for folder in self._folders if config.url is None else ():
                 (self._directory.path / folder).mkdir(parents=True, exist_ok=True)
             self._directory.path.mkdir(parents=True, exist_ok=True)
-        self._names = PartNames(experience.folder, clock)
         self._inventory = Inventory(self._folders, self._storage.files)
+        self._names = PartNames(experience.folder, clock, lambda: self._inventory.names(experience.folder))
+        self._unsure: dict[str, frozenset[str]] = {}
         self._compactor = Compactor(self._storage, experience, self._inventory, self._names, config, clock, grace_s)
         self._retention = Retention(self._storage, experience, self._inventory, config, clock)
         self._logs: list[JsonLinesLog] = []
@@ -134,11 +136,14 @@ class RolloutStore:
         """
         self._storage.prepare(self._folders)
         self._refuse_foreign_files()
+        self._storage.remove_unfinished(self._folders)  # ours: another run's writer may be in the middle of a file
         self._compactor.finish()
-        tickets = JsonLinesLog(self._directory.tickets_path)
+        path = self._directory.tickets_path
+        past = str(self._directory.path) if path.exists() and path.stat().st_size else ""
+        tickets = JsonLinesLog(path)
         fates = JsonLinesLog(self._directory.fates_path)
         self._logs += [tickets, fates]
-        return Ledger(lineage, tickets, fates, self._clock)
+        return Ledger(lineage, tickets, fates, self._clock, past)
 
     def close(self) -> None:
         """Ends a round of compaction that is under way; flushes and closes the logs."""
@@ -149,8 +154,18 @@ class RolloutStore:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def seal(self, records: Sequence[RolloutRecord]) -> None:
-        """Writes a part; when this returns the rollouts are durable."""
-        self._write(self._names.next(), self._experience.to_table(records))
+        """Writes a part; when this returns the rollouts are durable.
+
+        A write that failed may have made its file all the same. So the next part with the same groups, and perhaps
+        more, takes that one's name, and no rollout is in two files.
+        """
+        table = self._experience.to_table(records)
+        groups = frozenset(table.column("group_id").to_pylist())
+        tried = next((name for name, held in self._unsure.items() if held <= groups), None)
+        name = self._names.next() if tried is None else tried
+        self._unsure[name] = groups  # until it is certain
+        self._write(name, table)
+        del self._unsure[name]
 
     def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
         """Writes ``batches/<batch_id>.parquet``."""
@@ -158,6 +173,7 @@ class RolloutStore:
         self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
 
     def _write(self, name: str, table: pa.Table) -> None:
+        self._inventory.reserve(name)
         with self._storage.writing(name) as path:
             with parquet_writer(path, table.schema, self._config.compression) as writer:
                 writer.write_table(table)
@@ -167,7 +183,7 @@ class RolloutStore:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
-        """Sealed rollouts in the order of sealing; of some groups, or all.
+        """Sealed rollouts in the order of sealing, each once; of some groups, or all.
 
         Raises:
             SchemaVersionError: a newer Penstock wrote a file.
@@ -175,15 +191,18 @@ class RolloutStore:
         """
         wanted = None if group_ids is None else frozenset(group_ids)
 
-        def read(file: pq.ParquetFile, name: str) -> list[Any]:
+        def read(file: pq.ParquetFile, name: str) -> list[tuple[str, Any]]:
             if wanted is not None and wanted.isdisjoint(groups_of_part(file)):
                 return []
-            return self._experience.from_table(read_columns(file), stem_of(name))
+            table = read_columns(file)
+            return list(zip(ids_of_part(table, name), self._experience.from_table(table, stem_of(name)), strict=True))
 
         parts = read_live(self._storage, self._experience.folder, read)
-        return [
-            record for records in parts.values() for record in records if wanted is None or record.group_id in wanted
-        ]
+        first: dict[str, Any] = {}
+        for rollout_id, record in chain.from_iterable(parts.values()):
+            if wanted is None or record.group_id in wanted:
+                first.setdefault(rollout_id, record)
+        return list(first.values())
 
     def read_batch(self, batch_id: str) -> list[RLExample]:
         """The examples of one update.
@@ -193,11 +212,11 @@ class RolloutStore:
             RunDirectoryError: there is no such batch, or no more.
         """
         name = f"{self._experience.batch_folder}/{batch_id}.parquet"
-        where = self._storage.locate(name)
         try:
-            with self._storage.opened(name) as source, opened_parquet(source, where) as file:
+            with opened_part(self._storage, name) as file:
                 return self._experience.batch_from_table(read_columns(file), batch_id)
         except FileNotFoundError as error:
+            where = self._storage.locate(name)
             raise RunDirectoryError(f"{where} is missing: no such batch was written, or it has expired") from error
 
     def history(self) -> History:

@@ -6,6 +6,7 @@
 
 from collections.abc import Iterable
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.replay.formats import ExperienceFormat
@@ -44,6 +45,13 @@ def read_history(directory: RunDirectory, storage: Storage, experience: Experien
 def groups_of_part(file: pq.ParquetFile) -> set[str]:
     """The groups of a part; none for rows of the original form, which have no ids."""
     return set(read_columns(file, ["group_id"]).to_pydict().get("group_id", ()))
+
+
+def ids_of_part(table: pa.Table, name: str) -> list[str]:
+    """Row by row what tells a rollout from every other; rows of the original form are told apart by file and place."""
+    if "rollout_id" in table.column_names:
+        return table.column("rollout_id").to_pylist()
+    return [f"{name} {row}" for row in range(table.num_rows)]
 
 
 def groups_of_batch(file: pq.ParquetFile) -> set[str]:

@@ -65,9 +65,11 @@ class Tally:
             f"{lesson} ({count} groups, mean reward {self._filtered_rewards[lesson] / count:.3g})"
             for lesson, count in sorted(self._filtered_groups.items())
         )
+        cause, remedy = "the batch maker found no advantage in them", "choose another replay.batch_maker.name"
+        if self._config.batch_maker.filter_zero_variance:
+            cause, remedy = "in each, all rewards were equal", "set replay.batch_maker.filter_zero_variance: false"
         return (
-            f"replay.batch_maker.filter_zero_variance filtered {total} groups while one batch waited "
-            f"(replay.max_filtered_groups_per_batch): in each, all rewards were equal. Lessons: {lessons}. "
-            "Make rewards differ (an easier lesson, a warm start, a higher temperature, a larger "
-            "n_generations_per_prompt), or set replay.batch_maker.filter_zero_variance: false"
+            f"{total} groups were filtered while one batch waited (replay.max_filtered_groups_per_batch): {cause}. "
+            f"Lessons: {lessons}. Make rewards differ (an easier lesson, a warm start, a higher temperature, a larger "
+            f"n_generations_per_prompt), or {remedy}"
         )

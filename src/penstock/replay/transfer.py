@@ -48,6 +48,11 @@ TRANSFER_SCHEMA = ROLLOUT_SCHEMA.set(_MASK, _MASK_FIELD).append(_GROUP_FIELD)
 _TRAILER = struct.Struct("<4sIQ")
 """Magic, CRC-32 of the stream, length of the stream in bytes."""
 _MAGIC = b"PSR1"
+_FORGED = (
+    pa.ArrowException, RunDirectoryError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError,
+    OverflowError,
+)  # fmt: skip
+"""What reading columns of other types and shapes than ours may raise."""
 
 
 def batch_to_buffer(batch: RolloutBatch) -> "Buffer":
@@ -92,7 +97,7 @@ def batch_from_buffer(message: "Buffer") -> RolloutBatch:
         return _batch(_read(stream))
     except InvalidRolloutError:
         raise
-    except (pa.ArrowException, RunDirectoryError, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except _FORGED as error:
         raise TransferError(f"the message's checksum is right, but it holds no rollouts: {error}") from error
 
 

@@ -6,7 +6,6 @@ and nothing of their contents. Not covered: Parquet files that lie elsewhere (`p
 """
 
 import fcntl
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,12 @@ from typing import Any
 import yaml
 
 from penstock.rundir.atomic import write_atomically
+from penstock.rundir.json_text import to_json
 from penstock.types import RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
+_LOCK = ".lock"
+_UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp")
 
 
 class RunDirectory:
@@ -35,22 +37,21 @@ class RunDirectory:
         """Makes the directory of a new run and writes its resolved config.
 
         Args:
-            path: Missing, or empty.
+            path: Missing, or empty; or what a process left there that was killed while it made a run directory.
             config: Plain values only (strings, numbers, lists, mappings).
 
         Raises:
             RunDirectoryError: there is something at `path` already.
         """
         directory = cls(path)
-        if directory.path.exists() and (not directory.path.is_dir() or any(directory.path.iterdir())):
-            raise RunDirectoryError(
-                f"{directory.path} exists already and is not overwritten: "
-                "choose another --run-dir, or continue that run with --resume"
-            )
-        for folder in _FOLDERS:
-            (directory.path / folder).mkdir(parents=True, exist_ok=True)
-        # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
-        directory.write_config(config)
+        directory._refuse_if_taken()
+        directory.path.mkdir(parents=True, exist_ok=True)
+        with directory.locked():
+            directory._refuse_if_taken()  # another process may have made a run of it just now
+            for folder in _FOLDERS:
+                (directory.path / folder).mkdir(exist_ok=True)
+            # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
+            directory.write_config(config)
         return directory
 
     @classmethod
@@ -67,20 +68,32 @@ class RunDirectory:
             (directory.path / folder).mkdir(exist_ok=True)
         return directory
 
+    def _refuse_if_taken(self) -> None:
+        if self.path.exists() and not (self.path.is_dir() and all(map(_is_left_by_creation, self.path.iterdir()))):
+            raise RunDirectoryError(
+                f"{self.path} exists already and is not overwritten: "
+                "choose another --run-dir, or continue that run with --resume"
+            )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the run as its one writer; the lock ends with the process, however that ends.
 
+        What a killed writer left unfinished in the run's own folder is deleted.
+
         Raises:
             RunDirectoryError: another process writes this run.
         """
-        with (self.path / ".lock").open("a+") as file:
+        with (self.path / _LOCK).open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunDirectoryError(
                     f"{self.path} is being written by another process: stop that run first, or wait for it to end"
                 ) from error
+            for pattern in _UNFINISHED:
+                for path in self.path.glob(pattern):
+                    path.unlink(missing_ok=True)
             yield
 
     def read_config(self) -> dict[str, Any]:
@@ -103,7 +116,7 @@ class RunDirectory:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
-        write_atomically(self.status_path, json.dumps(dict(status), indent=1) + "\n", durable=False)
+        write_atomically(self.status_path, to_json(dict(status), indent=1) + "\n", durable=False)
 
     @property
     def config_path(self) -> Path:
@@ -154,3 +167,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Folder of checkpoints, ``step-<n>``."""
         return self.path / "checkpoints"
+
+
+def _is_left_by_creation(path: Path) -> bool:
+    """Whether a process that was killed before it wrote the config may have made this, and nobody used it since."""
+    if path.name in _FOLDERS:
+        return path.is_dir() and not any(path.iterdir())
+    return path.name == _LOCK or path.match(_UNFINISHED[0])

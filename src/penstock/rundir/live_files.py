@@ -4,7 +4,8 @@ A file that was merged into another does not count where both are there. A file 
 merged or has expired: the folder is listed again. What was read already is not read twice, since files never change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import pyarrow.parquet as pq
@@ -16,6 +17,27 @@ from penstock.types import RunDirectoryError
 Read = TypeVar("Read")
 
 _ATTEMPTS = 16
+_LOST_GROUPS = "its groups are generated again when the run resumes"
+_LOSS = {"batches": "what it trained stays trained, but cannot be looked at any more"}
+
+
+@contextmanager
+def opened_part(storage: Storage, name: str) -> Generator[pq.ParquetFile, None, None]:
+    """Opens one file of a folder.
+
+    Raises:
+        FileNotFoundError: it was merged, or has expired.
+        SchemaVersionError: a newer Penstock wrote it.
+        RunDirectoryError: it is not Parquet; the message says how the run can go on without it.
+    """
+    try:
+        with storage.opened(name) as source, opened_parquet(source, storage.locate(name)) as file:
+            yield file
+    except RunDirectoryError as error:
+        folder = name.rpartition("/")[0]
+        raise RunDirectoryError(
+            f"{error}; restore it from a copy, or move it out of {folder}/: {_LOSS.get(folder, _LOST_GROUPS)}"
+        ) from error
 
 
 def read_live(storage: Storage, folder: str, read: Callable[[pq.ParquetFile, str], Read]) -> dict[str, Read]:
@@ -39,7 +61,7 @@ def read_live(storage: Storage, folder: str, read: Callable[[pq.ParquetFile, str
         try:
             for name in names:
                 if name not in found:
-                    with storage.opened(name) as source, opened_parquet(source, storage.locate(name)) as file:
+                    with opened_part(storage, name) as file:
                         found[name] = (read(file, name), replaced_names(file.schema_arrow))
         except FileNotFoundError:
             continue

@@ -1,17 +1,20 @@
 """The JSON-lines logs of a run as Arrow tables, for queries over many lines.
 
 A last line without its end is being written: it is left out. Keys that a schema does not name are left out too, and
-keys that a line lacks are null. `penstock.rundir.logs` has the readers that yield Python rows.
+keys that a line lacks are null. JSON may hold half of a surrogate pair, which is no character: it is shown by its
+escape. `penstock.rundir.logs` has the readers that yield Python rows.
 """
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.json as pj
 
-from penstock.rundir.logs import read_events
+from penstock.rundir.logs import read_events, read_json_lines
 from penstock.types import RunDirectoryError
 
 TICKET_SCHEMA = pa.schema(
@@ -72,9 +75,9 @@ def read_event_table(path: Path) -> pa.Table:
             "event": event.get("event"),
             "details": json.dumps({key: value for key, value in event.items() if key not in ("time", "event")}),
         }
-        for event in read_events(path)
+        for event in map(_cleaned, read_events(path))
     ]
-    return pa.Table.from_pylist(rows, schema=_EVENT_SCHEMA)
+    return _table(path, rows, _EVENT_SCHEMA, _EVENT_SCHEMA.names)
 
 
 def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
@@ -90,5 +93,31 @@ def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
             read_options=pj.ReadOptions(block_size=block_bytes),
             parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
         )
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return _read_slowly(path, schema, unexpected)
+
+
+def _read_slowly(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
+    """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, and a key that comes twice."""
+    rows = list(map(_cleaned, read_json_lines(path)))
+    names = dict.fromkeys(schema.names)
+    if unexpected == "infer":
+        names |= dict.fromkeys(name for row in rows for name in row)
+    return _table(path, rows, schema, names)
+
+
+def _table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema, names: Iterable[str]) -> pa.Table:
+    known = {field.name: field.type for field in schema}
+    try:
+        return pa.table({name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names})
+    except (pa.ArrowException, OverflowError) as error:
         raise RunDirectoryError(f"{path} has a line that is not a JSON object of this log: {error}") from error
+
+
+def _cleaned(value: Any) -> Any:
+    """With escapes for what cannot be encoded."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value

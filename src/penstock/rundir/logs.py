@@ -2,7 +2,7 @@
 
 Every append is one write to the kernel, so a process killed by SIGKILL loses no line that `append` returned
 from; `sync` makes them survive a power loss too. A machine that dies in the middle of a line leaves an unfinished
-one: readers ignore it, and the next writer cuts it off. One process writes a log; any number of its threads may.
+one: readers ignore it, and the next writer cuts it off. An append that fails leaves nothing. One process writes a log; any number of its threads may.
 """
 
 import json
@@ -11,9 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from penstock.rundir.atomic import sync_directory
+from penstock.rundir.json_text import to_json
 from penstock.types import Clock, RunDirectoryError
 
 
@@ -28,13 +31,25 @@ class JsonLinesLog:
         self.path = path
         self._lock = threading.Lock()
         _cut_unfinished_line(path)
+        self._torn_at: int | None = None
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if not os.fstat(self._descriptor).st_size:
+            sync_directory(path.parent)  # or `sync` would flush a file that has no name after a power loss
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Writes rows; when this returns they survive the death of the process."""
-        lines = "".join(json.dumps(row, allow_nan=False, separators=(", ", ": ")) + "\n" for row in rows)
+        """Writes rows; when this returns they survive the death of the process, when it raises none is there."""
+        lines = "".join(to_json(row) + "\n" for row in rows)
         with self._lock:
-            _write_all(self._open_descriptor(), lines.encode())
+            descriptor = self._open_descriptor()
+            self._repair(descriptor)
+            self._torn_at = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, lines.encode())
+            except BaseException:
+                with suppress(OSError):  # the next append tries it again; this one has its error already
+                    self._repair(descriptor)
+                raise
+            self._torn_at = None
 
     def sync(self) -> None:
         """Flushes to the disk: what was appended survives the death of the machine."""
@@ -45,9 +60,17 @@ class JsonLinesLog:
         """Flushes and closes; a second call does nothing."""
         with self._lock:
             if self._descriptor is not None:
+                with suppress(OSError):  # the next writer cuts off what is no whole line
+                    self._repair(self._descriptor)
                 os.fsync(self._descriptor)
                 os.close(self._descriptor)
                 self._descriptor = None
+
+    def _repair(self, descriptor: int) -> None:
+        """Cuts off what a write that failed, of a full disk say, left of its lines."""
+        if self._torn_at is not None:
+            os.ftruncate(descriptor, self._torn_at)
+            self._torn_at = None
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:
@@ -123,10 +146,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The last ``status.json``; None before the first."""
+    """The last ``status.json``; None before the first, and where it cannot be read.
+
+    It is not flushed when it is written, so a power loss may leave it empty; whoever looks can do without it.
+    """
     try:
         return _parse(path, 1, path.read_bytes())
-    except FileNotFoundError:
+    except (OSError, RunDirectoryError):
         return None
 
 

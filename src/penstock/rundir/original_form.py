@@ -28,13 +28,12 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         name: Of the file; ids are made from it.
 
     Raises:
-        RunDirectoryError: it lacks a column that the original form had.
+        RunDirectoryError: it lacks a column that the original form had, or its metadata is not what that had.
     """
     lacking = [column for column in _COLUMNS if column not in table.column_names]
     if lacking:
         raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
-    stamp = json.loads((table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}"))
-    step = int(stamp.get("weight_step", 0))
+    worker_id, timestamp, step = _batch_metadata(table, name)
     examples = [str(example) for example in table.column("env_example_id").to_pylist()]
     groups = [f"{name}-{example}" for example in examples]
     lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
@@ -50,8 +49,8 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         ],
         "lesson_id": [""] * rows,
         "env_example_id": examples,
-        "worker_id": [str(stamp.get("worker_id", ""))] * rows,
-        "timestamp": [float(stamp.get("timestamp", 0.0))] * rows,
+        "worker_id": [worker_id] * rows,
+        "timestamp": [timestamp] * rows,
         "lineage": [0] * rows,
         "weight_step": [step] * rows,
         "newest_weight_step": [step] * rows,
@@ -71,3 +70,18 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _batch_metadata(table: pa.Table, name: str) -> tuple[str, float, int]:
+    """Worker, time and weight step of all rows."""
+    text = (table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}")
+    try:
+        stamp = json.loads(text)
+        if not isinstance(stamp, dict):
+            raise TypeError(f"a {type(stamp).__name__} is no object")
+        return str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0)), int(stamp.get("weight_step", 0))
+    except (ValueError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{name}: {BATCH_METADATA_KEY.decode()} is {text!r}, which is not a JSON object of "
+            f"worker_id, timestamp and weight_step: {error}"
+        ) from error

@@ -8,6 +8,7 @@ import re
 import secrets
 import threading
 import uuid
+from collections.abc import Callable, Iterable
 
 from penstock.rundir.storage import SUFFIX, StoredFile
 from penstock.types import Clock
@@ -19,22 +20,26 @@ _BATCH_TIME = re.compile(r"^batch_.*_([0-9]{10,16})$")
 
 
 class PartNames:
-    """Gives out names, each later than the one before. Thread-safe.
+    """Gives out names, each later than the one before and than those of earlier lives. Thread-safe.
 
     Args:
         folder: Of the files.
-        clock: Unix seconds.
+        clock: Unix seconds; it may have stepped back since the last name was given.
+        existing: Names that the folder has; asked once, before the first name is given.
     """
 
-    def __init__(self, folder: str, clock: Clock) -> None:
+    def __init__(self, folder: str, clock: Clock, existing: Callable[[], Iterable[str]] = tuple) -> None:
         self._folder = folder
         self._clock = clock
+        self._existing = existing
         self._lock = threading.Lock()
-        self._last = 0
+        self._last: int | None = None
 
     def next(self) -> str:
         """A name of now."""
         with self._lock:
+            if self._last is None:
+                self._last = max((ticks for name in self._existing() if (ticks := _ticks(name)) is not None), default=0)
             self._last = max(self._last + 1, int(self._clock() * _TICKS_PER_S))
             return self._name(self._last)
 

@@ -76,7 +76,6 @@ class RemoteStorage:
         try:
             for folder in folders:
                 self._make_folder(folder)
-                self._remove_unfinished(folder)
             with self.writing(probe) as path:
                 path.write_bytes(b"")
             self.delete(probe)
@@ -84,6 +83,16 @@ class RemoteStorage:
             raise ConfigError(
                 f"replay.store.url is {self._url!r}, which cannot be written: {type(error).__name__}: {error}"
             ) from error
+
+    def remove_unfinished(self, folders: Sequence[str]) -> None:
+        """See `Storage.remove_unfinished`."""
+        if self._protocol in _ATOMIC_UPLOAD:
+            return
+        for folder in folders:
+            for entry in self._filesystem.ls(f"{self._root}/{folder}", detail=False):
+                base = str(entry).rpartition("/")[2]
+                if base.startswith(".") and base.endswith(".tmp"):
+                    self._filesystem.rm_file(entry)
 
     def locate(self, name: str) -> str:
         """See `Storage.locate`."""
@@ -104,13 +113,6 @@ class RemoteStorage:
     def _make_folder(self, folder: str) -> None:
         if self._protocol not in _ATOMIC_UPLOAD:  # object stores have none, and some would make a bucket
             self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
-
-    def _remove_unfinished(self, folder: str) -> None:
-        if self._protocol not in _ATOMIC_UPLOAD:
-            for entry in self._filesystem.ls(f"{self._root}/{folder}", detail=False):
-                base = str(entry).rpartition("/")[2]
-                if base.startswith(".") and base.endswith(".tmp"):
-                    self._filesystem.rm_file(entry)
 
 
 def _modified_s(entry: dict[str, Any]) -> float:

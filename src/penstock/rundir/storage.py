@@ -54,11 +54,15 @@ class Storage(Protocol):
         ...
 
     def prepare(self, folders: Sequence[str]) -> None:
-        """Makes ready for writing: makes folders, and deletes what a killed writer left unfinished.
+        """Makes folders, and sees whether files can be written.
 
         Raises:
             ConfigError: the place cannot be written.
         """
+        ...
+
+    def remove_unfinished(self, folders: Sequence[str]) -> None:
+        """Deletes what a killed writer left unfinished; for the one process that writes here."""
         ...
 
     def locate(self, name: str) -> str:
@@ -111,8 +115,12 @@ class LocalStorage:
         """See `Storage.prepare`."""
         for folder in folders:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
+
+    def remove_unfinished(self, folders: Sequence[str]) -> None:
+        """See `Storage.remove_unfinished`."""
+        for folder in folders:
             for path in (self.root / folder).glob(UNFINISHED_PATTERN):
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def locate(self, name: str) -> str:
         """See `Storage.locate`."""

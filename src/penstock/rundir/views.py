@@ -3,8 +3,8 @@
 The views show the run at the moment they were opened: Parquet through Arrow datasets, logs as Arrow tables. So DuckDB
 itself opens no file at all, and its access to files, extensions and Python variables is off and locked: a statement can
 neither write nor reach outside the run. (The type of a statement alone is no protection: in DuckDB 2 a SELECT may hold
-a ``COPY … TO``.) Files that are merged or expire meanwhile are looked up anew. Not covered: following a run as it
-grows; open the views again for that.
+a ``COPY … TO``.) It has no folder for what does not fit into memory either, so such a statement fails. Files that are
+merged or expire meanwhile are looked up anew. Not covered: following a run as it grows; open the views again for that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ from penstock.rundir.log_tables import (
     read_log_table,
     read_metric_table,
 )
-from penstock.rundir.logs import read_json_lines, read_status
 from penstock.rundir.query_result import QueryResult
 from penstock.rundir.run_files import FilesVanished, RunFiles
+from penstock.rundir.run_state import horizons, next_step
 from penstock.types import ConfigError, RunDirectoryError
 
 VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
@@ -142,6 +142,8 @@ class RunViews:
             raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
 
     def _check(self, sql: str) -> None:
+        if not _is_unicode(sql):
+            raise ConfigError(f"the query is {ascii(sql)}, which is not Unicode text: leave the broken characters out")
         statements = self._connection.extract_statements(sql)
         kinds = [statement.type for statement in statements]
         if kinds != [duckdb.StatementType.SELECT]:
@@ -168,10 +170,6 @@ class RunViews:
     def _open(self) -> tuple[duckdb.DuckDBPyConnection, RunFiles]:
         # Files first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
         files = RunFiles.list_now(self.directory)
-        forks = {
-            int(row["lineage"]): (int(row["parent"]), int(row["step"]))
-            for row in read_json_lines(self.directory.lineages_path)
-        }
         connection = duckdb.connect()
         connection.register("_rollouts", files.rollouts)
         connection.register("_batches", files.batches)
@@ -180,9 +178,10 @@ class RunViews:
         connection.register("_tickets", read_log_table(self.directory.tickets_path, TICKET_SCHEMA))
         connection.register("_metrics", read_metric_table(self.directory.metrics_path))
         connection.register("_events", read_event_table(self.directory.events_path))
-        connection.register("_horizons", _horizons(forks))
+        connection.register("_horizons", horizons(self.directory))
         connection.execute(_BASE_VIEWS + _current_step(self.directory) + _ROLLOUT_VIEWS)
         for setting in (
+            "temp_directory = ''",
             "enable_external_access = false",
             "python_enable_replacements = false",
             "lock_configuration = true",
@@ -201,28 +200,20 @@ def _check_is_a_run(directory: RunDirectory) -> None:
         )
 
 
-def _horizons(forks: Mapping[int, tuple[int, int]]) -> pa.Table:
-    """For the newest life of the run and those it descends from: the update from which on theirs do not count.
-
-    Update u makes version u + 1, which survives a fork at step f where u + 1 ≤ f.
-    """
-    lineage, before = max(forks, default=0), 2**62
-    horizons = {lineage: before}
-    while lineage in forks:
-        lineage, step = forks[lineage]
-        before = min(before, step)
-        horizons[lineage] = before
-    return pa.table(
-        {"lineage": pa.array(horizons.keys(), pa.int32()), "before": pa.array(horizons.values(), pa.int64())}
-    )
-
-
 def _current_step(directory: RunDirectory) -> str:
     """A view of the update that is next: what status.json says, or else that of the newest batch."""
-    status = read_status(directory.status_path) or {}
-    step = status.get("step")
-    known = str(int(step)) if isinstance(step, int | float) else "(SELECT max(step) FROM uses WHERE survives)"
+    step = next_step(directory)
+    known = "(SELECT max(step) FROM uses WHERE survives)" if step is None else str(step)
     return f"CREATE VIEW _current AS SELECT {known} AS step;\n"
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which is how Python passes on bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _without_excerpt(message: str) -> str:
