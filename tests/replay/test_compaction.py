@@ -208,6 +208,18 @@ def test_a_broken_part_is_named_and_nothing_is_lost(tmp_path):
     assert stored_ids(store) == ids(0, 1, 2, 3)
 
 
+def test_a_part_that_nobody_can_read_does_not_keep_the_others_from_being_merged(tmp_path):
+    seal_groups(make_store(tmp_path), 0, 1, 2, 3)
+    store = make_store(tmp_path)  # that has to look into them
+    store.open_ledger()
+    (tmp_path / "rollouts" / "part-zz.parquet").write_bytes(b"")
+    for _ in range(2):
+        store.maintain()
+    store.close()
+    [merged, broken] = parts_in(tmp_path)
+    assert broken == "part-zz.parquet" and pq.read_metadata(tmp_path / "rollouts" / merged).num_rows == 8
+
+
 def test_what_may_have_appeared_in_spite_of_an_error_is_not_merged_again(tmp_path, monkeypatch):
     store = make_store(tmp_path)
     seal_groups(store, 0, 1, 2, 3)

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.replay import Lineages
-from penstock.types import CheckpointError, WeightVersion
+from penstock.types import CheckpointError, RunDirectoryError, WeightVersion
 
 
 def survives(lineages, lineage, step, now):
@@ -51,3 +51,18 @@ def test_a_number_is_used_once_and_grows(tmp_path, lineage, parent):
     lineages.begin(1, parent=0, step=3)
     with pytest.raises(CheckpointError, match=f"lineage {lineage} of .* cannot begin from lineage {parent}"):
         lineages.begin(lineage, parent, 4)
+
+
+@pytest.mark.parametrize("line", ['{"lineage": 1, "parent": 1, "step": 1}', '{"lineage": 1, "parent": 2, "step": 1}'])
+def test_a_file_whose_forks_lead_in_a_circle_is_refused(tmp_path, line):
+    path = tmp_path / "lineages.jsonl"
+    path.write_text('{"lineage": 2, "parent": 1, "step": 4}\n' + line + "\n")
+    with pytest.raises(RunDirectoryError, match=r"lineages.jsonl, line 2: lineage 1 cannot begin from lineage [12] at"):
+        Lineages(path)
+
+
+def test_a_fork_without_a_step_is_refused(tmp_path):
+    path = tmp_path / "lineages.jsonl"
+    path.write_text('{"lineage": 1, "parent": 0}\n')
+    with pytest.raises(RunDirectoryError, match=r"line 1: .* whole numbers, but it is {'lineage': 1, 'parent': 0}"):
+        Lineages(path)

@@ -143,6 +143,19 @@ def test_a_file_that_somebody_deleted_is_no_error(tmp_path, clock):
     assert sizes(tmp_path) == {} and store.bytes == 0
 
 
+def test_a_file_that_cannot_be_read_stays(tmp_path, clock):
+    fill(make_store(tmp_path, clock), clock, 2)
+    store = make_store(tmp_path, clock, max_bytes=1, compact_parts=0)
+    store.open_ledger()
+    broken = tmp_path / "rollouts" / parts_in(tmp_path)[0]
+    broken.write_bytes(b"PAR1" + bytes(100))
+    broken.with_name("part-zz.parquet").write_bytes(b"")
+    for _ in range(2):
+        store.expire(store.expendable([]))
+        assert set(parts_in(tmp_path)) == {broken.name, "part-zz.parquet"} and store.over_cap
+    store.close()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.sets(st.integers(0, 9), max_size=3)), max_size=12),

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.replay.stored import example, group_records
+from tests.replay.stored import HandClock, example, group_records, parts_in
 
 from penstock.replay import ReplayBufferConfig, RolloutStore
 from penstock.replay.config import StoreConfig
@@ -255,3 +255,107 @@ def test_a_closed_store_writes_no_more_fates(directory):
     store.close()
     with pytest.raises(RunDirectoryError, match="fates.jsonl is closed"):
         ledger.log_fates([("a/0", "invalid", "")], 0)
+
+
+def _rows(store):
+    return [record.rollout.rollout_id for record in store.read_records()]
+
+
+def _fail(_):
+    raise OSError(5, "Input/output error")
+
+
+def test_a_part_that_appeared_although_its_write_failed_is_written_over(directory, monkeypatch):
+    store = RolloutStore(directory)
+    store.seal(group_records("easy-0-0"))
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        with pytest.raises(OSError, match="Input/output"):
+            store.seal(group_records("easy-0-1"))  # after the rename
+        with pytest.raises(OSError, match="Input/output"):
+            store.seal(group_records("easy-0-1") + group_records("easy-0-2"))  # with what came meanwhile
+    assert len(parts_in(directory.path)) == 2
+    store.seal(group_records("easy-0-1") + group_records("easy-0-2") + group_records("easy-0-3"))
+    store.seal(group_records("easy-0-4"))
+    assert len(parts_in(directory.path)) == 3
+    frame = pd.read_parquet(directory.rollouts)
+    assert list(frame["rollout_id"]) == [f"easy-0-{number}/{index}" for number in range(5) for index in range(2)]
+    assert store.bytes == sum(path.stat().st_size for path in directory.rollouts.iterdir())
+
+
+def test_a_write_of_other_groups_does_not_take_its_name(directory, monkeypatch):
+    store = RolloutStore(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        with pytest.raises(OSError):
+            store.seal(group_records("easy-0-1"))
+    store.seal(group_records("easy-0-2"))
+    store.seal(group_records("easy-0-1"))
+    assert _rows(store) == ["easy-0-1/0", "easy-0-1/1", "easy-0-2/0", "easy-0-2/1"]
+
+
+def test_a_part_that_will_be_written_over_is_neither_merged_nor_offered(directory, monkeypatch):
+    RolloutStore(directory).seal(group_records("easy-0-0"))
+    store = RolloutStore(directory, StoreConfig(compact_parts=2, compact_after_s=0, max_bytes=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        with pytest.raises(OSError):
+            store.write_batch("batch_x_1", [example("easy-0-0/0")], 0, 0)
+        with pytest.raises(OSError):
+            store.seal(group_records("easy-0-1"))
+    names = parts_in(directory.path)
+    store.maintain()
+    assert parts_in(directory.path) == names
+    assert store.expendable([]) == (f"rollouts/{names[0]}",)
+    store.seal(group_records("easy-0-1") + group_records("easy-0-2"))
+    assert store.expendable([]) == tuple(f"rollouts/{name}" for name in names)
+
+
+def test_a_listing_that_fails_after_the_write_is_no_second_part(directory, monkeypatch):
+    store = RolloutStore(directory)
+    store.seal(group_records("easy-0-0"))
+    with monkeypatch.context() as patch:
+        patch.setattr(store._inventory, "add", lambda *_: _fail(_))
+        with pytest.raises(OSError):
+            store.seal(group_records("easy-0-1"))
+    store.seal(group_records("easy-0-1"))
+    assert len(parts_in(directory.path)) == 2 and len(_rows(store)) == 4
+
+
+def test_a_rollout_that_is_in_two_parts_is_read_once(directory):
+    for _ in range(2):
+        RolloutStore(directory).seal(group_records("easy-0-1"))
+    store = RolloutStore(directory)
+    assert _rows(store) == ["easy-0-1/0", "easy-0-1/1"] and len(store.read_records(["easy-0-1"])) == 2
+
+
+def test_the_order_of_sealing_survives_a_clock_that_steps_back(directory):
+    clock = HandClock()
+    RolloutStore(directory, clock=clock).seal(group_records("easy-0-0", 1))
+    clock.now -= 60
+    store = RolloutStore(directory, clock=clock)
+    store.seal(group_records("easy-0-1", 1))
+    assert _rows(store) == ["easy-0-0/0", "easy-0-1/0"]
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "batches"])
+def test_a_part_that_cannot_be_read_is_named_with_the_remedy(directory, folder):
+    broken = directory.path / folder / "part-x.parquet"
+    broken.write_bytes(b"")
+    with pytest.raises(RunDirectoryError, match=rf"part-x.parquet cannot be read .* move it out of {folder}/:"):
+        RolloutStore(directory).history()
+    broken.unlink()
+    assert RolloutStore(directory).history().sealed == {}
+
+
+@pytest.mark.parametrize("metadata", [b"[]", b"{", b'{"weight_step": "soon"}', b'{"timestamp": null}'])
+def test_metadata_of_the_original_form_that_is_none_is_named(directory, metadata):
+    table = pa.table(
+        {
+            "env_name": ["cats"], "env_example_id": ["1"], "prompt_tokens": [[1]], "response_tokens": [[4]],
+            "response_logprobs": [[-1.0]], "token_rewards": [[1.0]], "episode_reward": [1.0],
+        }
+    ).replace_schema_metadata({b"penstock.batch_metadata": metadata})  # fmt: skip
+    pq.write_table(table, directory.rollouts / "part-old.parquet")
+    with pytest.raises(RunDirectoryError, match="part-old: penstock.batch_metadata is .* which is not a JSON object"):
+        RolloutStore(directory).read_records()

@@ -1,5 +1,8 @@
 """The store at every kind of place: the same files, the same promises."""
 
+from pathlib import Path
+
+import fsspec
 import pytest
 from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
 from tests.replay.stored import HandClock, example, group_records
@@ -78,3 +81,39 @@ def test_a_batch_that_is_not_there_is_named(directory, store_url):  # noqa: F811
 def test_a_bucket_that_is_not_there_ends_the_run_before_it_starts(directory, s3_url):  # noqa: F811
     with pytest.raises(ConfigError, match="replay.store.url is 's3://no-such-bucket/run', which cannot be written"):
         make_store(directory, "s3://no-such-bucket/run").open_ledger()
+
+
+def test_a_refused_second_run_leaves_the_first_ones_write_alone(directory, tmp_path):
+    url = str(tmp_path / "shared")
+    store = make_store(directory, url)
+    store.open_ledger()
+    store.seal(group_records("words-0-0"))
+    other = make_store(RunDirectory.create(tmp_path / "other", {}), url)
+    with store._storage.writing("rollouts/part-x.parquet") as path:
+        path.write_bytes(b"half")
+        with pytest.raises(RunDirectoryError, match="another run has 1 files"):
+            other.open_ledger()
+    store.close()
+
+
+def test_an_upload_whose_answer_is_lost_is_made_again_under_its_key(directory, monkeypatch):
+    store = make_store(directory, "memory://lost-answer")
+    upload = store._storage._upload
+    monkeypatch.setattr(store._storage, "_upload", lambda *file: (upload(*file), _lose()))
+    with pytest.raises(OSError, match="the answer was lost"):
+        store.seal(group_records("words-0-0"))
+    monkeypatch.undo()
+    store.seal(group_records("words-0-0") + group_records("words-0-1"))
+    assert len(fsspec.filesystem("memory").ls("/lost-answer/rollouts")) == 1
+    assert len(store.read_records()) == 4
+
+
+def _lose():
+    raise OSError("connection reset: the answer was lost")
+
+
+def test_a_relative_place_is_the_same_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert StoreConfig(url="runs/x").url == str(tmp_path / "runs" / "x")
+    assert StoreConfig(url="/data/x").url == "/data/x" and StoreConfig(url="~/x").url == str(Path.home() / "x")
+    assert StoreConfig(url="s3://bucket/x").url == "s3://bucket/x" and StoreConfig().url is None

@@ -250,14 +250,33 @@ def test_the_original_form_is_read():
     assert [r.response_mask.all() for r in batch.rollouts()] == [True] * 3
 
 
+def original(**changes):
+    """A row of version 0."""
+    columns = dict(
+        env_name=["cats"], env_example_id=["7"], prompt_tokens=[[1]], response_tokens=[[3]], response_logprobs=[[-1.0]],
+        token_rewards=[[0.0]], episode_reward=[0.0],
+    )  # fmt: skip
+    return pa.table({**columns, **changes})
+
+
+@pytest.mark.parametrize("error", [AttributeError("x"), IndexError("x")])
+def test_whatever_foreign_columns_raise_is_a_transfer_error(monkeypatch, error):
+    monkeypatch.setattr("penstock.replay.transfer.records_from_table", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(TransferError, match="holds no rollouts"):
+        batch_from_buffer(batch_to_buffer(make_batch()))
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         (table_of(make_batch()).drop_columns(["turns"]), "its columns are not those of schema version 1"),
         (table_of(make_batch()).replace_schema_metadata({b"penstock.schema_version": b"one"}), "invalid literal"),
         (pa.table({"a": [1]}), "holds no rollouts"),
+        (original(prompt_tokens=[5]), "holds no rollouts"),
+        (original().replace_schema_metadata({b"penstock.batch_metadata": b"[]"}), "which is not a JSON object"),
+        (original().replace_schema_metadata({b"penstock.schema_version": b"-1"}), "holds no rollouts"),
     ],
-    ids=["column", "version", "unversioned"],
+    ids=["column", "version", "unversioned", "numbers for lists", "metadata", "negative version"],
 )
 def test_tables_of_something_else_are_refused(table, message):
     with pytest.raises(TransferError, match=message):

@@ -58,3 +58,43 @@ def test_a_run_has_one_writer_at_a_time(tmp_path):
                 pass
     with directory.locked():
         pass
+
+
+def test_a_status_holds_whatever_an_error_message_says(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    run.write_status({"last_failure": "boom \udcff", "rate": float("inf")})
+    assert read_status(run.status_path) == {"last_failure": "boom \\udcff", "rate": float("inf")}
+
+
+def test_what_a_killed_creation_left_is_created_again(tmp_path):
+    for folder in ("rollouts", "batches"):
+        (tmp_path / "a" / folder).mkdir(parents=True)
+    (tmp_path / "a" / ".config.yaml.0123456789ab.tmp").write_text("se")
+    (tmp_path / "a" / ".lock").touch()
+    run = RunDirectory.create(tmp_path / "a", {"seed": 1})
+    assert run.read_config() == {"seed": 1} and not list(run.path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["rollouts/part-1.parquet", "notes.txt", "checkpoints/step-1"])
+def test_what_may_be_somebodys_is_not(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RunDirectoryError, match="exists already"):
+        RunDirectory.create(tmp_path, {})
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_unfinished(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    unfinished = [run.path / f".{name}.0123456789ab.tmp" for name in ("status.json", "config.yaml")]
+    mine = run.path / ".export.jsonl.0123456789ab.tmp"
+    for path in (*unfinished, mine):
+        path.write_text("{")
+    RunDirectory.open_existing(run.path)
+    assert all(path.exists() for path in unfinished)  # the writer may be alive
+    with run.locked():
+        assert not any(path.exists() for path in unfinished) and mine.exists()
+        unfinished[0].write_text("{")
+        with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(run.path).locked():
+            pass
+        assert unfinished[0].exists()

@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 
 import numpy as np
@@ -108,3 +109,73 @@ def test_a_value_that_json_does_not_know_is_refused_and_leaves_no_line(tmp_path)
         log.append({"a": 1}, {"a": float("inf")})
     log.close()
     assert json.loads("[]") == list(read_json_lines(log.path))
+
+
+class FullDisk:
+    """Writes nine bytes and then none, as a disk that fills up."""
+
+    def __init__(self, monkeypatch):
+        self._write = os.write
+        self._calls = 0
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, descriptor, content):
+        self._calls += 1
+        if self._calls == 1:
+            return self._write(descriptor, bytes(content)[:9])
+        raise OSError(28, "No space left on device")
+
+
+def test_an_append_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    log = JsonLinesLog(tmp_path / "log.jsonl")
+    log.append({"a": 1})
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        with pytest.raises(OSError, match="No space left"):
+            log.append({"a": 2, "padding": "p" * 50})
+    assert log.path.read_text() == '{"a": 1}\n'
+    log.append({"a": 3})
+    log.close()
+    assert [row["a"] for row in read_json_lines(log.path)] == [1, 3]
+
+
+@pytest.mark.parametrize("then", ["append", "close"])
+def test_what_could_not_be_cut_off_at_once_is_before_the_next_line(tmp_path, monkeypatch, then):
+    log = JsonLinesLog(tmp_path / "log.jsonl")
+    log.append({"a": 1})
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="No space left"):
+            log.append({"a": 2}, {"a": 3})
+    assert log.path.read_text() == '{"a": 1}\n{"a": 2}\n'  # whole, but nobody was told that it is there
+    if then == "append":
+        log.append({"a": 4})
+    log.close()
+    assert [row["a"] for row in read_json_lines(log.path)] == ([1, 4] if then == "append" else [1])
+
+
+def test_halves_of_surrogate_pairs_are_written_as_text_wherever_they_are(tmp_path):
+    log = JsonLinesLog(tmp_path / "log.jsonl")
+    log.append({"why": "boom \udcff", "deep": [{"k\ud800": ("x\udcff", 1, None)}], "whole": "😀 \\ud"})
+    log.close()
+    [row] = read_json_lines(log.path)
+    assert row == {"why": "boom \\udcff", "deep": [{"k\\ud800": ["x\\udcff", 1, None]}], "whole": "😀 \\ud"}
+
+
+def test_a_new_log_has_its_name_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("penstock.rundir.logs.sync_directory", synced.append)
+    log = JsonLinesLog(tmp_path / "log.jsonl")
+    assert synced == [tmp_path]
+    log.append({"a": 1})
+    log.close()
+    JsonLinesLog(log.path).close()
+    assert synced == [tmp_path]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_status_that_cannot_be_read_is_none(tmp_path, content):
+    (tmp_path / "status.json").write_bytes(content)
+    assert read_status(tmp_path / "status.json") is None
+    assert read_status(tmp_path) is None

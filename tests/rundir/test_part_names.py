@@ -32,3 +32,17 @@ def test_a_file_takes_the_place_of_another_in_the_order():
     merged = names.like(second)
     assert first < merged < third and merged != second
     assert made_at_s(StoredFile(merged, 1, 0.0)) == made_at_s(StoredFile(second, 1, 0.0))
+
+
+def test_names_follow_those_of_earlier_lives_although_the_clock_stepped_back():
+    before = PartNames("rollouts", lambda: 100.0).next()
+    asked = []
+
+    def existing():
+        asked.append(True)
+        return [before, "rollouts/part-old.parquet"]
+
+    names = PartNames("rollouts", lambda: 40.0, existing)
+    assert not asked  # a reader's store lists nothing
+    first, second = names.next(), names.next()
+    assert before < first < second and len(asked) == 1

@@ -110,6 +110,8 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path, url):
     for name in ("part-1.parquet", ".part-2.parquet.1f.tmp", "notes.txt"):
         (folder / name).write_text("x")
     storage.prepare(["rollouts"])
+    assert len(list(folder.iterdir())) == 3  # somebody may be writing it
+    storage.remove_unfinished(["rollouts"])
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "part-1.parquet"]
 
 

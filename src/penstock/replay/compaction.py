@@ -7,7 +7,8 @@ opens it after that moment gets an error, which no order of steps can spare it; 
 file before it is deleted would, but then a slow reader would silently miss rows.) A process killed in between leaves
 both; `finish` deletes the replaced ones when the next writer starts.
 
-Rows keep their order, files their time, and groups stay in one file. Files of an older schema, and files that cannot be read, are left as they are.
+Rows keep their order, files their time, and groups stay in one file. Files of an older schema, and those that
+cannot be read, are left as they are.
 """
 
 # pyarrow comes without types:

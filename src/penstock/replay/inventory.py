@@ -1,9 +1,9 @@
 """What the writer knows of its files: sizes, and which of them somebody has plans for. Thread-safe.
 
-Each folder is listed once, when the writer first asks; from then on the writer's own doings are counted. A file is in
-one of four states: *kept*; *merging*, while its rows are copied; *replaced*, when they are in another file and it only
-waits to be deleted; *offered*, when it may go at the next checkpoint. Only kept files are merged or offered, so the two
-never meet, and a merged file is touched by neither as long as one that it replaces is still there.
+Each folder is listed once, before the writer's first file; from then on the writer's own doings are counted. A file is
+in one of four states: *kept*; *merging*, while its rows are copied; *replaced*, when they are in another file and it
+only waits to be deleted; *offered*, when it may go at the next checkpoint. Only kept files are merged or offered, so the
+two never meet, and a merged file is touched by neither as long as one that it replaces is still there.
 """
 
 import threading
@@ -64,7 +64,6 @@ class Inventory:
         self._list_files = list_files
         self._lock = threading.RLock()
         self._listed: dict[str, dict[str, Entry]] | None = None
-        self._reserved: set[str] = set()
         self._bytes = 0
 
     @property
@@ -74,19 +73,19 @@ class Inventory:
             self._by_folder()
             return self._bytes
 
-    def reserve(self, name: str) -> None:
-        """A file is about to be written: should it be found, nobody makes plans for it before it is added.
+    def begin(self) -> None:
+        """Lists what is there, unless that is done; before the first write.
 
-        It stays reserved where the write fails, since another try may replace the file with one that holds more.
+        So a file whose write failed, though it may have appeared, is unknown here until another try has written it
+        anew: nobody merges or deletes it meanwhile.
         """
         with self._lock:
-            self._reserved.add(name)
+            self._by_folder()
 
     def add(self, file: StoredFile, rows: int | None = None, replaces: Collection[str] = ()) -> None:
         """A file was written; those that it replaces only wait to be deleted."""
         with self._lock:
             self.remove(file.name)
-            self._reserved.discard(file.name)
             entries = self._siblings(file.name)
             waiting = {name for name in replaces if name in entries}
             entries[file.name] = Entry(file.name, file.size_bytes, made_at_s(file), rows, replaces=waiting)
@@ -123,11 +122,7 @@ class Inventory:
         """Files of some folders that nobody has plans for, the oldest first."""
         with self._lock:
             entries = [entry for folder in folders for entry in self._by_folder()[folder].values()]
-            free = [
-                entry
-                for entry in entries
-                if entry.state is State.KEPT and not entry.replaces and entry.name not in self._reserved
-            ]
+            free = [entry for entry in entries if entry.state is State.KEPT and not entry.replaces]
         return sorted(free, key=lambda entry: (entry.made_at_s, entry.name))
 
     def in_state(self, state: State) -> list[Entry]:

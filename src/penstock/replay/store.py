@@ -173,7 +173,7 @@ class RolloutStore:
         self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
 
     def _write(self, name: str, table: pa.Table) -> None:
-        self._inventory.reserve(name)
+        self._inventory.begin()
         with self._storage.writing(name) as path:
             with parquet_writer(path, table.schema, self._config.compression) as writer:
                 writer.write_table(table)

@@ -116,7 +116,7 @@ class RunDirectory:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
-        write_atomically(self.status_path, to_json(dict(status), indent=1) + "\n", durable=False)
+        write_atomically(self.status_path, to_json(dict(status), indent=1, allow_nan=True) + "\n", durable=False)
 
     @property
     def config_path(self) -> Path:

@@ -1,4 +1,4 @@
-"""JSON that every reader takes: no NaN, and no halves of surrogate pairs.
+"""JSON without halves of surrogate pairs, so that every reader takes it.
 
 Python's strings may hold such halves, of undecodable bytes in an error message say; in a JSON file DuckDB and others
 refuse them, together with the whole file. They are written as the text of their escapes instead.
@@ -9,19 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None, allow_nan: bool = False) -> str:
     """`value` as JSON, in ASCII.
 
+    Args:
+        value: Plain values.
+        indent: For people; None puts all in one line.
+        allow_nan: Write NaN and infinities too, which not every reader takes.
+
     Raises:
-        ValueError: it holds a number that is not finite.
+        ValueError: it holds a number that is not finite, and that is not allowed.
         TypeError: it holds something that JSON has no form for.
     """
-    text = _dump(value, indent)
-    return _dump(_cleaned(value), indent) if "\\ud" in text else text  # which few texts have, pairs or halves
-
-
-def _dump(value: Any, indent: int | None) -> str:
-    return json.dumps(value, allow_nan=False, indent=indent, separators=(",", ": ") if indent else (", ", ": "))
+    text = json.dumps(value, indent=indent, allow_nan=allow_nan)
+    if "\\ud" not in text:  # which few texts have: a pair, or half of one
+        return text
+    return json.dumps(_cleaned(value), indent=indent, allow_nan=allow_nan)
 
 
 def _cleaned(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Every append is one write to the kernel, so a process killed by SIGKILL loses no line that `append` returned
 from; `sync` makes them survive a power loss too. A machine that dies in the middle of a line leaves an unfinished
-one: readers ignore it, and the next writer cuts it off. An append that fails leaves nothing. One process writes a log; any number of its threads may.
+one: readers ignore it, and the next writer cuts it off. An append that fails leaves nothing behind. One process writes
+a log; any number of its threads may.
 """
 
 import json

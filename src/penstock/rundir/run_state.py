@@ -10,24 +10,20 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.rundir.directory import RunDirectory
-from penstock.rundir.logs import read_json_lines, read_status
-from penstock.types import RunDirectoryError
-
-_NO_FORK = 2**62
+from penstock.rundir.forks import NO_FORK, read_forks
+from penstock.rundir.logs import read_status
 
 
 def known_status(directory: RunDirectory) -> dict[str, Any] | None:
     """The last status.json; None before the first, and an empty one where the file is broken."""
-    try:
-        return read_status(directory.status_path)
-    except (RunDirectoryError, OSError):
-        return {}
+    status = read_status(directory.status_path)
+    return {} if status is None and directory.status_path.exists() else status
 
 
 def next_step(directory: RunDirectory) -> int | None:
     """The update that is next, as status.json says; None where it does not."""
     step = (known_status(directory) or {}).get("step")
-    if not isinstance(step, int | float) or not math.isfinite(step) or abs(step) > _NO_FORK:
+    if not isinstance(step, int | float) or not math.isfinite(step) or abs(step) > NO_FORK:
         return None
     return int(step)
 
@@ -40,27 +36,11 @@ def horizons(directory: RunDirectory) -> pa.Table:
     Raises:
         RunDirectoryError: a line of ``lineages.jsonl`` is no fork.
     """
-    forks = _forks(directory)
-    lineage, before = max(forks, default=0), _NO_FORK
+    forks = read_forks(directory.lineages_path)
+    lineage, before = max(forks, default=0), NO_FORK
     found = {lineage: before}
     while lineage in forks:  # parents are older, so this ends
         lineage, step = forks[lineage]
         before = min(before, step)
         found[lineage] = before
     return pa.table({"lineage": pa.array(found.keys(), pa.int32()), "before": pa.array(found.values(), pa.int64())})
-
-
-def _forks(directory: RunDirectory) -> dict[int, tuple[int, int]]:
-    path = directory.lineages_path
-    forks: dict[int, tuple[int, int]] = {}
-    for number, row in enumerate(read_json_lines(path), start=1):
-        lineage, parent, step = (row.get(key) for key in ("lineage", "parent", "step"))
-        if not isinstance(lineage, int) or not isinstance(parent, int) or not isinstance(step, int):
-            raise RunDirectoryError(f"{path}, line {number}: lineage, parent and step must be whole numbers")
-        if not 0 <= parent < lineage < 2**31 or abs(step) > _NO_FORK:
-            raise RunDirectoryError(
-                f"{path}, line {number}: lineage {lineage} cannot begin from lineage {parent} at step {step}: "
-                "a parent must be older"
-            )
-        forks[lineage] = parent, step
-    return forks

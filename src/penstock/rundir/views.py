@@ -139,6 +139,8 @@ class RunViews:
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             if self.files.vanished:
                 raise FilesVanished(str(error)) from error
+            if isinstance(error, duckdb.OutOfMemoryException):  # DuckDB's own advice is on settings that are locked
+                raise ConfigError("the query needs more memory than there is: take fewer rows or columns") from error
             raise ConfigError(f"the query cannot be answered: {_without_excerpt(str(error))}") from error
 
     def _check(self, sql: str) -> None:
