@@ -151,7 +151,7 @@ def checkpoint_view(states: dict, history: History, store: RolloutStore) -> Chec
     else:
         admission = OpenAdmission(Ledger(lineage), lineage)
         admission.restore(replay["admission"])
-    admission.recover(list(history.tickets()))
+    admission.recover(list(history.tickets()), history.lost())
     return CheckpointView(
         admission.update,
         admission.restored_tickets(),

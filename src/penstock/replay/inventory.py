@@ -2,8 +2,8 @@
 
 Each folder is listed once, before the writer's first file; from then on the writer's own doings are counted. A file is
 in one of four states: *kept*; *merging*, while its rows are copied; *replaced*, when they are in another file and it
-only waits to be deleted; *offered*, when it may go at the next checkpoint. Only kept files are merged or offered, so the
-two never meet, and a merged file is touched by neither as long as one that it replaces is still there.
+only waits to be deleted; *offered*, when it may go at the next checkpoint. Only kept files are merged or offered, so
+the two never meet, and a merged file is touched by neither as long as one that it replaces is still there.
 """
 
 import threading
