@@ -44,7 +44,7 @@ def test_text_that_is_not_valid_unicode_is_still_written(tmp_path):
     tracker = JsonlTracker(tmp_path / "samples.jsonl")
     tracker.log_samples(0, [{"text": "a\ud800b"}])
     tracker.close()
-    assert read(tmp_path / "samples.jsonl") == [{"step": 0, "text": "a\ud800b"}]
+    assert read(tmp_path / "samples.jsonl") == [{"step": 0, "text": "a\\ud800b"}]
 
 
 def test_lines_of_several_threads_do_not_mix(tmp_path):
