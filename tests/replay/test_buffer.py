@@ -50,7 +50,7 @@ def test_a_batch_holds_whole_groups_and_their_facts(sim, run):
     assert metrics["replay/size"] == third and metrics["replay/in_flight"] == 0
     assert metrics["replay/staleness_mean"] == metrics["replay/staleness_max"] == 0
     assert metrics["replay/ledger/waiting"] == len(ids) + third
-    assert "train/reward_mean" in metrics and metrics["replay/wait_s"] == 0
+    assert "train/reward_mean" in metrics and 0 <= metrics["replay/wait_s"] < 60
 
 
 def test_fates_follow_the_update_and_not_the_batch(sim, run):

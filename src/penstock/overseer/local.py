@@ -141,15 +141,8 @@ def wire(
         keep_checkpoints=config.overseer.keep_checkpoints,
     )
     loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
-    with _naming("rollout.storage.path", config.rollout.storage.path or directory.path):
-        storage = open_rollout_storage(
-            config.rollout.storage,
-            directory.path / "rollout_storage",
-            lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
-            new_run=start.checkpoint is None,
-        )
-    outlives = config.rollout.storage.kind == "file"
-    receiver = RolloutReceiver(storage, buffer, buffer if outlives else None)
+    storage = _open_storage(config, directory, log, start.checkpoint is None)
+    receiver = RolloutReceiver(storage, buffer, buffer if config.rollout.storage.kind == "file" else None)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
         manager,
@@ -210,6 +203,16 @@ def wire(
         for event in curriculum.restored_events:
             on_curriculum_event(event)
     return parts
+
+
+def _open_storage(config: RunConfig, directory: RunDirectory, log: RunLog, new_run: bool) -> RolloutStorage:
+    with _naming("rollout.storage.path", config.rollout.storage.path or directory.path):
+        return open_rollout_storage(
+            config.rollout.storage,
+            directory.path / "rollout_storage",
+            lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
+            new_run=new_run,
+        )
 
 
 @contextmanager

@@ -218,16 +218,14 @@ class ReplayBuffer:
 
     def try_next_batch(self, step: int) -> TrainingBatch | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
-        self._seal()
-        with self._changed:
-            formed = self._form(step, True)
-        return None if formed is None else self._write_intent(formed, 0.0)
+        return self.await_batch(step, 0.0, lambda: True)
 
     def _completes_a_batch(self) -> bool:
-        """Whether there are enough groups for a batch once what is queued for a file has one."""
+        """Whether a file now helps: it gives a batch enough groups, or everything is back and waits for it alone."""
         with self._changed:
-            enough = self._admission.outstanding.ingested >= self._config.groups_per_batch or not self._admission.paced
-            return len(self._sealer) > 0 and (enough or self._stock.has_reusable)
+            ingested, held = self._admission.outstanding.ingested, len(self._admission.outstanding)
+            enough = ingested >= self._config.groups_per_batch or ingested == held or self._stock.has_reusable
+            return len(self._sealer) > 0 and (enough or not self._admission.paced)
 
     def wake(self) -> None:
         """Those who wait look again."""
