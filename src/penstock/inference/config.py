@@ -73,6 +73,22 @@ class EngineConfig(BaseModel):
         return (1,) if most == 1 else (1, most)
 
 
+class InferenceConfig(EngineConfig):
+    """A run's engines, and the servers over them where they run in processes of their own.
+
+    Attributes:
+        servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
+        model_parallel: Devices over which one engine's model is split; None takes all local ones.
+        host: Address that the servers listen on; anything but loopback requires a token, which a run makes itself.
+        max_waiting: Requests that one server keeps waiting; beyond, it refuses, and the client waits or goes elsewhere.
+    """
+
+    servers: int = Field(default=1, ge=1)
+    model_parallel: int | None = Field(default=1, ge=1)
+    host: str = "127.0.0.1"
+    max_waiting: int = Field(default=1024, gt=0)
+
+
 def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int) -> tuple[int, ...]:
     lengths = list(given or ())
     if given is None:

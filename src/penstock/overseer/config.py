@@ -5,12 +5,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
-from penstock.inference.config import EngineConfig
+from penstock.inference.config import InferenceConfig
 from penstock.learner.config import LearnerConfig
 from penstock.model.language.config import PolicyConfig
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.tracking.config import TrackingConfig
+from penstock.weights.config import WeightsConfig
 
 
 class OverseerConfig(BaseModel):
@@ -22,6 +23,15 @@ class OverseerConfig(BaseModel):
         checkpoint_every: Updates between checkpoints; the last update is always followed by one.
         keep_checkpoints: How many checkpoints stay.
         stop_timeout_s: Longest wait for a component to stop.
+        heartbeat_s: Seconds between two looks at a component in a process of its own.
+        heartbeat_timeout_s: A component that does not answer for so long counts as dead; it is ended and replaced.
+        start_timeout_s: Longest time from the start of a component's process to its first answer.
+        max_restarts: So many restarts of one component within `restart_window_s` are made; one more ends the run.
+        restart_window_s: See there.
+        backoff_s: Wait before the first restart of a component; it doubles with every further one in the window.
+        max_backoff_s: Longest such wait.
+        straggler_factor: A component that is slower than the median of its peers by this factor is reported.
+        replace_stragglers: Whether it is replaced, too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +41,58 @@ class OverseerConfig(BaseModel):
     checkpoint_every: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     stop_timeout_s: float = Field(default=60.0, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    max_restarts: int = Field(default=10, ge=0)
+    restart_window_s: float = Field(default=600.0, gt=0)
+    backoff_s: float = Field(default=0.5, gt=0)
+    max_backoff_s: float = Field(default=30.0, gt=0)
+    straggler_factor: float = Field(default=3.0, gt=1)
+    replace_stragglers: bool = False
+
+
+class RoleConfig(BaseModel):
+    """Where the components of one role run under ``runtime: ray``.
+
+    Attributes:
+        num_cpus: CPUs that each reserves; what is free bounds how many can run.
+        num_gpus: GPUs that each reserves; a fraction shares one, and its memory, with others.
+        resources: Custom resources by name, such as ``{"big_disk": 1}``.
+        env: Environment variables of its process.
+        spread: Place them on as many machines as possible, not on as few.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_cpus: float = Field(default=0.0, ge=0)
+    num_gpus: float = Field(default=0.0, ge=0)
+    resources: dict[str, float] = {}
+    env: dict[str, str] = {}
+    spread: bool = False
+
+
+class RayConfig(BaseModel):
+    """The cluster under ``runtime: ray``.
+
+    Attributes:
+        address: None starts one on this machine; ``auto`` or ``host:port`` takes a running one; ``ray://host:port``
+            reaches one as a client.
+        namespace: Of the run's actors; None makes one from the run's directory.
+        num_cpus: CPUs that a cluster started here says it has; None means this machine's.
+        runtime_env: Ray's own, for user code: ``{"working_dir": ".", "pip": […], "env_vars": {…}}``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: str | None = None
+    namespace: str | None = None
+    num_cpus: int | None = Field(default=None, ge=1)
+    runtime_env: dict[str, Any] = {}
+
+
+ROLES = ("learner", "replay", "curriculum", "inference", "rollout", "evaluator")
+"""What the components of a distributed run do, each in processes of its own."""
 
 
 class RunConfig(BaseModel):
@@ -40,15 +102,18 @@ class RunConfig(BaseModel):
         seed: Every random choice derives from it.
         steps: Number of updates.
         asynchronous: Written ``async`` in YAML. False is a name for ``replay.staleness_budget: 0``, and wins.
-        runtime: Which launcher; `local` is threads in one process.
+        runtime: Which launcher: `local` is threads in one process, `ray` many processes on one machine or several.
         model: Policy and tokenizer.
         curriculum: Lessons and their environments.
-        inference: The engine.
+        inference: The engines and their servers.
         rollout: Generation.
         replay: Admission, freshness and storage.
         learner: Loss, optimiser, packing, warm start.
         tracking: Where samples and metrics go besides the run directory.
         overseer: Supervision and checkpoints.
+        weights: How new weights reach the inference servers.
+        ray: The cluster.
+        roles: Resources by role; see `ROLES`.
         versions: Of the packages that made the run; written to its config.yaml, never read.
     """
 
@@ -57,15 +122,18 @@ class RunConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=0)
     asynchronous: bool = Field(default=True, alias="async")
-    runtime: Literal["local"] = "local"
+    runtime: Literal["local", "ray"] = "local"
     model: PolicyConfig
     curriculum: CurriculumConfig
-    inference: EngineConfig = EngineConfig()
+    inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayBufferConfig = ReplayBufferConfig()
     learner: LearnerConfig = LearnerConfig()
     tracking: TrackingConfig = TrackingConfig()
     overseer: OverseerConfig = OverseerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    ray: RayConfig = RayConfig()
+    roles: dict[str, RoleConfig] = {}
     versions: dict[str, str] = {}
 
     @model_validator(mode="before")

@@ -1,5 +1,7 @@
 """Configuration of rollout generation."""
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.replay.storage import RolloutStorageConfig
@@ -9,6 +11,8 @@ class RolloutConfig(BaseModel):
     """How rollout workers generate.
 
     Attributes:
+        workers: How many rollout workers (``runtime: ray``; one process has one): a number, or one for each lesson,
+            whose workers then generate that lesson only.
         max_concurrent_groups: Groups one worker generates at once; None: as many as may be outstanding.
         max_consecutive_failures: So many failed groups in a row end the run with the last failure's message.
         lockstep_timeout_s: At staleness zero, the longest that one batch's groups may take.
@@ -18,6 +22,7 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    workers: Annotated[int, Field(ge=1)] | dict[str, Annotated[int, Field(ge=1)]] = 1
     max_concurrent_groups: int | None = Field(default=None, ge=1)
     max_consecutive_failures: int = Field(default=32, ge=1)
     lockstep_timeout_s: float = Field(default=600.0, gt=0)

@@ -1,5 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
+from penstock.types.calls import Caller
 from penstock.types.environment import EnvironmentSpec
 from penstock.types.errors import (
     CheckpointError,
@@ -15,7 +16,10 @@ from penstock.types.errors import (
     RunFailed,
     SchemaVersionError,
     Stopped,
+    SupersededError,
+    SupersededVersionError,
     TransferError,
+    UnreachableError,
     WeightsError,
 )
 from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
@@ -51,13 +55,13 @@ from penstock.types.seeds import as_seed, fold, generator
 from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
 
 __all__ = [
-    "AnyRollout", "BatchSource", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
+    "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
     "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason",
     "GenerationCall", "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
     "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError", "RLExample",
     "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats", "RolloutGroup",
     "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
-    "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "TextCodec", "Ticket", "TicketSource",
-    "TrainingBatch", "TransferError", "Turn", "WeightSink", "WeightSource", "WeightVersion",
-    "WeightsError", "as_seed", "fold", "generator",
+    "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "SupersededError", "SupersededVersionError", "TextCodec",
+    "Ticket", "TicketSource", "TrainingBatch", "TransferError", "Turn", "UnreachableError", "WeightSink",
+    "WeightSource", "WeightVersion", "WeightsError", "as_seed", "fold", "generator",
 ]  # fmt: skip

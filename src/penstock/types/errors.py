@@ -9,9 +9,12 @@
     ├── InvalidRolloutError     a rollout whose fields disagree (a counted failure, never a crash)
     │   └── DuplicateGroupError a group that was delivered before
     ├── EnvironmentFailure      an environment or reward function that broke its contract (counted likewise)
-    ├── WeightsError            arrays missing, extra, misshaped, or of a superseded version
+    ├── WeightsError            arrays missing, extra, misshaped, or damaged
+    │   └── SupersededVersionError  a version that is not kept any more, or not published yet
     ├── SchemaVersionError      a record written by a newer Penstock
     ├── TransferError           a message of rollouts that is torn, corrupt, or not one
+    ├── UnreachableError        a component in another process that is dead or silent
+    ├── SupersededError         a message of an incarnation that was replaced
     └── RunFailed               a run that ends with exit code 1
         ├── NoProgressError     a component that owes progress did not deliver it in time
         ├── MismatchError       learner and engine disagree about log-probabilities
@@ -52,12 +55,32 @@ class WeightsError(PenstockError):
     """Published arrays are missing, extra, misshaped, or of another version than asked for."""
 
 
+class SupersededVersionError(WeightsError):
+    """The version asked for is not there.
+
+    Attributes:
+        newest: The newest version that is, as (lineage, step); None before the first.
+    """
+
+    def __init__(self, message: str, newest: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.newest = newest
+
+
 class SchemaVersionError(PenstockError):
     """A stored record has a schema version that this Penstock does not know."""
 
 
 class TransferError(PenstockError):
     """A message of rollouts between two processes is torn, corrupt, or not one."""
+
+
+class UnreachableError(PenstockError):
+    """A component in another process is dead, is not there yet, or did not answer within the limit."""
+
+
+class SupersededError(PenstockError):
+    """A message of an incarnation that was replaced meanwhile; its sender should end."""
 
 
 class RunFailed(PenstockError):
