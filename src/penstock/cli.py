@@ -171,13 +171,19 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that clients must send; or set PENSTOCK_TOKEN.")
     ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
 ) -> int:
     """Serve a checkpoint by an OpenAI-compatible API."""
     from penstock.inference.config import ServeConfig
     from penstock.overseer.config_loading import apply_overrides, build_config
 
-    settings: dict[str, Any] = {"host": host, "port": port, "token": _token(token_file), "model_name": name}
+    _refuse_token(overrides or [])
+    settings: dict[str, Any] = {
+        "host": host, "port": port, "token": _token(token_file), "model_name": name,
+        "tls_cert": tls_cert, "tls_key": tls_key,
+    }  # fmt: skip
     config = build_config(ServeConfig, apply_overrides(settings, overrides or []))
     from functools import partial
 
@@ -293,6 +299,16 @@ def _token(path: Path | None) -> str | None:
         from penstock.types import ConfigError
 
         raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+
+
+def _refuse_token(overrides: Sequence[str]) -> None:
+    from penstock.types import ConfigError
+
+    if any(word.partition("=")[0].strip() == "token" for word in overrides):
+        raise ConfigError(
+            "token on the command line can be read by every user of this machine: put it in a file (--token-file), or "
+            "in PENSTOCK_TOKEN"
+        )
 
 
 def _explained(error: Exception) -> tuple[str, int]:

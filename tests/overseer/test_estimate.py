@@ -46,6 +46,12 @@ def test_a_run_counts_two_parameter_sets():
     assert estimate.total_bytes == parts
 
 
+@pytest.mark.parametrize(("devices", "sets"), [(1, 2), (2, 3), (None, 3)])
+def test_an_engine_over_several_devices_has_parameters_of_its_own(devices, sets):
+    estimate = estimate_memory(MODEL, EngineConfig(model_parallel=devices), LearnerConfig())
+    assert estimate.parameters_bytes == sets * MODEL.parameter_count * 4
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (2**31, "2.0 GiB"), (2**42, "4.0 TiB")],

@@ -20,3 +20,37 @@ def _load(name: str):
 def sim():
     """The module `simulation.py`."""
     return _load("simulation")
+
+
+@pytest.fixture(scope="session")
+def wire():
+    """The module `wire.py`."""
+    return _load("wire")
+
+
+@pytest.fixture
+def loop(wire):
+    """An event loop in a thread of its own."""
+    running = wire.Loop()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The module `served.py`."""
+    return _load("served")
+
+
+@pytest.fixture
+def serve(sim, served):
+    """Makes started services; they are stopped at the end."""
+    made = []
+
+    def make(*args, **fields):
+        made.append(served.serve(sim, *args, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        assert each.service.stop(10)

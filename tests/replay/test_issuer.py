@@ -253,3 +253,55 @@ def test_a_lesson_of_less_tolerance_is_due_earlier_and_waits_for_its_version():
         each.set_serving_step(1)
         tickets = each.acquire(9, 0.0) + each.acquire(9, 0.0)
         assert {ticket.ticket_id: ticket.deadline_step for ticket in tickets}[name] == 1
+
+
+# --- holders, and lessons that only some generate -------------------------------------------------------------------
+
+
+def test_the_tickets_of_a_dead_holder_are_handed_out_first_and_counted_once():
+    ledger = Ledger()
+    issuer = issuer_of(ledger=ledger)
+    issuer.set_serving_step(0)
+    first = issuer.offer(2, holder="a#1")
+    other = issuer.offer(1, holder="b#1")
+    assert issuer.held_by("a#1") == ["cats-0-0", "cats-0-1"]
+    assert issuer.reissue("a#1") == ["cats-0-0", "cats-0-1"] and issuer.held_by("a#1") == []
+    assert issuer.reissue("a#1") == []
+    again = issuer.offer(9, holder="b#1")
+    assert again == first
+    again += issuer.offer(9, holder="b#1")
+    assert [t.ticket_id for t in again] == ["cats-0-0", "cats-0-1", "cats-0-3"]
+    assert ledger.snapshot()["started"] == ledger.snapshot()["in_flight"] == 3 * (len(again) + len(other))
+    ledger.check()
+
+
+def test_a_returned_ticket_cannot_fail_before_it_is_handed_out_again():
+    ledger = Ledger()
+    issuer = issuer_of(ledger=ledger)
+    issuer.set_serving_step(0)
+    (ticket,) = issuer.offer(1, holder="a#1")
+    issuer.reissue("a#1")
+    issuer.fail(ticket, "invalid", "a late word of the dead")
+    assert issuer.late_deliveries == 1 and issuer.offer(1, holder="b#1") == [ticket]
+    issuer.fail(ticket, "invalid", "it failed indeed")
+    assert ledger.snapshot()["invalid"] == 3
+
+
+def test_a_worker_of_one_lesson_neither_takes_nor_blocks_anothers_tickets():
+    issuer = issuer_of(chooser=Lessons("dogs", "cats", "dogs", "cats"))
+    issuer.set_serving_step(0)
+    cats = issuer.offer(4, lessons=("cats",))
+    assert [t.ticket_id for t in cats] == ["cats-0-0", "cats-0-1"]
+    assert issuer.offer(4, lessons=("cats",)) == []
+    assert [t.ticket_id for t in issuer.offer(4, lessons=("dogs",))] == ["dogs-0-0", "dogs-0-1"]
+
+
+def test_nothing_is_drawn_while_the_chooser_may_not():
+    known = []
+    issuer = TicketIssuer(
+        ReplayBufferConfig(groups_per_batch=2), 7, 0, OneLesson(), Ledger(), lambda lesson: 3, may_draw=lambda: known
+    )
+    issuer.set_serving_step(0)
+    assert issuer.acquire(4, 0.0) == []
+    known.append("the probabilities")
+    assert len(issuer.acquire(4, 0.0)) == 4

@@ -14,27 +14,42 @@ if TYPE_CHECKING:
     from penstock.curriculum.curriculum import Curriculum
     from penstock.curriculum.events import CurriculumEvent, evaluation_due
     from penstock.curriculum.progress import LessonProgress
+    from penstock.curriculum.remote import RemoteCurriculum
+    from penstock.curriculum.service import CurriculumAnswer, CurriculumService
+    from penstock.curriculum.updates import CurriculumBase, CurriculumLog, CurriculumUpdate
 
 _EXPORTS = {
     "Curriculum": "curriculum",
+    "CurriculumAnswer": "service",
+    "CurriculumBase": "updates",
     "CurriculumConfig": "config",
     "CurriculumEvent": "events",
+    "CurriculumLog": "updates",
+    "CurriculumService": "service",
+    "CurriculumUpdate": "updates",
     "EnvironmentConfig": "config",
     "LessonConfig": "config",
     "LessonDependency": "config",
     "LessonProgress": "progress",
+    "RemoteCurriculum": "remote",
     "SamplingParams": "config",
     "evaluation_due": "events",
 }
 
 __all__ = [
     "Curriculum",
+    "CurriculumAnswer",
+    "CurriculumBase",
     "CurriculumConfig",
     "CurriculumEvent",
+    "CurriculumLog",
+    "CurriculumService",
+    "CurriculumUpdate",
     "EnvironmentConfig",
     "LessonConfig",
     "LessonDependency",
     "LessonProgress",
+    "RemoteCurriculum",
     "SamplingParams",
     "evaluation_due",
 ]

@@ -1,4 +1,4 @@
-"""Generation: a continuous-batching engine, the contexts that environments see, and an OpenAI-compatible server."""
+"""Generation: a continuous-batching engine, the contexts that environments see, an OpenAI-compatible server, its client."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,10 @@ if TYPE_CHECKING:
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
+    from penstock.inference.pool import ServerPool
+    from penstock.inference.remote_context import RemoteContext
     from penstock.inference.requests import GenerationRequest
+    from penstock.inference.routing import Server
     from penstock.inference.scripted import ScriptedContext
     from penstock.inference.server import create_app
     from penstock.inference.serving import HttpServer, serve
@@ -18,15 +21,18 @@ _EXPORTS = {
     "GenerationRequest": "requests",
     "HttpServer": "serving",
     "InferenceEngine": "engine",
+    "RemoteContext": "remote_context",
     "ScriptedContext": "scripted",
     "ServeConfig": "config",
+    "Server": "routing",
+    "ServerPool": "pool",
     "create_app": "server",
     "serve": "serving",
 }
 
 __all__ = [
-    "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine", "ScriptedContext",
-    "ServeConfig", "create_app", "serve",
+    "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine",
+    "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 """Responses of the OpenAI-compatible API, built from completions.
 
 A response's text ends before the stop string; its tokens, log-probabilities and usage count everything that was
-sampled. `system_fingerprint` names the oldest weights behind the answer.
+sampled. `system_fingerprint` names the oldest weights behind the answer. With `return_token_ids` each choice has all
+that the engine recorded: a log-probability's shortest decimal form reads back as the same float32; one that is not
+finite, which JSON cannot say, is null.
 """
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -32,7 +35,7 @@ def completion_answer(
             "logprobs": _legacy_logprobs(completion, tokenizer) if logprobs else None,
         }
         if token_ids:
-            choice |= {"token_ids": _ids(completion), "prompt_token_ids": completion.prompt_tokens.tolist()}
+            choice |= _record(completion) | {"prompt_token_ids": completion.prompt_tokens.tolist()}
         choices.append(choice)
     return _envelope("cmpl", "text_completion", model, groups) | {"choices": choices}
 
@@ -55,7 +58,7 @@ def chat_answer(
             "logprobs": {"content": _token_logprobs(completion, tokenizer), "refusal": None} if logprobs else None,
         }
         if token_ids:
-            choice["token_ids"] = _ids(completion)
+            choice |= _record(completion)
         choices.append(choice)
     answer = _envelope("chatcmpl", "chat.completion", model, [completions]) | {"choices": choices}
     if token_ids:
@@ -88,6 +91,21 @@ def _text_before_stop(completion: Completion, stop: Sequence[str]) -> str:
     return completion.text[: len(completion.text) - len(ending)]
 
 
+def _record(completion: Completion) -> dict[str, Any]:
+    """What the engine recorded of one response."""
+    return {
+        "token_ids": _ids(completion),
+        "token_logprobs": _logprobs(completion),
+        "weight_steps": completion.weight_steps.tolist(),
+        "oldest_weight_step": completion.oldest_weight_step,
+        "lineage": completion.lineage,
+    }
+
+
+def _logprobs(completion: Completion) -> list[float | None]:
+    return [logprob if math.isfinite(logprob) else None for logprob in completion.response_logprobs.tolist()]
+
+
 def _ids(completion: Completion) -> list[int]:
     return completion.response_tokens.tolist()
 
@@ -100,7 +118,7 @@ def _token_logprobs(completion: Completion, tokenizer: TextCodec) -> list[dict[s
     strings = _strings(completion, tokenizer)
     return [
         {"token": string, "logprob": logprob, "bytes": list(string.encode()), "top_logprobs": []}
-        for string, logprob in zip(strings, completion.response_logprobs.tolist(), strict=True)
+        for string, logprob in zip(strings, _logprobs(completion), strict=True)
     ]
 
 
@@ -109,7 +127,7 @@ def _legacy_logprobs(completion: Completion, tokenizer: TextCodec) -> dict[str, 
     offsets = np.cumsum([0, *map(len, strings)])[:-1].tolist()
     return {
         "tokens": strings,
-        "token_logprobs": completion.response_logprobs.tolist(),
+        "token_logprobs": _logprobs(completion),
         "top_logprobs": None,
         "text_offset": offsets,
     }

@@ -1,16 +1,18 @@
 """Request bodies of the OpenAI-compatible API, read strictly.
 
 What the API knows but this engine cannot do is refused by name, never ignored: a silently dropped penalty would
-change what is sampled. Beyond OpenAI's own: `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids.
+change what is sampled. Beyond OpenAI's own: `top_k`, `stop_token_ids`, `return_token_ids`, `seeds` (one per prompt),
+prompts as token ids.
 """
 
+import secrets
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.inference.api_errors import ApiError
-from penstock.types import Decoding
+from penstock.types import Decoding, fold
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -42,7 +44,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=MOST_RESPONSES)
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -70,6 +72,7 @@ class CompletionBody(_Body):
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int = 16
     logprobs: int | None = Field(default=None, ge=0, le=1)
+    seeds: list[int] | None = None
 
     @property
     def prompts(self) -> list[str | np.ndarray]:
@@ -82,6 +85,21 @@ class CompletionBody(_Body):
         if isinstance(self.prompt[0], int):
             return [_token_array(self.prompt)]
         return [one if isinstance(one, str) else _token_array(one) for one in self.prompt]
+
+    def prompt_seeds(self, prompts: int) -> list[int]:
+        """One seed for each prompt, of which sample j draws from ``fold(seed, j)``.
+
+        Without `seeds`, prompt i has ``fold(seed, i)``; without either, nobody can foresee the noise.
+
+        Raises:
+            ApiError: status 400: not as many as prompts, or both are given.
+        """
+        if self.seeds is None:
+            return folded_seeds(self.seed, prompts)
+        if self.seed is not None or len(self.seeds) != prompts:
+            found = f"{len(self.seeds)} for {prompts} prompts" + (" beside seed" if self.seed is not None else "")
+            raise ApiError(400, f"seeds: {found}: give one for each prompt, or seed", "seeds", "invalid_value")
+        return self.seeds
 
 
 class TextPart(BaseModel):
@@ -150,6 +168,12 @@ def read_body(kind: type[_Read], parsed: Any) -> _Read:
         param = str(first["loc"][0]) if first["loc"] else None
         path = ".".join(str(part) for part in first["loc"])
         raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
+
+
+def folded_seeds(seed: int | None, prompts: int) -> list[int]:
+    """A seed for each prompt, derived from one; from none that anybody knows where there is none."""
+    root = secrets.randbits(63) if seed is None else seed
+    return [fold(root, i) for i in range(prompts)]
 
 
 def _unsupported(name: str) -> str:

@@ -5,6 +5,7 @@ its programs once. Not covered: what to sample, which each request says for itse
 """
 
 import ipaddress
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -30,6 +31,8 @@ class EngineConfig(BaseModel):
             `max_seq_len` is always added.
         max_stop_token_ids: Most stop tokens of one request.
         request_timeout_s: Longest wait of one blocking call of `EngineContext` for all its responses.
+        model_parallel: Devices of this machine over which the model and its cache are split; None takes all of them.
+            A divisor of the model's attention heads, key heads and MLP width.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +46,7 @@ class EngineConfig(BaseModel):
     windows: tuple[int, ...] | None = None
     max_stop_token_ids: int = Field(default=8, gt=0)
     request_timeout_s: float = Field(default=600.0, gt=0)
+    model_parallel: int | None = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _ascending(self) -> "EngineConfig":
@@ -78,13 +82,11 @@ class InferenceConfig(EngineConfig):
 
     Attributes:
         servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
-        model_parallel: Devices over which one engine's model is split; None takes all local ones.
         host: Address that the servers listen on; anything but loopback requires a token, which a run makes itself.
         max_waiting: Requests that one server keeps waiting; beyond, it refuses, and the client waits or goes elsewhere.
     """
 
     servers: int = Field(default=1, ge=1)
-    model_parallel: int | None = Field(default=1, ge=1)
     host: str = "127.0.0.1"
     max_waiting: int = Field(default=1024, gt=0)
 
@@ -106,6 +108,8 @@ class ServeConfig(BaseModel):
         host: Address to listen on. Anything but loopback requires a token.
         port: 0 takes a free one.
         token: What clients must send as ``Authorization: Bearer …``; None asks for nothing.
+        tls_cert: File with the certificate chain (PEM); None speaks plain HTTP.
+        tls_key: File with its key, not encrypted.
         model_name: Name of the policy in the API; None takes the checkpoint directory's.
         max_body_bytes: Larger request bodies are refused.
         max_waiting: Requests beyond this many unanswered ones are refused with status 429.
@@ -119,6 +123,8 @@ class ServeConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     token: str | None = Field(default=None, min_length=8, repr=False)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     model_name: str | None = None
     max_body_bytes: int = Field(default=4 * 1024 * 1024, gt=0)
     max_waiting: int = Field(default=256, gt=0)
@@ -130,6 +136,8 @@ class ServeConfig(BaseModel):
     def _guarded(self) -> "ServeConfig":
         if self.token is None and not is_loopback(self.host):
             raise ValueError(f"host {self.host!r} can be reached from other machines: set token, or use host 127.0.0.1")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both, or neither")
         return self
 
 

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.inference.cache import KVCache, append
@@ -30,16 +31,24 @@ class ServedWeights(eqx.Module):
     Attributes:
         ends: A decoder of no layers: embedding, final norm and output matrix, shared with the published decoder.
         layers: One unstacked layer each.
+        scores_via: Where the parameters are split over several devices: the placements that scores take one after
+            the other, first as the output matrix lies (or XLA gathers the matrix), then whole. Empty on one device.
     """
 
     ends: Decoder
     layers: tuple[Layer, ...]
+    scores_via: tuple[NamedSharding, ...] = eqx.field(static=True, default=())
 
     @classmethod
     def of(cls, decoder: Decoder) -> "ServedWeights":
         """Unstacks the layers, once per weight version."""
         layers, none = _unstack(decoder.layers, decoder.config.num_hidden_layers)
         return cls(eqx.tree_at(lambda d: d.layers, decoder, none), layers)
+
+    def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
+        """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
+        logits = self.ends.logits(self.ends.normalise(x))
+        return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -112,7 +121,7 @@ def decode_step(
         values.append(append(cached_values, value, targets))
         attended = grouped_attention(query[:, None], keys[-1], values[-1], seen)
         x = layer.finish(x, attended[:, 0])
-    return KVCache(tuple(keys), tuple(values)), ends.logits(ends.normalise(x))
+    return KVCache(tuple(keys), tuple(values)), weights.scores(x)
 
 
 def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCache:

@@ -143,6 +143,26 @@ class InferenceEngine:
             self._next_weights = (version, decoder)
             self._changed.notify_all()
 
+    def wait_until_served(self, version: WeightVersion, timeout_s: float) -> None:
+        """Returns when every later dispatch uses that version, or a newer one.
+
+        Raises:
+            NoProgressError: that took longer.
+            RunFailed: the engine failed meanwhile.
+            Stopped: it was stopped meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._served >= version or self._stopping or self._failure, timeout_s)
+            self._refuse_if_ended()
+            served = self._served
+        if served < version:
+            raise NoProgressError(f"the inference engine still served {served} and not {version} after {timeout_s} s")
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it prefilled or decoded, since its start."""
+        return self._meter.busy_s
+
     def stats(self) -> dict[str, float]:
         """Numbers for the metrics log, named ``inference/…``."""
         capacity = self._config.max_slots * self._config.max_seq_len
@@ -212,10 +232,16 @@ class InferenceEngine:
 
     def _take_weights(self) -> None:
         with self._changed:
-            if self._next_weights is None:
-                return
-            (self._served, decoder), self._next_weights = self._next_weights, None
+            taken = self._next_weights
+        if taken is None:
+            return
+        version, decoder = taken
         self._batch.load(decoder)
+        with self._changed:
+            self._served = version
+            if self._next_weights is taken:  # a newer one that came meanwhile waits for the next turn
+                self._next_weights = None
+            self._changed.notify_all()
 
     def _drop_cancelled(self) -> None:
         with self._changed:

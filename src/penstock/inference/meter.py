@@ -15,6 +15,7 @@ class Meter:
         self._lock = threading.Lock()
         self._totals = {"tokens_total": 0.0, "prefill_tokens_total": 0.0, "prompts_total": 0.0}
         self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
+        self._busy_s = 0.0
         self._recent: deque[tuple[float, float, int]] = deque()
 
     def add(self, **amounts: int) -> None:
@@ -28,8 +29,15 @@ class Meter:
         now = time.monotonic()
         self.add(dispatches=1, tokens=tokens)
         with self._lock:
+            self._busy_s += now - started
             self._recent.append((started, now, tokens))
             self._forget(now)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which dispatches ran, since the start."""
+        with self._lock:
+            return self._busy_s
 
     def read(self) -> dict[str, float]:
         """Totals, and ``tokens_per_s``: recent tokens over the time in which dispatches ran."""

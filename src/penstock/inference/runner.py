@@ -1,7 +1,8 @@
 """Owns what is on the device: the served weights and the cache; runs the compiled programs on them.
 
-`warm_up` compiles every shape that can occur, so that serving never compiles again. Used by one thread only.
-What runs when is decided elsewhere (`penstock.inference.engine`).
+`warm_up` compiles every shape that can occur, so that serving never compiles again. Used by one thread only, which is
+the only writer of weights and cache, on however many devices they lie. What runs when is decided elsewhere
+(`penstock.inference.engine`).
 """
 
 from collections.abc import Iterator
@@ -11,18 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from penstock.inference import cache as kv
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import ServedWeights, decode, prefill
+from penstock.inference.decoding import ServedWeights
+from penstock.inference.programs import ONE_DEVICE, split_programs
 from penstock.inference.rows import HostRows, Sampled, to_device, to_host
+from penstock.inference.sharding import ModelSplit
 from penstock.model.language import Decoder
-
-# Compiled once per shape and shared by every engine of the process. Only the cache is donated, never weights.
-_decode = jax.jit(decode, static_argnames="steps", donate_argnames="cache")
-_prefill = jax.jit(prefill)
-_insert = jax.jit(kv.insert, donate_argnames="cache")
-_fork = jax.jit(kv.fork, donate_argnames="cache")
-_resize = jax.jit(kv.resize, static_argnames="window")
 
 
 class ModelRunner:
@@ -30,14 +25,20 @@ class ModelRunner:
 
     Args:
         decoder: The first weights.
-        config: Shapes.
+        config: Shapes, and over how many devices.
+
+    Raises:
+        ConfigError: the model cannot be split over that many devices, or there are fewer.
     """
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         self._config = config
         self._windows = config.window_buckets
-        self._weights = ServedWeights.of(decoder)
-        self._cache = kv.create_cache(decoder.config, config.max_slots, self._windows[0])
+        devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
+        self._split = ModelSplit.over(decoder.config, devices) if devices > 1 else None
+        self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
+        self.load(decoder)
+        self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
     @property
     def window(self) -> int:
@@ -46,27 +47,28 @@ class ModelRunner:
 
     def load(self, decoder: Decoder) -> None:
         """Serves these weights from the next program on. Cached keys and values stay as they are."""
-        self._weights = ServedWeights.of(decoder)
+        self._weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
 
     def resize(self, window: int) -> None:
         """Takes the cache to another of the configured windows, through those between (each a compiled step)."""
         current, target = self._windows.index(self.window), self._windows.index(window)
         direction = 1 if target > current else -1
         for index in range(current + direction, target + direction, direction) if target != current else ():
-            self._cache = _resize(self._cache, window=self._windows[index])
+            self._cache = self._programs.resize(self._cache, window=self._windows[index])
 
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
-        self._cache = _insert(self._cache, _prefill(self._weights, jnp.asarray(tokens)), jnp.asarray(source))
+        prefilled = self._programs.prefill(self._weights, jnp.asarray(tokens))
+        self._cache = self._programs.insert(self._cache, prefilled, jnp.asarray(source))
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
-        self._cache = _fork(self._cache, jnp.asarray(source))
+        self._cache = self._programs.fork(self._cache, jnp.asarray(source))
 
     def decode(self, rows: HostRows) -> Sampled:
         """Runs one dispatch and waits for it."""
         steps = self._config.steps_per_dispatch
-        self._cache, emitted = _decode(self._weights, self._cache, to_device(rows), steps=steps)
+        self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=steps)
         return to_host(emitted)
 
     def warm_up(self, idle_rows: HostRows) -> Iterator[None]:

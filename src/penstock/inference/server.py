@@ -6,7 +6,6 @@ goes away frees its slots. Not covered: streaming, tools, penalties (refused by 
 """
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from starlette.routing import Route
 from penstock.inference.access import BearerToken, read_json
 from penstock.inference.answers import chat_answer, completion_answer
 from penstock.inference.api_errors import ApiError, respond
-from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, read_body
+from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, folded_seeds, read_body
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.requests import GenerationRequest
 from penstock.types import (
@@ -34,7 +33,6 @@ from penstock.types import (
     RunFailed,
     Stopped,
     TextCodec,
-    fold,
 )
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
@@ -102,7 +100,8 @@ class _Api:
         body = await self._read(request, CompletionBody)
         decoding = body.decoding(body.max_tokens)
         prompts = await run_in_threadpool(lambda: [self._render(prompt) for prompt in body.prompts])
-        groups = await self._generate(request, prompts, body.n, decoding, body.seed)
+        seeds = body.prompt_seeds(len(prompts))
+        groups = await self._generate(request, prompts, body.n, decoding, seeds)
         answer = await run_in_threadpool(
             completion_answer, groups, self._tokenizer, self._model_name, decoding.stop_strings,
             body.logprobs is not None, body.return_token_ids,
@@ -115,7 +114,8 @@ class _Api:
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._engine.config.max_seq_len if limit is None else limit)
         prompt = await run_in_threadpool(self._render, [message.as_mapping() for message in body.messages])
-        (completions,) = await self._generate(request, [prompt], body.n, decoding, body.seed)
+        seeds = folded_seeds(body.seed, 1)
+        (completions,) = await self._generate(request, [prompt], body.n, decoding, seeds)
         answer = await run_in_threadpool(
             chat_answer, completions, self._tokenizer, self._model_name, decoding.stop_strings,
             bool(body.logprobs), body.return_token_ids,
@@ -155,28 +155,24 @@ class _Api:
             raise ApiError(400, str(error), param="messages") from error
 
     async def _generate(
-        self, request: Request, prompts: list[np.ndarray], n: int, decoding: Decoding, seed: int | None
+        self, request: Request, prompts: list[np.ndarray], n: int, decoding: Decoding, seeds: list[int]
     ) -> list[list[Completion]]:
         if self._unanswered >= self._max_waiting:
             raise ApiError(429, f"{self._unanswered} requests are unanswered: try again later", code="overloaded")
         self._unanswered += 1
         try:
-            return await self._answered(request, self._requests(prompts, n, decoding, seed))
+            requests = [GenerationRequest(p, decoding, seed, n) for p, seed in zip(prompts, seeds, strict=True)]
+            return await self._answered(request, requests)
         finally:
             self._unanswered -= 1
-
-    def _requests(
-        self, prompts: list[np.ndarray], n: int, decoding: Decoding, seed: int | None
-    ) -> list[GenerationRequest]:
-        """Seeds by prompt; without one from the client, nobody can foresee the noise."""
-        root = secrets.randbits(63) if seed is None else seed
-        return [GenerationRequest(prompt, decoding, fold(root, i), n) for i, prompt in enumerate(prompts)]
 
     async def _answered(self, request: Request, requests: list[GenerationRequest]) -> list[list[Completion]]:
         try:
             futures = await run_in_threadpool(self._engine.submit, requests)
             groups = await _wait(request, futures, self._engine.config.request_timeout_s)
-        except (EnvironmentFailure, ConfigError) as error:
+        except EnvironmentFailure as error:
+            raise ApiError(400, str(error), code="invalid_prompt") from error
+        except ConfigError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
         except (RunFailed, Stopped) as error:
             raise ApiError(503, str(error), code="engine_unavailable") from error

@@ -1,6 +1,7 @@
 """Runs the API over HTTP: a server in a thread with a proper beginning and end, and `serve` for the command line."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,9 @@ from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFai
 WATCH_S = 0.5
 """`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
 
+KEEP_ALIVE_S = 75
+"""Idle connections stay open for so long, longer than `link.KEEP_ALIVE_S`: the client is the one to close them."""
+
 
 class HttpServer:
     """An ASGI application served by a thread.
@@ -28,14 +32,25 @@ class HttpServer:
         host: Address to listen on.
         port: 0 takes a free one.
         stop_timeout_s: Open requests may take so long at shutdown.
+        tls_cert: File with the certificate chain (PEM); None speaks plain HTTP.
+        tls_key: File with its key, not encrypted.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or the certificate cannot be used.
     """
 
-    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", port: int = 0, stop_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        stop_timeout_s: float = 10.0,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+    ) -> None:
+        _check_certificate(tls_cert, tls_key)
         self._socket = _listen(host, port)
-        self._host = host
+        self._host, self._scheme = host, "http" if tls_cert is None else "https"
         self._settled = threading.Event()
         self._failure: BaseException | None = None
         self._server = _AnnouncingServer(
@@ -45,7 +60,10 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, int(stop_timeout_s)),
+                ssl_certfile=tls_cert,
+                ssl_keyfile=tls_key,
             ),
             self._settled.set,
         )
@@ -56,7 +74,7 @@ class HttpServer:
     def url(self) -> str:
         """Where it listens, for example ``http://127.0.0.1:8000``."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._socket.getsockname()[1]}"
+        return f"{self._scheme}://{host}:{self._socket.getsockname()[1]}"
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Starts the thread and returns when it accepts connections.
@@ -139,7 +157,7 @@ def serve(
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     app = create_app(engine, tokenizer, name, config.token, config.max_body_bytes, config.max_waiting)
-    server = HttpServer(app, config.host, config.port, config.stop_timeout_s)
+    server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:
         announce(f"compiling for {engine_config.max_slots} responses of at most {room} tokens …")
         closing.callback(engine.stop, config.stop_timeout_s)
@@ -176,8 +194,23 @@ def model_directory(checkpoint: str) -> Path:
 
 
 def _announcement(name: str, url: str, config: ServeConfig) -> str:
-    exposed = not is_loopback(config.host)
-    return f"serving {name!r} at {url}/v1" + (" (unencrypted: put it behind a TLS proxy)" if exposed else "")
+    exposed = config.tls_cert is None and not is_loopback(config.host)
+    return f"serving {name!r} at {url}/v1" + (" (unencrypted: set tls_cert and tls_key)" if exposed else "")
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise ConfigError("tls_cert and tls_key go together: give both, or neither")
+    try:
+        # Without a password of our own, OpenSSL would ask the terminal for that of an encrypted key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"tls_cert {certificate} and tls_key {key} cannot be used ({error}): give a certificate chain and its "
+            "unencrypted key, both in PEM"
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

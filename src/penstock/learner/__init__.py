@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.learner.aggregation import sequence_weights
+    from penstock.learner.checkpoint_files import latest_checkpoint, newest_good_checkpoint, read_states
     from penstock.learner.checkpoints import (
         Checkpoint,
-        latest_checkpoint,
         load_checkpoint,
         restore_learner,
         save_checkpoint,
@@ -32,8 +32,10 @@ _EXPORTS = {
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
     "WarmStartConfig": "config",
-    "latest_checkpoint": "checkpoints",
+    "latest_checkpoint": "checkpoint_files",
     "load_checkpoint": "checkpoints",
+    "newest_good_checkpoint": "checkpoint_files",
+    "read_states": "checkpoint_files",
     "restore_learner": "checkpoints",
     "save_checkpoint": "checkpoints",
     "sequence_weights": "aggregation",
@@ -42,8 +44,8 @@ _EXPORTS = {
 
 __all__ = [
     "Checkpoint", "CorrectionConfig", "Learner", "LearnerConfig", "LossConfig", "OptimizerConfig", "PolicyLoss",
-    "WarmStartConfig", "latest_checkpoint", "load_checkpoint", "restore_learner", "save_checkpoint",
-    "sequence_weights", "tiled_logprobs",
+    "WarmStartConfig", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states",
+    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs",
 ]  # fmt: skip
 
 

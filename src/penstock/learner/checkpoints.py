@@ -9,10 +9,8 @@ writer. No pickle.
 
 import json
 import os
-import re
 import shutil
 import uuid
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +20,19 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from penstock.learner.checkpoint_files import (
+    FORMAT_VERSION,
+    TEMPORARY,
+    find_checkpoints,
+    make_manifest,
+    read_state,
+    verify_checkpoint,
+)
 from penstock.learner.config import LearnerConfig
 from penstock.learner.learner import Learner
 from penstock.model.language import Decoder, load_decoder, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import CheckpointError
-
-FORMAT_VERSION = 1
-_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def save_checkpoint(
         raise CheckpointError(f"{target} exists already: a run writes each step once")
     root.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(root)
-    temporary = root / f"{_TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
+    temporary = root / f"{TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     _write(temporary, step, learner, tokenizer, states)
     _flush_tree(temporary)
@@ -82,27 +85,14 @@ def save_checkpoint(
     return target
 
 
-_REMEDY = "move it out of the way, and --resume goes on from the checkpoint before it"
-
-
-def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint with the highest step; None where there is none."""
-    found = _checkpoints(root)
-    return found[-1] if found else None
-
-
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Raises:
         CheckpointError: naming what is missing, damaged, or from a newer Penstock.
     """
-    _verify(path)
-    state = _read_json(path / "state.json")
-    if state.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has checkpoint format {state.get('format_version')}, this Penstock reads {FORMAT_VERSION}"
-        )
+    verify_checkpoint(path)
+    state = read_state(path)
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
         decoder = load_decoder(path / "model", state["dtype"])
@@ -135,62 +125,19 @@ def _write(directory: Path, step: int, learner: Learner, tokenizer: PolicyTokeni
         (directory / "state.json").write_text(json.dumps(content))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"a component's state is not JSON ({error}): {sorted(states)}") from error
-    (directory / "manifest.json").write_text(json.dumps(_manifest(directory), indent=1))
-
-
-def _manifest(directory: Path) -> dict[str, dict[str, int]]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): _fingerprint(path) for path in files}
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return {"bytes": path.stat().st_size, "crc32": checksum}
-
-
-def _verify(path: Path) -> None:
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
-    manifest = _read_json(path / "manifest.json")
-    for name, expected in manifest.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path} is incomplete: {name} is missing; {_REMEDY}")
-        if _fingerprint(file) != expected:
-            raise CheckpointError(f"{path} is damaged: {name} is not what was written; {_REMEDY}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, no object")
-    return content
-
-
-def _checkpoints(root: Path) -> list[Path]:
-    """All checkpoints, the lowest step first."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    (directory / "manifest.json").write_text(json.dumps(make_manifest(directory), indent=1))
 
 
 def _remove_oldest(root: Path, keep_last: int, newest: Path) -> None:
-    others = [path for path in _checkpoints(root) if path != newest]
+    others = [path for path in find_checkpoints(root) if path != newest]
     for path in others[: len(others) + 1 - max(keep_last, 1)]:
-        doomed = root / f"{_TEMPORARY}removed-{path.name}-{uuid.uuid4().hex[:8]}"
+        doomed = root / f"{TEMPORARY}removed-{path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(path, doomed)  # half a checkpoint must never look like one
         shutil.rmtree(doomed)
 
 
 def _remove_leftovers(root: Path) -> None:
-    for path in root.glob(f"{_TEMPORARY}*"):
+    for path in root.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path)
 
 

@@ -8,7 +8,6 @@ boundary is checkpointed before the other components are stopped, with the ticke
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from penstock.environments import Environment
@@ -19,14 +18,14 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.local import WORKER_ID, Components, Start, wire
 from penstock.overseer.parity import probe_parity
+from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import step_line
 from penstock.overseer.warm_start import warm_start
 from penstock.rundir import RunDirectory
-from penstock.types import EnvironmentFailure, RolloutBatchStats, Stopped
+from penstock.types import EnvironmentFailure, Stopped
 
-Results = dict[str, RolloutBatchStats]
 WEIGHTS_THREAD, TICKETS_THREAD, RECEIVER_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets", "rollout-receiver"
 
 
@@ -95,6 +94,11 @@ class Conductor:
         return self._stopping.is_set()
 
     @property
+    def lineage(self) -> int:
+        """Which life of the run this is."""
+        return self.start.lineage
+
+    @property
     def step(self) -> int:
         """The learner's version."""
         return self._parts.learner.step if self._parts is not None else 0
@@ -139,7 +143,7 @@ class Conductor:
             self._config, self._directory, self._log, self.start, self._environments, self._on_step, self._save
         )
         if self.start.checkpoint is not None:
-            self.results = _read_results(self.start.checkpoint.states["run"]["results"])
+            self.results = read_results(self.start.checkpoint.states["run"]["results"])
         return self._parts
 
     def _prepare(self, parts: Components) -> None:
@@ -259,7 +263,7 @@ class Conductor:
         assert parts is not None
         with parts.buffer.boundary():
             states = {name: part.state() for name, part in parts.checkpointables.items()}
-        states["run"] = {"lineage": self.start.lineage, "results": _write_results(self.results)}
+        states["run"] = {"lineage": self.start.lineage, "results": write_results(self.results)}
         path = save_checkpoint(
             self._directory.checkpoints,
             step,
@@ -328,17 +332,3 @@ class Conductor:
                 },
             }
         return status
-
-
-def _write_results(results: Mapping[str, Results]) -> dict[str, dict[str, Any]]:
-    return {when: {k: asdict(stats) for k, stats in by_lesson.items()} for when, by_lesson in results.items()}
-
-
-def _read_results(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Results]:
-    return {
-        when: {
-            k: RolloutBatchStats(**{**v, "rewards": tuple(v["rewards"]), "prompts": tuple(v["prompts"])})
-            for k, v in by_lesson.items()
-        }
-        for when, by_lesson in state.items()
-    }

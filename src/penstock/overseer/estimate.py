@@ -4,7 +4,8 @@ Pure functions over the configs; nothing is allocated. With P parameters of b by
 intermediate size i, query width q, key-value width v, H heads, vocabulary V, slots s, sequence length S, rows R of
 length T in a micro-batch (N = R T tokens):
 
-- *parameters* 2 P b: the learner's and the published ones that the engine decodes with (never donated);
+- *parameters* 2 P b: the learner's and the published ones that the engine decodes with (never donated); 3 P b where
+  the engine is split over several devices, because its parts are then copies;
 - *gradients* P b, accumulated over micro-batches, and as much again for the micro-batch being added;
 - *optimiser* 2 P b: AdamW's two moments;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
@@ -13,6 +14,7 @@ length T in a micro-batch (N = R T tokens):
 - *vocabulary* 2 · 4 V max(head tile, slots): scores of the learner's head tile with their gradient, or of one
   decode step with their running sums.
 
+Of all devices together: what an engine is split over holds an equal part of its parameters and cache each.
 An upper estimate to decide by, within a factor of about two; the process itself (Python, JAX, compiled programs) adds
 `PROCESS_BYTES`.
 """
@@ -34,7 +36,7 @@ class MemoryEstimate:
     """Bytes by purpose; see the module's docstring.
 
     Attributes:
-        parameters_bytes: Two sets.
+        parameters_bytes: Two sets; three with an engine over several devices.
         gradients_bytes: Accumulated, and of one micro-batch.
         optimizer_bytes: Both moments.
         kv_cache_bytes: Twice the engine's cache.
@@ -61,7 +63,7 @@ def estimate_memory(model: ModelConfig, engine: EngineConfig, learner: LearnerCo
     """The memory of a training run in one process."""
     parameters = model.parameter_count * _DTYPE_BYTES[model.dtype]
     return MemoryEstimate(
-        parameters_bytes=2 * parameters,
+        parameters_bytes=(2 if engine.model_parallel == 1 else 3) * parameters,
         gradients_bytes=2 * parameters,
         optimizer_bytes=2 * parameters,
         kv_cache_bytes=2 * kv_cache_bytes(model, engine.max_slots, engine.max_seq_len),

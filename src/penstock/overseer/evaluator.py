@@ -52,6 +52,13 @@ class Evaluator:
             self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
             self._glanced_step = step
 
+    def is_due(self, step: int) -> bool:
+        """Whether a call with a version of that step would evaluate anything."""
+        config = self._manager.curriculum.config
+        return evaluation_due(config.eval_frequency, self._evaluated_step, step) or evaluation_due(
+            config.micro_eval_frequency, self._glanced_step, step
+        )
+
     def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
         results: dict[str, RolloutBatchStats] = {}
         for lesson_id in self._manager.curriculum.config.lessons:

@@ -4,18 +4,18 @@
 through the rollout storage and its receiver. Which threads run them, and how they end, is the `Conductor`'s business.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.batch import BatchMaker, make_batch_maker
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.learner import Checkpoint, Learner
 from penstock.model.language import Decoder, with_named_arrays
+from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
@@ -33,7 +33,7 @@ from penstock.replay import (
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Checkpointable, ConfigError, RolloutGroup, WeightVersion, fold
+from penstock.types import Checkpointable, ConfigError, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -222,31 +222,3 @@ def _naming(key: str, place: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error
-
-
-def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[BatchMaker]:
-    """The run's batch makers: one for each environment that has its own, and one for the others.
-
-    Raises:
-        ConfigError: ``replay.batch_makers`` names an environment that the run does not have.
-    """
-    replay, learner = config.replay, config.learner
-    unknown = sorted(replay.batch_makers.keys() - set(environments))
-    if unknown:
-        raise ConfigError(
-            f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
-            f"{', '.join(sorted(environments))}"
-        )
-    return [
-        make_batch_maker(
-            maker,
-            advantage=learner.loss.advantage,
-            max_tokens=learner.row_length,
-            max_samples=replay.max_samples,
-            ordered=replay.synchronous,
-            allow_truncated_sampling=learner.allow_truncated_sampling,
-            seed=fold(config.seed, "batch maker", name or ""),
-            environment_name=name,
-        )
-        for name, maker in [(None, replay.batch_maker), *replay.batch_makers.items()]
-    ]

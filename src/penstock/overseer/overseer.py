@@ -1,4 +1,4 @@
-"""The overseer of a local run: watches its threads, draws the view, hears Ctrl-C, ends the run.
+"""The overseer of a run: watches its threads, draws the view, hears Ctrl-C, ends the run.
 
 The main thread only supervises: it raises the first failure of any thread, runs the watchdog, writes status.json
 and draws the view. The run itself is the `Conductor`'s, in a thread of its own. A stop request ends the run at the
@@ -12,15 +12,82 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
-from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import OverseerConfig
+from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
 from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
 
 SUPERVISION_S = 0.2
+
+
+class RunConductor(Protocol):
+    """Takes one run through its phases: `Conductor` in one process, `DistributedConductor` in many."""
+
+    results: dict[str, Results]
+    training_s: float
+
+    def run(self) -> None:
+        """Returns at the last step or after `stop`; what it raises ends the run."""
+        ...
+
+    def stop(self) -> None:
+        """Asks the run to end at the next update boundary, with a checkpoint."""
+        ...
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        ...
+
+    @property
+    def lineage(self) -> int:
+        """Which life of the run this is."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The learner's version."""
+        ...
+
+    @property
+    def lessons(self) -> dict[str, str]:
+        """Each lesson's status in words."""
+        ...
+
+    @property
+    def failed_groups(self) -> int:
+        """Groups whose environment or reward function failed in this life of the run."""
+        ...
+
+    @property
+    def last_failure(self) -> str:
+        """What the last of them said."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run reached its goal."""
+        ...
+
+    def refresh(self) -> None:
+        """Brings the view up to date."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """What grows while the run makes progress."""
+        ...
+
+    def who_owes_progress(self) -> str:
+        """In words, for the error that ends a silent run."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """For status.json."""
+        ...
 
 
 class Overseer:
@@ -37,7 +104,7 @@ class Overseer:
 
     def __init__(
         self,
-        conductor: Conductor,
+        conductor: RunConductor,
         crew: Crew,
         directory: RunDirectory,
         log: RunLog,
@@ -57,7 +124,7 @@ class Overseer:
         Raises:
             PenstockError: the run failed; whatever any thread raised, unchanged.
         """
-        self._log.event("start", pid=os.getpid(), lineage=self._conductor.start.lineage)
+        self._log.event("start", pid=os.getpid(), lineage=self._conductor.lineage)
         stacks_path = self._directory.path / "stacks.txt"
         limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
         with last_resort(limit_s, stacks_path) as alive:

@@ -77,7 +77,7 @@ def _component_lines(config: RunConfig) -> list[str]:
     parts = {
         "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
-        "inference engine": f"{engine.max_slots} slots of {engine.max_seq_len} tokens",
+        "inference engine": f"{engine.max_slots} slots of {engine.max_seq_len} tokens{_over(engine.model_parallel)}",
         "rollout worker": f"up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
         "rollout storage": f"{config.rollout.storage.kind}, up to {config.rollout.storage.capacity_groups} groups",
         "replay buffer": f"{replay.groups_per_batch} groups per update, staleness budget {replay.staleness_budget}",
@@ -90,3 +90,9 @@ def _component_lines(config: RunConfig) -> list[str]:
         "trackers": ", ".join(["metrics.jsonl", *trackers]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]
+
+
+def _over(devices: int | None) -> str:
+    if devices == 1:
+        return ""
+    return f", split over {'all local' if devices is None else devices} devices"

@@ -3,21 +3,20 @@
 Every component is handed one of these methods and knows nothing of the files behind them.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
-from threading import Lock
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.overseer.config import RunConfig
+from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
-from penstock.types import RolloutBatch, RolloutBatchStats, RolloutGroup
+from penstock.types import RolloutBatch, RolloutGroup
 
 SHOWN_EVENTS = frozenset(
     {
-        "evaluation_failed", "graduated", "group_failed", "regressed", "rollouts_quarantined", "tracker_failed",
-        "unlocked",
+        "checkpoint_damaged", "death", "evaluation_failed", "graduated", "group_failed", "regressed", "rewind",
+        "rollouts_quarantined", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -37,9 +36,7 @@ class RunLog:
         self._events = EventLog(directory.events_path)
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed)
         self._samples_per_log = config.tracking.samples_per_log
-        self._thresholds = {name: lesson.success_threshold for name, lesson in config.curriculum.lessons.items()}
-        self._lock = Lock()
-        self._groups: dict[str, list[RolloutGroup]] = defaultdict(list)
+        self._tally = RolloutTally(success_thresholds(config))
         self.progress = progress
         self.step = 0
 
@@ -61,8 +58,7 @@ class RunLog:
 
     def group(self, group: RolloutGroup) -> None:
         """Counts a training group into the next step's ``rollout/…`` metrics, and shows one of its answers."""
-        with self._lock:
-            self._groups[group.rollouts[0].lesson_id].append(group)
+        self._tally.add(group)
         self.progress.samples.append(_sample(group))
 
     def _tracker_failed(self, name: str, error: Exception) -> None:
@@ -74,28 +70,30 @@ class RunLog:
         self._metrics.close()
         self._events.close()
 
+    def conversations(self, conversations: Sequence[Mapping[str, Any]]) -> None:
+        """Tracks and shows sample conversations that another process chose."""
+        self._tracker.log_samples(self.step, conversations)
+        self.progress.samples.extend(_shown(conversation) for conversation in conversations)
+
+    def note_rewards(self, values: Mapping[str, float]) -> None:
+        """Shows the rewards by lesson among ``rollout/<lesson>/…`` metrics."""
+        for name, value in values.items():
+            if name.startswith("rollout/") and name.endswith("/reward_mean"):
+                self.progress.reward[name.removeprefix("rollout/").removesuffix("/reward_mean")] = value
+
     def take_rollout_metrics(self) -> dict[str, float]:
         """``rollout/<lesson>/…`` over the groups since the last call."""
-        with self._lock:
-            groups, self._groups = self._groups, defaultdict(list)
-        values: dict[str, float] = {}
-        for lesson_id in sorted(groups):
-            batch = RolloutBatch.of(tuple(groups[lesson_id]))
-            stats = RolloutBatchStats.of(lesson_id, batch, self._thresholds[lesson_id])
-            self.progress.reward[lesson_id] = stats.reward_mean
-            values |= {
-                f"rollout/{lesson_id}/reward_mean": stats.reward_mean,
-                f"rollout/{lesson_id}/success_rate": stats.success_rate,
-                f"rollout/{lesson_id}/pass_at_k": stats.pass_at_k,
-                f"rollout/{lesson_id}/response_tokens": stats.response_tokens,
-                f"rollout/{lesson_id}/truncated_fraction": stats.truncated_fraction,
-                f"rollout/{lesson_id}/groups": float(stats.groups),
-            }
+        values = self._tally.take()
+        self.note_rewards(values)
         return values
 
 
 def _sample(group: RolloutGroup) -> Sample:
-    rollout = group.rollouts[0]
-    asked = [turn.content for turn in rollout.turns if turn.role == "user"]
-    answered = [turn.content for turn in rollout.turns if turn.role in ("assistant", "tool")]
-    return Sample(" ".join(asked), " ".join(answered), rollout.episode_reward, rollout.lesson_id)
+    return _shown(conversation_of(group.rollouts[0]))
+
+
+def _shown(conversation: Mapping[str, Any]) -> Sample:
+    turns = conversation["turns"]
+    asked = " ".join(turn["content"] for turn in turns if turn["role"] == "user")
+    answered = " ".join(turn["content"] for turn in turns if turn["role"] in ("assistant", "tool"))
+    return Sample(asked, answered, conversation["reward"], conversation["lesson_id"])

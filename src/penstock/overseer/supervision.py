@@ -41,6 +41,12 @@ class Crew:
         self._threads[name] = thread
         thread.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure, if there was one."""
+        with self._lock:
+            return self._failure
+
     def raise_if_failed(self) -> None:
         """Raises the first failure, if there was one."""
         with self._lock:

@@ -4,6 +4,7 @@ Everything that bad input can break (model, tokenizer, environments) is loaded b
 that a mistake costs nothing and leaves nothing behind.
 """
 
+import secrets
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.environments import Environment, load_environment
-from penstock.learner import latest_checkpoint, load_checkpoint
+from penstock.learner import latest_checkpoint, load_checkpoint, newest_good_checkpoint, read_states
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
 from penstock.overseer.local import Start
-from penstock.overseer.overseer import Overseer
+from penstock.overseer.overseer import Overseer, RunConductor
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.summary import RunSummary
 from penstock.overseer.supervision import Crew
@@ -51,12 +52,8 @@ def train(
         RunFailed: the run ended without reaching its goal; events.jsonl has the story.
     """
     started = time.monotonic()
-    environments = _load_environments(config)
-    fresh = None if resume else _fresh(config)
-    directory = _existing(run_dir) if fresh is None else _create(config, run_dir, recipe)
-    with directory.locked():
-        start = _resumed(directory) if fresh is None else fresh
-        conductor = _run(config, directory, start, environments, recipe, quiet)
+    run = _run_in_many_processes if config.runtime == "ray" else _run_in_one_process
+    directory, conductor = run(config, run_dir, resume, recipe, quiet)
     return RunSummary(
         directory.path,
         conductor.step,
@@ -71,27 +68,75 @@ def train(
     )
 
 
-def _run(
-    config: RunConfig,
-    directory: RunDirectory,
-    start: Start,
-    environments: dict[str, Environment],
-    recipe: str,
-    quiet: bool,
-) -> Conductor:
-    progress = Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
-    log, crew = RunLog(directory, config, progress), Crew()
-    if start.checkpoint is not None:
+_Outcome = tuple[RunDirectory, RunConductor]
+
+
+def _run_in_one_process(
+    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> _Outcome:
+    environments = _load_environments(config)
+    fresh = None if resume else _fresh(config)
+    directory = _existing(run_dir) if fresh is None else _create(config, run_dir, recipe)
+    with directory.locked():
+        start = _resumed(directory) if fresh is None else fresh
+        log, crew = _open_log(config, directory, recipe, start.checkpoint is not None), Crew()
+        conductor = Conductor(config, directory, crew, log, start, environments)
+        _oversee(conductor, crew, log, config, directory, quiet)
+    return directory, conductor
+
+
+def _run_in_many_processes(
+    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> _Outcome:
+    from penstock.overseer.distributed.conductor import DistributedConductor
+    from penstock.overseer.distributed.plan import Plan
+    from penstock.overseer.distributed.roles.settings import Settings
+    from penstock.overseer.plan import model_shape
+    from penstock.overseer.ray import RayLauncher
+
+    for environment in _load_environments(config).values():  # every worker makes its own
+        environment.close()
+    model_shape(config.model)
+    directory = _existing(run_dir) if resume else _create(config, run_dir, recipe)
+    with directory.locked():
+        lineage, checkpoint, states = _resume_point(directory) if resume else (0, None, None)
+        log, crew = _open_log(config, directory, recipe, resume), Crew()
+        settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
+        launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+        conductor = DistributedConductor(Plan(settings, states), launcher, log)
+        _oversee(conductor, crew, log, config, directory, quiet)
+    return directory, conductor
+
+
+def _open_log(config: RunConfig, directory: RunDirectory, recipe: str, resumed: bool) -> RunLog:
+    log = RunLog(directory, config, Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget))
+    if resumed:
         _record_changes(directory, config, log)
-    conductor = Conductor(config, directory, crew, log, start, environments)
+    return log
+
+
+def _oversee(
+    conductor: RunConductor, crew: Crew, log: RunLog, config: RunConfig, directory: RunDirectory, quiet: bool
+) -> None:
     try:
-        Overseer(conductor, crew, directory, log, TerminalView(progress, quiet=quiet), config.overseer).run()
+        Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
     except Exception as error:
         error.add_note(f"the story is in {directory.events_path}")
         raise
     finally:
         log.close()
-    return conductor
+
+
+def _resume_point(directory: RunDirectory) -> tuple[int, Path, dict[str, Any]]:
+    """Lineage, newest good checkpoint, and the components' states in it."""
+    path = newest_good_checkpoint(directory.checkpoints, lambda damaged, reason: None)
+    if path is None:
+        raise _without_checkpoint(directory)
+    return Lineages(directory.lineages_path).newest + 1, path, read_states(path)
+
+
+def _without_checkpoint(directory: RunDirectory) -> RunDirectoryError:
+    return RunDirectoryError(f"{directory.path} has no checkpoint: the run ended before its first; start it anew")
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:
@@ -143,7 +188,7 @@ def _resumed(directory: RunDirectory) -> Start:
     """From the newest checkpoint; the run is locked, so that no other process makes a newer one meanwhile."""
     path = latest_checkpoint(directory.checkpoints)
     if path is None:
-        raise RunDirectoryError(f"{directory.path} has no checkpoint: the run ended before its first; start it anew")
+        raise _without_checkpoint(directory)
     checkpoint = load_checkpoint(path)
     lineage = Lineages(directory.lineages_path).newest + 1
     return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from penstock.replay.memory_storage import MemoryRolloutStorage
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
+    from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
+    from penstock.replay.service import ReplayService
     from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
     from penstock.replay.storage_opening import open_rollout_storage
     from penstock.replay.store import ExperienceStore, RolloutStore
@@ -38,7 +40,11 @@ _EXPORTS = {
     "OpenAdmission": "admission",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
+    "RemoteBatches": "remote",
+    "RemoteSink": "remote",
+    "RemoteTickets": "remote",
     "ReplayDataLoader": "data_loader",
+    "ReplayService": "service",
     "RolloutReceiver": "receiver",
     "RolloutStorage": "storage",
     "RolloutStorageConfig": "storage",
@@ -56,7 +62,8 @@ _EXPORTS = {
 __all__ = [
     "Admission", "Delivery", "ExperienceStore", "FATES", "FileRolloutStorage", "FreshnessRules",
     "FreshnessWindow", "History", "Ledger", "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission",
-    "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader", "RolloutReceiver", "RolloutStorage",
+    "RemoteBatches", "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader",
+    "ReplayService", "RolloutReceiver", "RolloutStorage",
     "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
     "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ of it: the way of simulators, which cannot be paused, and of scripts. The buffer
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.replay.ledger import Ledger, rollout_ids
@@ -50,6 +50,27 @@ class TicketListener(Protocol):
         ...
 
 
+class Changes(threading.Condition):
+    """A condition that others can listen to without waiting in it.
+
+    Attributes:
+        on_news: Called at every `notify_all`, with the lock held; it must return at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_news: Callable[[], None] = _nothing
+
+    def notify_all(self) -> None:
+        """See `threading.Condition.notify_all`."""
+        super().notify_all()
+        self.on_news()
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
 class Admission(ABC):
     """Who may deliver. State is guarded by `changed`, which the buffer shares; only `close` takes it itself.
 
@@ -63,7 +84,7 @@ class Admission(ABC):
     """
 
     def __init__(self, ledger: Ledger, lineage: int, groups_per_batch: int) -> None:
-        self.changed = threading.Condition()
+        self.changed = Changes()
         self.ledger = ledger
         self.lineage = lineage
         self.update = 0

@@ -117,7 +117,7 @@ class Intake:
             name = entry.ticket.ticket_id
             if name in self._claimed:
                 yield from (rollout.rollout_id for rollout in self._claimed[name].rollouts)
-            elif entry.phase in ("running", "delivered"):
+            elif entry.phase in ("running", "returned", "delivered"):
                 yield from rollout_ids(name, entry.size)
         for name, size in self._admission.announced():
             yield from rollout_ids(name, size)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 from penstock.replay.admission import Admission, TicketKey, TicketListener
@@ -34,6 +35,8 @@ class TicketIssuer(Admission):
         ledger: Learns what was started and what failed.
         group_size_of: Rollouts per group of a lesson; 0 of one that was removed: its tickets do not come back.
         clock: Unix seconds, for the age of running groups.
+        may_draw: Whether `lesson_chooser` knows all that it has to know before the next lesson is drawn. Notify
+            `changed` when it does.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class TicketIssuer(Admission):
         ledger: Ledger,
         group_size_of: Callable[[str], int],
         clock: Clock = time.time,
+        may_draw: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(ledger, lineage, config.groups_per_batch)
         self.failed_since_batch = 0
@@ -53,10 +57,12 @@ class TicketIssuer(Admission):
         self._draws = TicketDraws(run_seed, lineage, lesson_chooser)
         self._group_size_of = group_size_of
         self._clock = clock
+        self._may_draw = may_draw
         self._pace = Pace()
         self._listener: TicketListener | None = None
         self._serving: int | None = None
         self._pending: deque[str] = deque()
+        self._returned: deque[str] = deque()
         self._turns: deque[str] = deque()
         self._unplaced: deque[TicketKey] = deque()
         self._restored: list[tuple[str, str, int, int, int]] = []
@@ -75,15 +81,53 @@ class TicketIssuer(Admission):
         limit = time.monotonic() + timeout_s
         with self.changed:
             while True:
-                self.raise_if_over()
-                while self._admit(most):
-                    pass  # a claimed group may have freed its place at once
-                if self._pending:
-                    return self._hand_out(most)
+                tickets = self.offer(most)
                 remaining = limit - time.monotonic()
-                if remaining <= 0:
-                    return []
+                if tickets or remaining <= 0:
+                    return tickets
                 self.changed.wait(remaining)
+
+    def offer(self, most: int, lessons: Collection[str] | None = None, holder: str | None = None) -> list[Ticket]:
+        """`acquire` without waiting. What came back from the dead is handed out first.
+
+        Args:
+            most: Tickets at once.
+            lessons: Only these; tickets of others that were admitted on the way wait for others. None means any.
+            holder: Who asks, for `reissue`.
+
+        Raises:
+            Stopped: after `close`.
+        """
+        with self.changed:
+            self.raise_if_over()
+            while self._admit(most, lessons):
+                pass  # a claimed group may have freed its place at once, and another lesson may have been drawn
+            return self._hand_out(most, lessons, holder)
+
+    @property
+    def available(self) -> int:
+        """How many tickets could be handed out now, if every lesson's were asked for."""
+        with self.changed:
+            return len(self._returned) + len(self._pending) + self._room(self.limit)
+
+    def reissue(self, holder: str) -> list[str]:
+        """A holder died: its tickets are handed out again as they are, and are not counted again.
+
+        Returns:
+            Their ids, in issue order.
+        """
+        with self.changed:
+            returned = [e for e in self.outstanding if e.phase == "running" and e.holder == holder]
+            for entry in returned:
+                entry.phase, entry.holder = "returned", None
+            self._returned.extend(entry.ticket.ticket_id for entry in returned)
+            self.changed.notify_all()
+            return [entry.ticket.ticket_id for entry in returned]
+
+    def held_by(self, holder: str) -> list[str]:
+        """Ids of the tickets that a holder generates, in issue order."""
+        with self.changed:
+            return [e.ticket.ticket_id for e in self.outstanding if e.phase == "running" and e.holder == holder]
 
     def set_serving_step(self, step: int) -> None:
         """See `TicketSource.set_serving_step`.
@@ -117,15 +161,18 @@ class TicketIssuer(Admission):
         self._listener = listener
 
     def receive(self, group: RolloutGroup) -> Outstanding | None:
-        """See `Admission.receive`: only a group whose ticket runs."""
+        """See `Admission.receive`: only a group whose ticket runs, or did until its generator died just now."""
         entry = self.outstanding.get(group.group_id)
+        if entry is not None and entry.phase == "returned":
+            self._returned.remove(group.group_id)
+            return entry
         return entry if entry is not None and entry.phase == "running" else None
 
     def next_turn(self) -> str | None:
         """At staleness zero: the first ticket in issue order that is neither ingested nor gone."""
         while self._turns:
             entry = self.outstanding.get(self._turns[0])
-            if entry is not None and entry.phase in ("pending", "running", "delivered"):
+            if entry is not None and entry.phase in ("pending", "running", "returned", "delivered"):
                 return self._turns[0]
             self._turns.popleft()
         return None
@@ -266,11 +313,11 @@ class TicketIssuer(Admission):
         settled = self.outstanding.trainable == len(self.outstanding)
         return room if settled else 0
 
-    def _admit(self, most: int) -> int:
-        """Draws tickets into `pending`; returns how many were admitted, claimed ones included."""
+    def _admit(self, most: int, lessons: Collection[str] | None) -> int:
+        """Draws tickets into `pending` while none of these lessons is there; returns how many, claimed ones too."""
         self.readmit()
         serving = self._serving
-        if self._pending or serving is None:
+        if serving is None or self._next(lessons) is not None or not self._may_draw():
             return 0
         room = self._room(most)
         # All lessons are drawn before a claimed group may change their probabilities.
@@ -305,14 +352,25 @@ class TicketIssuer(Admission):
         if self._config.synchronous:
             self._turns.append(ticket.ticket_id)
 
-    def _hand_out(self, most: int) -> list[Ticket]:
+    def _next(self, lessons: Collection[str] | None) -> str | None:
+        """The first ticket that may be handed out; None where there is none of these lessons."""
+        for ticket_id in chain(self._returned, self._pending):
+            if lessons is None or parse_ticket_id(ticket_id)[0] in lessons:
+                return ticket_id
+        return None
+
+    def _hand_out(self, most: int, lessons: Collection[str] | None, holder: str | None) -> list[Ticket]:
         tickets: list[Ticket] = []
-        while self._pending and len(tickets) < most:
-            entry = self.outstanding.get(self._pending.popleft())
+        while len(tickets) < most and (ticket_id := self._next(lessons)) is not None:
+            entry = self.outstanding.get(ticket_id)
             assert entry is not None  # only a running group can fail
-            entry.phase, entry.since = "running", self._clock()
-            self.ledger.count_started(entry.ticket, entry.size)
-            self.ledger.open(entry.ticket.ticket_id, entry.size)
+            if entry.phase == "returned":
+                self._returned.remove(ticket_id)
+            else:
+                self.ledger.count_started(entry.ticket, entry.size)
+                self.ledger.open(ticket_id, entry.size)
+                self._pending.remove(ticket_id)
+            entry.phase, entry.since, entry.holder = "running", self._clock(), holder
             tickets.append(entry.ticket)
         return tickets
 

@@ -60,10 +60,18 @@ class MemoryRolloutStorage:
             self._raise_if_closed()
             if not self._has_room(entry):
                 self._wait_for_room(entry)
-            self._held[writer_id] += entry.groups
-            self._depth += entry.groups
-            self._lines.append(writer_id, entry)
-            self._changed.notify_all()
+            self._keep(entry)
+
+    def offer(self, writer_id: str, batch: RolloutBatch) -> bool:
+        """`put` without waiting; returns whether there was room."""
+        check_metadata(batch)
+        entry = _Entry(writer_id, batch)
+        with self._changed:
+            self._raise_if_closed()
+            if not self._has_room(entry):
+                return False
+            self._keep(entry)
+            return True
 
     def receive(self, timeout_s: float) -> "MemoryDelivery | None":
         """See `RolloutStorage.receive`."""
@@ -130,6 +138,12 @@ class MemoryRolloutStorage:
     def _has_room(self, entry: _Entry) -> bool:
         held = self._held[entry.writer_id]
         return held == 0 or held + entry.groups <= self._config.capacity_groups
+
+    def _keep(self, entry: _Entry) -> None:
+        self._held[entry.writer_id] += entry.groups
+        self._depth += entry.groups
+        self._lines.append(entry.writer_id, entry)
+        self._changed.notify_all()
 
     def _wait_for_room(self, entry: _Entry) -> None:
         full = f"{self._held[entry.writer_id]} of {self._config.capacity_groups} groups wait"

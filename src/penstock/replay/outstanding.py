@@ -18,9 +18,10 @@ from typing import Literal
 
 from penstock.types import Ticket
 
-Phase = Literal["pending", "running", "delivered", "waiting", "trainable"]
-"""`pending`: admitted, not handed out yet; `running`: at a generator; `delivered`: back, but an earlier ticket's
-turn comes first (staleness zero); `waiting`: ingested, its file not written yet; `trainable`: durable."""
+Phase = Literal["pending", "running", "returned", "delivered", "waiting", "trainable"]
+"""`pending`: admitted, not handed out yet; `running`: at a generator; `returned`: its generator died, and the next one
+that asks gets it; `delivered`: back, but an earlier ticket's turn comes first (staleness zero); `waiting`: ingested,
+its file not written yet; `trainable`: durable."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class Outstanding:
         size: Rollouts that were started for it.
         number: Counts admissions; the issue order.
         phase: How far it is.
-        since: When it was handed out; None before.
+        since: When it was handed out last; None before.
+        holder: Who generates it, where the one who asked for it gave a name; None otherwise.
         overtaken: How many groups that were admitted later were trained before it.
     """
 
@@ -42,6 +44,7 @@ class Outstanding:
     phase: Phase = "pending"
     since: float | None = None
     overtaken: int = 0
+    holder: str | None = None
 
 
 @dataclass(slots=True)

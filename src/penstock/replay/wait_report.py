@@ -21,7 +21,7 @@ def describe_wait(issuer: TicketIssuer, groups_per_batch: int, now: float) -> st
     parts = [
         f"update {issuer.update} needs {groups_per_batch} groups, {outstanding.trainable} are ready",
         f"running: {_by_lesson(running, now)}",
-        f"not yet taken by a worker: {phases['pending']}",
+        f"not yet taken by a worker: {phases['pending'] + phases['returned']}",
         f"being stored: {phases['waiting']}",
         f"must come first: {', '.join(f'{count} due by update {due}' for due, count in missing) or 'nothing'}",
         f"outstanding {len(outstanding)} of at most {issuer.limit}",

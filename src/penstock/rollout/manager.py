@@ -49,6 +49,9 @@ class RolloutManager:
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
         on_curriculum_event: Told of lessons that unlock, graduate or come back.
         clock: Unix seconds.
+
+    Attributes:
+        lineage: Stamped on rollouts; the owner of a manager that outlives a lineage sets the next.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class RolloutManager:
         self.curriculum = curriculum
         self.context = context
         self._seed = seed
-        self._lineage = lineage
+        self.lineage = lineage
         self._set_weights = set_weights
         self._stop_engine = stop_engine
         self._on_curriculum_event = on_curriculum_event
@@ -155,7 +158,7 @@ class RolloutManager:
         finished = self._clock()
         rollouts = tuple(
             rollout.with_metadata(
-                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self._lineage),
+                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self.lineage),
                 f"{group_id}/{position}",
                 lesson_id,
             )

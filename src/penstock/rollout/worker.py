@@ -8,12 +8,15 @@ It computes nothing itself; the `RolloutManager` does. Two loops run side by sid
   group waits for another. At staleness zero the tickets of one call form a cohort that generates in lockstep
   and is delivered in ticket order.
 
+Where the engines are in other processes, which fetch their own weights, only the second loop runs.
+
 An environment's failure is a counted failed group; many in a row, or any other error, end the run.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 from penstock.rollout.config import RolloutConfig
@@ -40,6 +43,7 @@ POLL_S = 0.5
 """How often a waiting loop looks whether it should stop; what it waits for wakes it at once."""
 
 
+ContextOf = Callable[[Ticket], AbstractContextManager[InferenceContext | None]]
 _Outcome = RolloutBatch | EnvironmentFailure | InvalidRolloutError | Stopped
 
 
@@ -59,13 +63,18 @@ class RolloutWorker:
         manager: Generates and evaluates.
         tickets: Admission.
         sink: Takes finished groups.
-        weights: Newer versions come from here.
+        weights: Newer versions come from here; None where engines fetch their own.
         config: See `RolloutConfig`.
         concurrency: Most groups in generation at once.
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
         on_failure: Told of every failed group and why.
+        context_of: Gives the inference context in which a ticket's group is generated; by default the manager's own.
+            Not used in lockstep.
+
+    Attributes:
+        concurrency: May be changed while it runs.
     """
 
     def __init__(
@@ -74,14 +83,15 @@ class RolloutWorker:
         manager: RolloutManager,
         tickets: TicketSource,
         sink: RolloutSink,
-        weights: WeightSource,
+        weights: WeightSource | None,
         config: RolloutConfig,
         *,
         concurrency: int,
         lockstep: bool,
-        evaluate: Callable[[WeightVersion], None],
+        evaluate: Callable[[WeightVersion], None] = lambda version: None,
         log_samples: SampleLog,
         on_failure: Callable[[Ticket, str], None] = lambda ticket, reason: None,
+        context_of: ContextOf = lambda ticket: nullcontext(),
     ) -> None:
         self.worker_id = worker_id
         self._manager = manager
@@ -89,15 +99,18 @@ class RolloutWorker:
         self._sink = sink
         self._weights = weights
         self._config = config
-        self._concurrency = config.max_concurrent_groups or concurrency
+        self.concurrency = config.max_concurrent_groups or concurrency
         self._lockstep = lockstep
         self._evaluate = evaluate
         self._log_samples = log_samples
         self._on_failure = on_failure
+        self._context_of = context_of
+        self._draining = threading.Event()
         self._stopping = threading.Event()
         self._version: WeightVersion | None = None
         self._counting = threading.Lock()
         self._failures_in_a_row = 0
+        self.running = 0
         self.groups_finished = 0
         self.groups_failed = 0
         self.last_failure = ""
@@ -106,10 +119,16 @@ class RolloutWorker:
         """Asks both loops to end; running groups are aborted."""
         self._stopping.set()
 
+    def drain(self) -> None:
+        """Asks the tickets loop to end when the groups that run have ended; it takes no new ones."""
+        self._draining.set()
+
     def run_weights(self) -> None:
         """The weights loop; returns after `stop`."""
+        weights = self._weights
+        assert weights is not None  # whoever starts this loop gave the worker a source
         while not self._stopping.is_set():
-            newer = self._fetch_newer()
+            newer = self._fetch_newer(weights)
             if newer is None:
                 continue
             self._version, arrays = newer
@@ -119,14 +138,14 @@ class RolloutWorker:
             except Stopped:
                 return
 
-    def _fetch_newer(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
-        version = self._weights.wait_for(self._version, POLL_S)
+    def _fetch_newer(self, weights: WeightSource) -> tuple[WeightVersion, Mapping[str, Any]] | None:
+        version = weights.wait_for(self._version, POLL_S)
         if version is None:
             return None
         try:
-            return version, self._weights.fetch(version)
+            return version, weights.fetch(version)
         except WeightsError:
-            if self._weights.latest() == version:
+            if weights.latest() == version:
                 raise
             return None  # superseded between the two calls: the next turn takes the newer one
 
@@ -143,14 +162,17 @@ class RolloutWorker:
         running: set[Future[Any]] = set()
         try:
             while not self._stopping.is_set():
-                room = self._concurrency - len(running)
-                if room == 0:
+                room = self.concurrency - len(running)
+                if self._draining.is_set() and not running:
+                    break
+                if room <= 0 or self._draining.is_set():
                     wait(running, POLL_S, FIRST_COMPLETED)
                 elif self._lockstep:
                     self._run_cohort(self._acquire(room))
                 else:
                     running |= {self._spawn(self._run_group, ticket) for ticket in self._acquire(room)}
                 running = _still_running(running)
+                self.running = len(running)
             wait(running, POLL_S)
             _still_running(running)
         finally:
@@ -177,7 +199,9 @@ class RolloutWorker:
             return []
 
     def _run_group(self, ticket: Ticket) -> None:
-        self._deliver(ticket, self._generate(ticket, None))
+        with self._context_of(ticket) as context:
+            outcome = self._generate(ticket, context)
+        self._deliver(ticket, outcome)
 
     def _run_cohort(self, tickets: list[Ticket]) -> None:
         if not tickets:

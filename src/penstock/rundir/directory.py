@@ -103,8 +103,8 @@ class RunDirectory:
             RunDirectoryError: the file is not a YAML mapping.
         """
         try:
-            config = yaml.safe_load(self.config_path.read_text())
-        except (OSError, yaml.YAMLError) as error:
+            config = yaml.safe_load(self.config_path.read_text("utf-8"))
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
         if not isinstance(config, dict):
             raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")

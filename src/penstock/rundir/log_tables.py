@@ -88,6 +88,7 @@ def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
     # No line may be longer than a block.
     block_bytes = max(_LEAST_BLOCK_BYTES, 1 + max(map(len, io.BytesIO(content))))
     try:
+        content.decode()  # Arrow's reader takes bytes that are no text
         return pj.read_json(
             io.BytesIO(content),
             read_options=pj.ReadOptions(block_size=block_bytes),

@@ -160,7 +160,7 @@ def read_status(path: Path) -> dict[str, Any] | None:
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path}, line {number} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise RunDirectoryError(f"{path}, line {number} is not a JSON object but a {type(row).__name__}")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.rundir.atomic import replaced_atomically
-from penstock.types import RunDirectoryError, SchemaVersionError
+from penstock.types import PenstockError, RunDirectoryError, SchemaVersionError
 from penstock.types.rollouts import SCHEMA_VERSION
 
 VERSION_KEY = b"penstock.schema_version"
@@ -86,9 +86,9 @@ def opened_parquet(source: "Path | BinaryIO", name: str) -> Generator[pq.Parquet
                     "read it with the Penstock that wrote it, or a newer one"
                 )
             yield file
-    except FileNotFoundError:
+    except (FileNotFoundError, PenstockError):
         raise
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException, ValueError) as error:  # names and metadata may be no text, numbers no numbers
         raise RunDirectoryError(f"{name} cannot be read as Parquet: {error}") from error
 
 

@@ -24,10 +24,12 @@ from penstock.types.errors import (
 )
 from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
 from penstock.types.packed import AnyRollout, PackedRollout
+from penstock.types.persistence import PersistentCaller
 from penstock.types.protocols import (
     BatchSource,
     Checkpointable,
     Clock,
+    CurriculumRecord,
     InferenceContext,
     LessonChooser,
     ManyInferenceContext,
@@ -56,12 +58,12 @@ from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
 
 __all__ = [
     "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
-    "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec", "Fate", "FinishReason",
-    "GenerationCall", "InferenceContext", "InvalidRolloutError", "LessonChooser", "ManyInferenceContext", "Message",
-    "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError", "RLExample",
-    "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats", "RolloutGroup",
-    "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
-    "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "SupersededError", "SupersededVersionError", "TextCodec",
-    "Ticket", "TicketSource", "TrainingBatch", "TransferError", "Turn", "UnreachableError", "WeightSink",
+    "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec", "Fate",
+    "FinishReason", "GenerationCall", "InferenceContext", "InvalidRolloutError", "LessonChooser",
+    "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout",
+    "PenstockError", "PersistentCaller", "RLExample", "RLLossModule", "Role", "Rollout", "RolloutBatch",
+    "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
+    "RunFailed", "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "SupersededError", "SupersededVersionError",
+    "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "TransferError", "Turn", "UnreachableError", "WeightSink",
     "WeightSource", "WeightVersion", "WeightsError", "as_seed", "fold", "generator",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.types.errors import EnvironmentFailure
 from penstock.types.generation import Completion, Decoding, GenerationCall, WeightVersion
-from penstock.types.rollouts import RolloutBatch, RolloutGroup
+from penstock.types.rollouts import RolloutBatch, RolloutBatchStats, RolloutGroup
 from penstock.types.training import Ticket, TrainingBatch
 
 Mode = Literal["train", "eval"]
@@ -176,6 +176,27 @@ class LessonChooser(Protocol):
 
     def sample_lesson(self, seed: int) -> str:
         """A lesson id, drawn by the current sampling probabilities and this seed alone."""
+        ...
+
+
+@runtime_checkable
+class CurriculumRecord(Protocol):
+    """Where results are recorded that decide on lessons; what changes is told elsewhere."""
+
+    def update_evaluation(self, stats: RolloutBatchStats, step: int) -> object:
+        """Takes a full evaluation of one lesson, at one version, in."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """``curriculum/…`` numbers of this moment."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Each lesson's status in words."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """See `Checkpointable.state`."""
         ...
 
 

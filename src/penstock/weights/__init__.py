@@ -4,11 +4,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.weights.broadcaster import InProcessBroadcaster
+    from penstock.weights.config import WeightsConfig
+    from penstock.weights.local import InProcessBroadcaster
+    from penstock.weights.opening import open_broadcaster, open_client
+    from penstock.weights.protocol import Broadcaster, WeightClient
+    from penstock.weights.selection import merged_arrays, trained_arrays
 
-_EXPORTS = {"InProcessBroadcaster": "broadcaster"}
+_EXPORTS = {
+    "Broadcaster": "protocol",
+    "InProcessBroadcaster": "local",
+    "WeightClient": "protocol",
+    "WeightsConfig": "config",
+    "merged_arrays": "selection",
+    "open_broadcaster": "opening",
+    "open_client": "opening",
+    "trained_arrays": "selection",
+}
 
-__all__ = ["InProcessBroadcaster"]
+__all__ = [
+    "Broadcaster",
+    "InProcessBroadcaster",
+    "WeightClient",
+    "WeightsConfig",
+    "merged_arrays",
+    "open_broadcaster",
+    "open_client",
+    "trained_arrays",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Transport = Literal["shared_memory", "arrow_flight", "checkpoint"]
 
@@ -26,6 +26,10 @@ class WeightsConfig(BaseModel):
         url: Directory or fsspec URL of `checkpoint`; None means ``weights`` in the run directory.
         keep: Versions that `checkpoint` keeps.
         fetch_timeout_s: Longest time that one fetch may take.
+        max_bytes: Largest publication that a client accepts; checked before anything is allocated.
+        tls_certificate: PEM file of the server's certificate chain; with `tls_key`, sockets speak TLS.
+        tls_key: PEM file of its private key.
+        tls_roots: PEM file of the certificates that clients trust; None trusts those of the system.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,3 +46,13 @@ class WeightsConfig(BaseModel):
     url: str | None = None
     keep: int = Field(default=2, ge=1)
     fetch_timeout_s: float = Field(default=300.0, gt=0)
+    max_bytes: int = Field(default=256 * 1024**3, ge=1)
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_roots: str | None = None
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> "WeightsConfig":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: give both, or neither")
+        return self

@@ -1,0 +1,224 @@
+"""The curriculum in another process, seen from where lessons are drawn and results come in.
+
+What is recorded goes into a log here and is pushed by a thread; lessons are drawn by the probabilities that are known
+here. So nobody who holds a lock waits for another process, and a curriculum that died costs nothing but news: the next
+one is told the log again. The log's base moves on with every checkpoint.
+
+At staleness zero lessons must not depend on how fast answers come: there nobody draws before the curriculum has
+answered to everything that was recorded (`may_draw`).
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.curriculum.config import CurriculumConfig
+from penstock.curriculum.curriculum import Curriculum
+from penstock.curriculum.events import CurriculumEvent
+from penstock.curriculum.sampling import choose
+from penstock.curriculum.service import CurriculumAnswer
+from penstock.curriculum.updates import CurriculumLog, CurriculumUpdate
+from penstock.types import (
+    Caller,
+    PenstockError,
+    PersistentCaller,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutGroup,
+    Stopped,
+    fold,
+    generator,
+)
+
+CALL_S = 30.0
+"""Longest wait for an answer."""
+
+
+class RemoteCurriculum:
+    """Implements `LessonChooser`, `CurriculumRecord` and `Checkpointable`. Thread-safe; `start` and `stop` it.
+
+    Args:
+        config: The lessons.
+        caller: Reaches a `CurriculumService`.
+        lineage: Of this life of the run.
+        strict: Nothing is drawn before everything that was recorded is known to the curriculum (staleness zero).
+        on_event: Told of lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
+            `restore` finds.
+        on_failure: Told of the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
+        limit_s: So long the curriculum may be out of reach.
+    """
+
+    def __init__(
+        self,
+        config: CurriculumConfig,
+        caller: Caller,
+        lineage: int,
+        *,
+        strict: bool = False,
+        on_event: Callable[[CurriculumEvent], None] = lambda event: None,
+        on_failure: Callable[[PenstockError], None] = lambda error: None,
+        limit_s: float = 300.0,
+    ) -> None:
+        self.config = config
+        self._calls = PersistentCaller(caller, "curriculum-0", limit_s)
+        self._lineage = lineage
+        self._strict = strict
+        self._on_event = on_event
+        self._on_failure = on_failure
+        self._on_news: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._log = CurriculumLog(config)
+        self._answer = _standing(Curriculum(config), 0)
+        self._pushed: int = 0
+        self._needs_base = True
+        self._news = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+
+    def start(self, on_news: Callable[[], None] = lambda: None) -> None:
+        """Starts the pushing thread.
+
+        Args:
+            on_news: Called when probabilities may have changed: whoever waits for `may_draw` looks again.
+        """
+        self._on_news = on_news
+        self._news.set()  # the curriculum is told the base at once
+        self._thread = threading.Thread(target=self._run, name="replay-curriculum", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread; returns whether it ended within the limit."""
+        self._stopping = True
+        self._calls.stop()
+        self._news.set()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- drawing -------------------------------------------------------------------------------------------------
+
+    def sample_lesson(self, seed: int) -> str:
+        """A lesson by the probabilities that are known here; as `Curriculum.sample_lesson`."""
+        return choose(self._answer.probabilities, generator(fold(seed, "sample_lesson")))
+
+    def may_draw(self) -> bool:
+        """Whether lessons may be drawn now; without `strict`, always."""
+        return not self._strict or self.behind == 0
+
+    @property
+    def behind(self) -> int:
+        """Updates that the curriculum has not answered to."""
+        return self._log.number - self._pushed
+
+    # --- recording -----------------------------------------------------------------------------------------------
+
+    def update_group(self, group: RolloutGroup) -> None:
+        """Records one training group; a `CurriculumHook` of the replay buffer."""
+        lesson_id = group.rollouts[0].lesson_id
+        threshold = self.config.lessons[lesson_id].success_threshold
+        self.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold))
+
+    def update_training(self, stats: RolloutBatchStats) -> None:
+        """Records training groups."""
+        self._record(CurriculumUpdate(stats))
+
+    def update_evaluation(self, stats: RolloutBatchStats, step: int) -> None:
+        """Records a full evaluation.
+
+        Raises:
+            PenstockError: the lesson is unknown.
+        """
+        self._record(CurriculumUpdate(stats, step))
+
+    def _record(self, update: CurriculumUpdate) -> None:
+        if update.stats.lesson_id not in self.config.lessons:
+            raise PenstockError(
+                f"lesson {update.stats.lesson_id!r} is unknown: there are {', '.join(self.config.lessons)}"
+            )
+        with self._lock:
+            self._log.append(update)
+        self._news.set()
+
+    # --- how it stands -------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether every lesson has graduated, by the last answer."""
+        return self._answer.complete
+
+    def probabilities(self) -> dict[str, float]:
+        """Of the lessons that may be sampled, by the last answer."""
+        return dict(self._answer.probabilities)
+
+    def metrics(self) -> dict[str, float]:
+        """``curriculum/…``, by the last answer; ``curriculum/behind`` is `behind`."""
+        return {**self._answer.metrics, "curriculum/behind": float(self.behind)}
+
+    def describe(self) -> dict[str, str]:
+        """Each lesson's status in words, by the last answer."""
+        return dict(self._answer.lessons)
+
+    def state(self) -> dict[str, Any]:
+        """See `Checkpointable`: the state of a `Curriculum` that was told everything."""
+        with self._lock:
+            return self._log.fold(self._pushed)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes such a state back, before `start`.
+
+        Raises:
+            CheckpointError: the state is not one of a curriculum.
+        """
+        curriculum = Curriculum(self.config)
+        curriculum.restore(state)
+        with self._lock:
+            self._log = CurriculumLog(self.config, curriculum.state())
+            self._answer = _standing(curriculum, 0)
+        for event in curriculum.restored_events:
+            self._on_event(event)
+
+    # --- pushing -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._news.wait(1.0)
+                self._news.clear()
+                while not self._stopping and (self._needs_base or self.behind):
+                    self._push()
+        except Stopped:
+            return
+        except PenstockError as error:
+            self.failure = error
+            self._on_failure(error)
+
+    def _push(self) -> None:
+        with self._lock:
+            base = self._log.base if self._needs_base else None
+            first = (self._pushed if base is None else base.number) + 1
+            updates = self._log.since(first - 1)
+        answer: CurriculumAnswer = self._calls.call("apply", self._lineage, first, updates, base, timeout_s=CALL_S)
+        if answer.applied is None:
+            self._needs_base = True
+            return
+        for number, event in answer.events:
+            if number > self._pushed:
+                self._on_event(event)
+        with self._lock:
+            self._needs_base = False
+            self._answer = answer
+            self._pushed = answer.applied
+        self._on_news()
+
+
+def _standing(curriculum: Curriculum, number: int) -> CurriculumAnswer:
+    return CurriculumAnswer(
+        number,
+        curriculum.probabilities(),
+        (),
+        curriculum.metrics(),
+        curriculum.describe(),
+        curriculum.complete,
+    )

@@ -1,0 +1,142 @@
+"""The connections to one incarnation of an inference server.
+
+A server that answers nothing while something of ours is outstanding is asked for its health; when that is not answered
+either, all that waits for it fails at once, as it does when the server is known to be dead. So a stopped process or a
+machine that vanished costs seconds, not the whole limit of a request.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from penstock.inference.routing import Server
+
+CONNECT_S = 5.0
+WRITE_S = 30.0
+QUIET_S = 15.0
+"""A server from which nothing was heard for so long is asked for its health."""
+
+HEALTH_S = 15.0
+"""It then has so long to answer; one that compiles or shares its cores may take seconds."""
+
+KEEP_ALIVE_S = 30.0
+"""Idle connections are closed after this, before the server would do it (`serving.KEEP_ALIVE_S`)."""
+
+MOST_ANSWER_BYTES = 256 * 1024 * 1024
+
+
+class LinkFailed(Exception):
+    """The server cannot be reached, or went away before it answered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A response, whatever its status."""
+
+    status: int
+    content: bytes
+
+
+class Link:
+    """Connections to one server, kept open between requests. Used by one event loop.
+
+    Args:
+        server: Which.
+        token: Sent with each request; None sends none.
+        tls: How its certificate is checked.
+        clock: Seconds that only grow.
+        quiet_s: See `QUIET_S`.
+        health_s: See `HEALTH_S`.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        token: str | None,
+        tls: ssl.SSLContext,
+        clock: Callable[[], float],
+        quiet_s: float = QUIET_S,
+        health_s: float = HEALTH_S,
+    ) -> None:
+        self._clock, self._quiet_s, self._health_s = clock, quiet_s, health_s
+        authorization = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._client = httpx.AsyncClient(
+            base_url=server.url,
+            headers={"accept-encoding": "identity"} | authorization,
+            timeout=httpx.Timeout(None, connect=CONNECT_S, write=WRITE_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
+            verify=tls,
+            trust_env=False,
+        )
+        self._open, self._heard_at = 0, clock()
+        self._cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._examination: asyncio.Task[None] | None = None
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """Sends a JSON body and waits for the answer; how long is the caller's to limit.
+
+        Raises:
+            LinkFailed: there will be none.
+        """
+        if not self._open:
+            self._heard_at = self._clock()  # that nothing was asked before is not silence
+        exchange, cut = asyncio.ensure_future(self._exchange(path, body)), self._cut
+        exchange.add_done_callback(_look_at)
+        self._open += 1
+        try:
+            while not (exchange.done() or cut.done()):
+                await asyncio.wait({exchange, cut}, timeout=self._quiet_s / 2, return_when=asyncio.FIRST_COMPLETED)
+                self._examine_if_quiet()
+            if not exchange.done():
+                raise LinkFailed(cut.result())
+            return exchange.result()
+        except httpx.HTTPError as error:
+            raise LinkFailed(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._open -= 1
+            exchange.cancel()
+
+    def cut(self, reason: str) -> None:
+        """Fails all that waits for an answer now; what comes later is tried anew."""
+        self._cut.set_result(reason)
+        self._cut = asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._examination is not None:
+            self._examination.cancel()
+        await self._client.aclose()
+
+    async def _exchange(self, path: str, body: bytes) -> Answer:
+        headers = {"content-type": "application/json"}
+        async with self._client.stream("POST", path, content=body, headers=headers) as response:
+            self._heard_at = self._clock()
+            content = bytearray()
+            async for chunk in response.aiter_raw():
+                content += chunk
+                if len(content) > MOST_ANSWER_BYTES:
+                    raise LinkFailed(f"the answer is larger than {MOST_ANSWER_BYTES} bytes")
+        self._heard_at = self._clock()
+        return Answer(response.status_code, bytes(content))
+
+    def _examine_if_quiet(self) -> None:
+        running = self._examination is not None and not self._examination.done()
+        if not running and self._clock() - self._heard_at >= self._quiet_s:
+            self._examination = asyncio.ensure_future(self._examine())
+
+    async def _examine(self) -> None:
+        try:
+            await self._client.get("/health", timeout=self._health_s)
+            self._heard_at = self._clock()
+        except httpx.HTTPError as error:
+            quiet_s = self._clock() - self._heard_at
+            self.cut(f"silent for {quiet_s:.0f} s and not to be asked for its health ({type(error).__name__})")
+
+
+def _look_at(exchange: "asyncio.Task[Answer]") -> None:
+    """Keeps the loop from complaining of errors that nobody waits for any more."""
+    if not exchange.cancelled():
+        exchange.exception()

@@ -1,0 +1,304 @@
+"""The inference servers of a run as one thing to ask: requests find a server, wait for room, and survive its death.
+
+A thread of its own runs an event loop with all connections; any number of other threads ask and wait. What a request
+meets is decided here:
+
+- *connection refused, broken or silent; the server gone from the list; status 502 to 504*: asked again, whole,
+  elsewhere;
+- *status 429*: the server has too much to do; asked again after a pause, elsewhere where the request may;
+- *status 400 or 413*: the request itself is at fault, and asking again is useless;
+- *any other status, or an answer that cannot be read*: asked again, but `MOST_BAD_ANSWERS` are the end of it.
+
+Whatever happens, a request ends within its time. Asking again is harmless: the seeds are the request's own, and an
+answer that nobody waits for any more is dropped. Imports no JAX: rollout workers have none.
+"""
+
+import asyncio
+import itertools
+import json
+import secrets
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import TypeVar
+
+from penstock.inference.link import HEALTH_S, QUIET_S, Answer, Link, LinkFailed
+from penstock.inference.loop_thread import LoopThread
+from penstock.inference.request_queue import RequestQueue
+from penstock.inference.routing import Routing, Server
+from penstock.inference.server_request import MalformedAnswer, ServerRequest
+from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, RunFailed, Stopped
+
+MODEL_NAME = "policy"
+"""What a run's servers call their model."""
+
+MOST_OUTSTANDING_TOKENS = 262_144
+"""Of one client at one server: more would only wait there, out of reach of a server that has less to do."""
+
+GRACE_S = 30.0
+"""A caller waits so much longer than its requests may: only a hung event loop makes it do so."""
+
+MOST_BAD_ANSWERS = 8
+"""Of one request; with the pauses between them they take about ten seconds."""
+
+_T = TypeVar("_T")
+
+
+class ServerPool:
+    """Sends requests to inference servers. Thread-safe.
+
+    Args:
+        token: What the servers ask for; None sends none.
+        model: Their model's name.
+        request_timeout_s: Longest wait of one blocking call for all its answers (``inference.request_timeout_s``).
+        most_outstanding_tokens: Most tokens of ours at one server, prompts and longest responses together; requests
+            beyond wait here.
+        certificate_authority: File with the certificates that servers' own must be signed by (PEM; a self-signed one
+            signs itself); None takes the system's.
+        quiet_s: A server from which nothing was heard for so long is asked for its health.
+        health_s: It then has so long to answer.
+
+    Raises:
+        ConfigError: the certificates cannot be read.
+    """
+
+    def __init__(
+        self,
+        token: str | None = None,
+        *,
+        model: str = MODEL_NAME,
+        request_timeout_s: float = 600.0,
+        most_outstanding_tokens: int = MOST_OUTSTANDING_TOKENS,
+        certificate_authority: str | None = None,
+        quiet_s: float = QUIET_S,
+        health_s: float = HEALTH_S,
+    ) -> None:
+        self._model, self._timeout_s = model, request_timeout_s
+        tls, clock = _tls(certificate_authority), time.monotonic
+        self._make_link: Callable[[Server], Link] = lambda server: Link(server, token, tls, clock, quiet_s, health_s)
+        self._clock = clock
+        self._routing = Routing(most_outstanding_tokens, secrets.randbits(32))
+        self._queue = RequestQueue(self._routing, clock)
+        self._links: dict[tuple[str, int, str], Link] = {}
+        self._farewells: dict[asyncio.Task[None], Link] = {}
+        self._numbers = itertools.count()
+        self._counts: Counter[str] = Counter({"requests": 0, "retries": 0, "refusals": 0})
+        self._thread = LoopThread("pool of inference servers")
+
+    @property
+    def model(self) -> str:
+        """The servers' model's name."""
+        return self._model
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Those that live, as last told, by name."""
+        return self._routing.servers
+
+    def set_servers(self, servers: Sequence[Server]) -> None:
+        """Tells which servers live now; returns at once, and may be called as often as one likes.
+
+        What waits for a server that is not among them, or that another incarnation has replaced, is asked elsewhere.
+        """
+        given = tuple(servers)
+        self._thread.call(lambda: self._take(given))
+
+    def ask(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
+        """Sends requests, all at the same time, and waits for all answers.
+
+        Returns:
+            In order; an unusable prompt has its failure in its place.
+
+        Raises:
+            ConfigError: a server refused what a request asks for, such as a temperature out of range.
+            NoProgressError: one had no answer in time.
+            RunFailed: the answers to one cannot be used.
+            UnreachableError: the one incarnation that may be asked does not live.
+            Stopped: the pool was closed.
+        """
+        if not requests:
+            return []
+        answers = self._thread.submit(self._ask_all(requests))
+        try:
+            return answers.result(self._timeout_s + GRACE_S)
+        except CancelledError as error:
+            raise Stopped("the pool of inference servers was closed") from error
+        except TimeoutError as error:
+            raise NoProgressError(f"the pool of inference servers hung for {GRACE_S:g} s") from error
+        finally:
+            answers.cancel()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics log, named ``inference_client/…``; never waits."""
+        numbers = {f"{name}_total": float(count) for name, count in self._counts.items()}
+        numbers |= {"wait_s_total": self._queue.waited_s, "waiting": float(self._queue.length)}
+        numbers |= {"servers": float(len(self.servers))}
+        numbers |= {f"outstanding_tokens/{name}": float(n) for name, n in self._routing.outstanding.items()}
+        return {f"inference_client/{name}": value for name, value in numbers.items()}
+
+    def waiting_for(self) -> str | None:
+        """What requests wait for before they are even sent; None where none does."""
+        if not self._queue.length:
+            return None
+        return "room at the inference servers" if self.servers else "an inference server"
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread; whoever waits for an answer gets `Stopped`. May be called again.
+
+        Raises:
+            NoProgressError: the thread did not end in time.
+        """
+        self._thread.close(self._close_links, timeout_s)
+
+    # The loop's thread.
+
+    def _take(self, servers: tuple[Server, ...]) -> None:
+        for server in self._routing.set_servers(servers):
+            link = self._links.pop(server.life, None)
+            if link is not None:
+                link.cut("it was reported dead, or replaced")
+                self._bid_farewell(link)
+        self._queue.servers_changed()
+
+    def _bid_farewell(self, link: Link) -> None:
+        farewell = asyncio.ensure_future(link.close())
+        self._farewells[farewell] = link
+        farewell.add_done_callback(lambda task: self._farewells.pop(task) if not task.cancelled() else None)
+
+    async def _close_links(self) -> None:
+        for link in (*self._links.values(), *self._farewells.values()):
+            await link.close()
+
+    async def _ask_all(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
+        asked = [asyncio.ensure_future(self._ask(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*asked))
+        finally:
+            for one in asked:
+                one.cancel()
+
+    async def _ask(self, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
+        number, trials = next(self._numbers), _Trials()
+        self._counts["requests"] += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    server = await self._queue.admit(number, request.tokens, request.session, request.target)
+                    trials.begin(server)
+                    try:
+                        return await self._attempt(server, request)
+                    except _Unanswered as failure:
+                        trials.add(server, failure)
+                        self._counts["retries"] += 1
+                    finally:
+                        self._queue.release(server, request.tokens)
+        except TimeoutError as error:
+            raise NoProgressError(
+                f"no inference server answered within inference.request_timeout_s = {self._timeout_s:g}: {trials}"
+            ) from error
+
+    async def _attempt(self, server: Server, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
+        """The answer of one server; what it did is noted for the routing.
+
+        Raises:
+            _Unanswered: it should be asked again.
+        """
+        try:
+            result = _judged(await self._link(server).post("/v1/completions", request.body), request)
+        except _Refused:
+            self._counts["refusals"] += 1
+            self._routing.refused(server, self._clock())
+            raise
+        except _Unanswered:
+            self._routing.failed(server, self._clock())
+            raise
+        except LinkFailed as failure:
+            self._routing.failed(server, self._clock())
+            raise _Unanswered(str(failure)) from failure
+        self._routing.served(server)
+        return result
+
+    def _link(self, server: Server) -> Link:
+        if server.life not in {known.life for known in self.servers}:
+            raise LinkFailed("it went before it was asked")
+        if server.life not in self._links:
+            self._links[server.life] = self._make_link(server)
+        return self._links[server.life]
+
+
+class _Unanswered(Exception):
+    """A request that should be asked again."""
+
+
+class _Refused(_Unanswered):
+    """By a server that has too much to do."""
+
+
+class _BadAnswer(_Unanswered):
+    """By a server that seems to be broken, or none of ours."""
+
+
+class _Trials:
+    """What became of one request so far."""
+
+    def __init__(self) -> None:
+        self._times: Counter[str] = Counter()
+        self._last: dict[str, str] = {}
+        self._bad_answers = 0
+
+    def begin(self, server: Server) -> None:
+        """It is asked once more."""
+        self._times[str(server)] += 1
+        self._last[str(server)] = "no answer yet"
+
+    def add(self, server: Server, failure: _Unanswered) -> None:
+        """It did not answer.
+
+        Raises:
+            RunFailed: the answers were bad too often.
+        """
+        self._last[str(server)] = str(failure)
+        self._bad_answers += isinstance(failure, _BadAnswer)
+        if self._bad_answers >= MOST_BAD_ANSWERS:
+            raise RunFailed(f"the answers of inference servers cannot be used: {self}") from failure
+
+    def __str__(self) -> str:
+        told = [f"{name} (times: {self._times[name]}, at last: {what})" for name, what in self._last.items()]
+        return "asked " + ", ".join(told) if told else "none that may be asked was there and had room"
+
+
+def _judged(answer: Answer, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
+    """What an answer means for the request."""
+    if answer.status == 200:
+        try:
+            return request.read(answer.content)
+        except MalformedAnswer as error:
+            raise _BadAnswer(str(error)) from error
+    message, code = _error(answer.content)
+    if answer.status == 413 or (answer.status == 400 and code == "invalid_prompt"):
+        return EnvironmentFailure(message)
+    if answer.status == 400:
+        raise ConfigError(f"an inference server refused the request: {message}")
+    if answer.status == 429:
+        raise _Refused(f"status 429, {message}")
+    if answer.status in (502, 503, 504):
+        raise _Unanswered(f"status {answer.status}, {message}")
+    raise _BadAnswer(f"status {answer.status}, {message}")
+
+
+def _error(content: bytes) -> tuple[str, str]:
+    """Message and code of an error object; something for whatever else it is."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"]), str(error["code"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"with a body of {len(content)} bytes that is no error object", ""
+
+
+def _tls(certificate_authority: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=certificate_authority)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"certificates in {certificate_authority} cannot be read: {error}") from error

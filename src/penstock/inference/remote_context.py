@@ -1,0 +1,100 @@
+"""What environments see of inference servers in other processes: the same blocking calls as over an engine.
+
+For the same seeds and weights the completions are those of an `EngineContext`, up to the rounding that neighbours in a
+batch cause. Calls of one `generate_many` are asked for at the same time, but not in one atomic submission: several
+servers have none. Imports no JAX.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.inference.pool import ServerPool
+from penstock.inference.routing import Target
+from penstock.inference.server_request import ServerRequest, requests_of
+from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec
+
+
+class RemoteContext:
+    """A `ManyInferenceContext` over a pool of servers; any number of threads may call it. Cheap to make.
+
+    Args:
+        pool: The servers.
+        tokenizer: The policy's; the servers have the same.
+        session: Its requests are one conversation, which stays with its server while that lives and accepts.
+        target: Its requests go to this server only.
+    """
+
+    def __init__(
+        self, pool: ServerPool, tokenizer: TextCodec, session: str | None = None, target: Target | None = None
+    ) -> None:
+        self._pool, self._tokenizer = pool, tokenizer
+        self._session, self._target = session, target
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The policy's tokenizer."""
+        return self._tokenizer
+
+    def for_session(self, session: str) -> "RemoteContext":
+        """The context of one conversation, or of one group."""
+        return RemoteContext(self._pool, self._tokenizer, session, self._target)
+
+    def only(self, name: str, incarnation: int | None = None) -> "RemoteContext":
+        """A context that asks one server only, also one that accepts nothing from others.
+
+        Args:
+            name: Of the server.
+            incarnation: Where it is given and does not live (any more), calls raise `UnreachableError` at once.
+                Otherwise they wait for another of that name, within the limit of a request.
+        """
+        return RemoteContext(self._pool, self._tokenizer, self._session, Target(name, incarnation))
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Samples n responses to each prompt; see `penstock.types.InferenceContext`.
+
+        Raises:
+            EnvironmentFailure: a prompt does not fit the servers' sequence length.
+            ConfigError: decoding parameters are out of range.
+            NoProgressError: no server answered within the pool's ``request_timeout_s``; it names those that were asked.
+            RunFailed: the servers' answers cannot be used.
+            UnreachableError: the one incarnation that was to be asked is gone.
+            Stopped: the pool was closed.
+        """
+        (result,) = self.generate_many([GenerationCall(prompts, n, decoding, seeds)])
+        if isinstance(result, EnvironmentFailure):
+            raise result
+        return result
+
+    def generate_many(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """Like `generate` for each call, at the same time; see `penstock.types.ManyInferenceContext`.
+
+        A call with an unusable prompt has its failure in its place; the others are served.
+        """
+        asked = [self._requests(call) for call in calls]
+        sent = [request for requests in asked if isinstance(requests, list) for request in requests]
+        answers = iter(self._pool.ask(sent))
+        return [
+            requests if isinstance(requests, EnvironmentFailure) else _joined([next(answers) for _ in requests])
+            for requests in asked
+        ]
+
+    def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
+        try:
+            return requests_of(call, self._tokenizer, self._pool.model, self._session, self._target)
+        except EnvironmentFailure as failure:
+            return failure
+
+
+def _joined(
+    answers: Sequence[list[list[Completion]] | EnvironmentFailure],
+) -> list[list[Completion]] | EnvironmentFailure:
+    """The answers of one call's requests together, or the first failure among them."""
+    groups: list[list[Completion]] = []
+    for answer in answers:
+        if isinstance(answer, EnvironmentFailure):
+            return answer
+        groups += answer
+    return groups

@@ -1,0 +1,224 @@
+"""Which inference server the next request goes to: least outstanding tokens, and a session stays where it is.
+
+Pure bookkeeping, without sockets and without locks: whoever owns a `Routing` calls it from one thread and says what
+time it is (seconds of any clock that only grows). It knows what this client has outstanding, not what others have;
+a server that others keep busy answers more slowly, so more of ours stays outstanding there and it gets less.
+
+A server that refused or failed is left alone for a while, twice as long each time; then one request tries it, and the
+others follow when it has answered. A session waits for a server that refused it, and moves when its server failed or
+goes.
+"""
+
+import math
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S = 0.05, 2.0
+SHORTEST_FAILURE_S, LONGEST_FAILURE_S = 0.1, 5.0
+MOST_SESSIONS = 65_536
+"""Sessions that are remembered; beyond, the one that was quiet for the longest is forgotten and may move."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Server:
+    """One incarnation of an inference server.
+
+    Attributes:
+        name: Of the component, such as ``inference-0``.
+        incarnation: How often it was started before.
+        url: Where it listens, such as ``http://127.0.0.1:8000``.
+        accepting: Whether it takes new requests; one that drains only finishes those that it has.
+    """
+
+    name: str
+    incarnation: int
+    url: str
+    accepting: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+    @property
+    def life(self) -> tuple[str, int, str]:
+        """What makes it another server if it changes."""
+        return self.name, self.incarnation, self.url
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The only server that a request may go to.
+
+    Attributes:
+        name: Of the component.
+        incarnation: Which one; None means whichever lives.
+    """
+
+    name: str
+    incarnation: int | None = None
+
+    def admits(self, server: Server) -> bool:
+        """Whether it is that server."""
+        return server.name == self.name and self.incarnation in (None, server.incarnation)
+
+
+@dataclass(slots=True)
+class _State:
+    server: Server
+    tokens: int = 0
+    chosen: int = 0
+    refusals: int = 0
+    failures: int = 0
+    left_alone_until: float = -math.inf
+    on_trial: bool = False
+
+    def leave_alone(self, now: float) -> None:
+        """For as long as what it did last asks for."""
+        pauses_s = (
+            _pause_s(self.refusals, SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S),
+            _pause_s(self.failures, SHORTEST_FAILURE_S, LONGEST_FAILURE_S),
+        )
+        self.left_alone_until = now + max(pauses_s)
+
+
+class Routing:
+    """The servers and what is outstanding at each.
+
+    Args:
+        most_tokens: Most tokens outstanding at one server; a larger request goes to one that has none of ours.
+        salt: Breaks ties, so that many clients do not all begin with the same server.
+    """
+
+    def __init__(self, most_tokens: int, salt: int = 0) -> None:
+        self._most_tokens, self._salt = most_tokens, salt
+        self._states: dict[str, _State] = {}  # replaced, never changed, so that other threads may read it
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._choices = 0
+
+    def set_servers(self, servers: Sequence[Server]) -> list[Server]:
+        """Takes the servers that live now.
+
+        Returns:
+            Those that do not any more, replaced ones included.
+        """
+        given = {server.name: server for server in servers}
+        gone = [s.server for s in self._states.values() if not _lives_on(s.server, given)]
+        kept = {name: s for name, s in self._states.items() if _lives_on(s.server, given)}
+        for name, server in given.items():
+            kept.setdefault(name, _State(server)).server = server
+        self._states = kept
+        return gone
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Those that live, by name. Any thread may ask."""
+        return tuple(state.server for _, state in sorted(self._states.items(), key=_name))
+
+    @property
+    def outstanding(self) -> dict[str, int]:
+        """Tokens by server. Any thread may ask."""
+        return {name: state.tokens for name, state in sorted(self._states.items(), key=_name)}
+
+    def choose(
+        self, tokens: int, session: str | None, target: Target | None, now: float, full: frozenset[str] = frozenset()
+    ) -> Server | frozenset[str]:
+        """The server for a request, which now counts as outstanding there.
+
+        Args:
+            tokens: What it asks for.
+            session: Its conversation.
+            target: The only server that will do.
+            now: The time.
+            full: Servers that have no room because an earlier request waits for it.
+
+        Returns:
+            The server; or, where there is none at present, the servers whose room it waits for.
+        """
+        candidates = self._candidates(session, target, now)
+        roomy = [s for s in candidates if s.server.name not in full and self._has_room(s, tokens)]
+        if not roomy:
+            return frozenset(s.server.name for s in candidates)
+        best = min(roomy, key=lambda s: (s.tokens, s.chosen, zlib.crc32(f"{self._salt}{s.server.name}".encode())))
+        self._choices += 1
+        best.tokens, best.chosen = best.tokens + tokens, self._choices
+        if best.refusals or best.failures:
+            best.on_trial = True
+            best.leave_alone(now)
+        if session is not None:
+            self._pin(session, best.server.name)
+        return best.server
+
+    def release(self, server: Server, tokens: int) -> None:
+        """The request is over, whatever became of it."""
+        if state := self._state_of(server):
+            state.tokens -= tokens
+
+    def served(self, server: Server) -> None:
+        """It answered: nothing is held against it any more."""
+        if state := self._state_of(server):
+            state.refusals = state.failures = 0
+            state.left_alone_until, state.on_trial = -math.inf, False
+
+    def refused(self, server: Server, now: float) -> None:
+        """It has too much to do: it is left alone for a while."""
+        state = self._state_of(server)
+        if state and self._is_news(state, now):
+            state.refusals += 1
+            state.leave_alone(now)
+
+    def failed(self, server: Server, now: float) -> None:
+        """It cannot be reached or cannot answer: it is left alone for a while, and its sessions may move."""
+        state = self._state_of(server)
+        if state and (self._is_news(state, now) or not state.failures):
+            state.failures += 1
+            state.leave_alone(now)
+
+    def next_chance(self, now: float) -> float | None:
+        """When the next server that is left alone may be asked again; None where there is none."""
+        return min((s.left_alone_until for s in self._states.values() if s.left_alone_until > now), default=None)
+
+    def lives(self, target: Target) -> bool:
+        """Whether a server is there that it admits."""
+        return any(target.admits(state.server) for state in self._states.values())
+
+    def _candidates(self, session: str | None, target: Target | None, now: float) -> list[_State]:
+        if target is not None:
+            return [s for s in self._states.values() if target.admits(s.server) and now >= s.left_alone_until]
+        pinned = self._states.get(self._sessions.get(session, "")) if session is not None else None
+        usable = [s for s in self._states.values() if s.server.accepting]
+        if pinned is not None and pinned.server.accepting and not (pinned.failures and now < pinned.left_alone_until):
+            usable = [pinned]
+        return [s for s in usable if now >= s.left_alone_until]
+
+    def _is_news(self, state: _State, now: float) -> bool:
+        """Whether it is left alone not yet: what several requests meet at once counts once."""
+        news = state.on_trial or now >= state.left_alone_until
+        state.on_trial = False
+        return news
+
+    def _has_room(self, state: _State, tokens: int) -> bool:
+        return state.tokens == 0 or state.tokens + tokens <= self._most_tokens
+
+    def _pin(self, session: str, name: str) -> None:
+        self._sessions[session] = name
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _state_of(self, server: Server) -> _State | None:
+        """None for a server that is gone meanwhile, or was replaced."""
+        state = self._states.get(server.name)
+        return state if state is not None and state.server.life == server.life else None
+
+
+def _name(item: tuple[str, _State]) -> str:
+    return item[0]
+
+
+def _lives_on(server: Server, given: dict[str, Server]) -> bool:
+    return server.name in given and given[server.name].life == server.life
+
+
+def _pause_s(times: int, shortest_s: float, longest_s: float) -> float:
+    return min(longest_s, shortest_s * 2 ** min(times - 1, 30)) if times else 0.0

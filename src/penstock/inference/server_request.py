@@ -1,0 +1,193 @@
+"""One request to an inference server, and its answer turned back into completions.
+
+The answer is the API's, with `return_token_ids`: what the engine sampled arrives exactly, log-probabilities to the last
+bit. What the caller has already, prompt and tokenizer, is not taken from the answer. An answer that does not fit the
+question is refused: a record with a missing or misplaced number would be trained on.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from penstock.inference.routing import Target
+from penstock.inference.stopping import text_of
+from penstock.types import Completion, Decoding, EnvironmentFailure, FinishReason, GenerationCall, TextCodec
+
+REQUEST_TOKENS = 16_384
+"""A call with more tokens, prompts and longest responses together, goes in several requests, to several servers."""
+
+REQUEST_RESPONSES = 4096
+"""A server takes no more in one request (`bodies.MOST_RESPONSES`)."""
+
+LARGEST_INTEGER = 2**31 - 1
+"""Of tokens and weight steps, which records keep as int32."""
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class MalformedAnswer(Exception):
+    """A server's answer that does not fit the question."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerRequest(Generic[_T_co]):
+    """What is sent, and how the answer is read.
+
+    Attributes:
+        body: JSON.
+        tokens: What it asks for: prompts and longest responses.
+        read: Reads the answer's body; raises `MalformedAnswer`.
+        session: Its conversation, which stays with one server; None goes anywhere.
+        target: The only server that will do; None for any.
+    """
+
+    body: bytes
+    tokens: int
+    read: Callable[[bytes], _T_co]
+    session: str | None = None
+    target: Target | None = None
+
+
+def requests_of(
+    call: GenerationCall, tokenizer: TextCodec, model: str, session: str | None, target: Target | None
+) -> list[ServerRequest[list[list[Completion]]]]:
+    """The requests that serve a call, in the order of its prompts.
+
+    Raises:
+        EnvironmentFailure: a prompt is not int32 [p].
+        ValueError: there are not as many seeds as prompts.
+    """
+    for prompt in call.prompts:
+        if prompt.dtype != np.int32 or prompt.ndim != 1:
+            raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
+    if len(call.prompts) != len(call.seeds):
+        raise ValueError(f"{len(call.prompts)} prompts have {len(call.seeds)} seeds: give one for each")
+    decoding = call.decoding
+    return [
+        ServerRequest(
+            _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model),
+            _tokens(call, first, end),
+            _Reader(call.prompts[first:end], call.n, decoding.stop_strings, tokenizer),
+            session,
+            target,
+        )
+        for first, end in _portions(call)
+    ]
+
+
+def _portions(call: GenerationCall) -> list[tuple[int, int]]:
+    """Ranges of prompts that go together, each of one prompt at least."""
+    portions: list[tuple[int, int]] = []
+    first = 0
+    for end in range(1, len(call.prompts) + 1):
+        next_too = end < len(call.prompts) and (
+            _tokens(call, first, end + 1) <= REQUEST_TOKENS and (end + 1 - first) * call.n <= REQUEST_RESPONSES
+        )
+        if not next_too:
+            portions.append((first, end))
+            first = end
+    return portions
+
+
+def _tokens(call: GenerationCall, first: int, end: int) -> int:
+    responses = (end - first) * call.n
+    return sum(len(prompt) for prompt in call.prompts[first:end]) + responses * call.decoding.max_output_tokens
+
+
+def _body(
+    prompts: Sequence[np.ndarray],
+    n: int,
+    decoding: Decoding,
+    seeds: Sequence[int],
+    tokenizer: TextCodec,
+    model: str,
+) -> bytes:
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": [prompt.tolist() for prompt in prompts],
+        "n": n,
+        "seeds": [int(seed) for seed in seeds],
+        "temperature": decoding.temperature,
+        "top_k": decoding.top_k,
+        "top_p": decoding.top_p,
+        "max_tokens": decoding.max_output_tokens,
+        "stop": list(decoding.stop_strings),
+        "stop_token_ids": list(decoding.stop_token_ids or tokenizer.stop_token_ids),
+        "return_token_ids": True,
+    }
+    return json.dumps(body).encode()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reader:
+    prompts: Sequence[np.ndarray]
+    n: int
+    stop_strings: tuple[str, ...]
+    tokenizer: TextCodec
+
+    def __call__(self, content: bytes) -> list[list[Completion]]:
+        try:
+            choices = json.loads(content)["choices"]
+            if len(choices) != len(self.prompts) * self.n:
+                raise ValueError(f"{len(choices)} choices where {len(self.prompts)} x {self.n} were asked for")
+            flat = [self._completion(index, choice) for index, choice in enumerate(choices)]
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise MalformedAnswer(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        return [flat[start : start + self.n] for start in range(0, len(flat), self.n)]
+
+    def _completion(self, index: int, choice: dict[str, Any]) -> Completion:
+        if choice["index"] != index:
+            raise ValueError(f"choice {index} says that it is choice {choice['index']!r}")
+        tokens = _integers(choice, "token_ids")
+        steps = _integers(choice, "weight_steps")
+        logprobs = _logprobs(choice["token_logprobs"])
+        if not len(tokens) == len(steps) == len(logprobs):
+            raise ValueError(f"{len(tokens)} tokens, {len(steps)} weight steps and {len(logprobs)} log-probabilities")
+        return Completion(
+            prompt_tokens=self.prompts[index // self.n],
+            response_tokens=tokens,
+            response_logprobs=logprobs,
+            weight_steps=steps,
+            oldest_weight_step=_integer(choice, "oldest_weight_step"),
+            lineage=_integer(choice, "lineage"),
+            text=text_of(self.tokenizer, tokens.tolist(), self.stop_strings),
+            finish_reason=_finish_reason(choice),
+        )
+
+
+def _logprobs(values: Any) -> np.ndarray:
+    """float32 [r]; null stands for what is not finite."""
+    if not isinstance(values, list) or any(type(value) not in (int, float, type(None)) for value in values):
+        raise ValueError("token_logprobs is not a list of numbers")
+    exact = np.array([math.nan if value is None else float(value) for value in values])
+    if np.any(np.abs(exact) > np.finfo(np.float32).max):
+        raise ValueError("token_logprobs holds what is no float32")
+    return exact.astype(np.float32)
+
+
+def _integers(choice: dict[str, Any], name: str) -> np.ndarray:
+    """int32 [r] of natural numbers."""
+    values = choice[name]
+    if not isinstance(values, list) or any(
+        type(value) is not int or not 0 <= value <= LARGEST_INTEGER for value in values
+    ):
+        raise ValueError(f"{name} is not a list of natural numbers below 2**31")
+    return np.array(values, np.int32)
+
+
+def _integer(choice: dict[str, Any], name: str) -> int:
+    value = choice[name]
+    if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
+        raise ValueError(f"{name} is {value!r}, not a natural number below 2**31")
+    return value
+
+
+def _finish_reason(choice: dict[str, Any]) -> FinishReason:
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason is {reason!r}")
+    return reason

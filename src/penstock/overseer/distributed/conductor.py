@@ -1,0 +1,341 @@
+"""The conductor of a distributed run: starts its components, takes it through its phases, keeps its logs.
+
+One loop does everything, turn by turn: the supervisor looks at the components, the script of phases goes on a step.
+load → evaluate untrained → warm start → evaluate before → parity probe → train → evaluate after, as in one process.
+
+When the learner or the replay buffer is lost, the run goes back to its newest good checkpoint in a new lineage, exactly
+as ``--resume`` would: both are started anew from it, and the script begins again there. All others are replaced by
+the supervisor alone while the run goes on.
+"""
+
+import threading
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.learner import newest_good_checkpoint, read_states
+from penstock.overseer.bottleneck import find_bottleneck
+from penstock.overseer.distributed.launcher import Launcher
+from penstock.overseer.distributed.numbers import IdleShares, merge
+from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.records import Identity, Message, View
+from penstock.overseer.distributed.script import Stage, Turns
+from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.evaluator import metrics_of
+from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import step_line
+from penstock.replay import Lineages
+from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
+
+TURN_S = 0.05
+"""Seconds between two turns of the loop."""
+
+
+class DistributedConductor:
+    """One run in many processes.
+
+    Args:
+        plan: Its components.
+        launcher: Starts them.
+        log: The run's single writer.
+    """
+
+    def __init__(self, plan: Plan, launcher: Launcher, log: RunLog) -> None:
+        settings = plan.settings
+        self._plan = plan
+        self.results = self._results_so_far()
+        self.training_s = 0.0
+        self.lineage = settings.lineage
+        self._config = settings.config
+        self._directory = settings.directory
+        self._launcher = launcher
+        self._log = log
+        self._supervisor = Supervisor(launcher, settings.config.overseer, self._on_message, log.event, self._on_loss)
+        self._stage = Stage(self._supervisor)
+        self._stopping = threading.Event()
+        self._lost: list[str] = []
+        self._idle = IdleShares()
+        self._bottleneck = ""
+        self._step = 0
+        self._phases = 0
+
+    # --- what the overseer asks ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Takes the run through its phases; returns at the last step or after `stop`.
+
+        Raises:
+            RunFailed: a component died too often, or could not be started or ended.
+        """
+        self._log.progress.phase = "starting components"
+        self._supervisor.set_lineage(self.lineage)
+        for spec in self._plan.components():
+            self._supervisor.add(spec)
+        self._supervisor.scalable("rollout", self._plan.rollout)
+        self._supervisor.scalable("inference", self._plan.inference)
+        script = self._phases_of_run()
+        try:
+            while True:
+                self._supervisor.tick()
+                if self._lost:
+                    self._rewind()
+                    script = self._phases_of_run()
+                try:
+                    next(script)
+                except StopIteration:
+                    return
+                time.sleep(TURN_S)
+        except Stopped:
+            if not self._stopping.is_set():
+                raise
+        except RunFailed:
+            self._save_what_can_be_saved()
+            raise
+        finally:
+            self._shut_down()
+
+    def stop(self) -> None:
+        """Asks the run to end at the next update boundary, with a checkpoint."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._stopping.is_set()
+
+    @property
+    def step(self) -> int:
+        """The learner's version, as far as it was told."""
+        return self._step
+
+    @property
+    def lessons(self) -> dict[str, str]:
+        """Each lesson's status in words."""
+        return dict(self._facts("replay-0").get("lessons", {}))
+
+    @property
+    def failed_groups(self) -> int:
+        """Groups whose environment or reward function failed, as far as living workers know."""
+        return sum(facts["groups"]["failed"] for facts in self._worker_facts())
+
+    @property
+    def last_failure(self) -> str:
+        """What the last of them said."""
+        return next((facts["last_failure"] for facts in self._worker_facts() if facts["last_failure"]), "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
+        return "after" in self.results
+
+    def refresh(self) -> None:
+        """Brings the view up to date."""
+        progress, replay = self._log.progress, self._facts("replay-0")
+        progress.tokens_per_s = merge(self._reports().values()).get("inference/tokens_per_s", 0.0)
+        progress.ledger = dict(replay.get("ledger", progress.ledger))
+        progress.lessons = dict(replay.get("lessons", progress.lessons))
+
+    def counters(self) -> dict[str, float]:
+        """What changes while the run makes progress."""
+        return {**self._supervisor.counters(), "phases": float(self._phases)}
+
+    def who_owes_progress(self) -> str:
+        """In words, for the error that ends a silent run."""
+        waiting = self._facts("replay-0").get("waiting_for", "")
+        return f"the run is at «{self._log.progress.phase}»; {self._supervisor.who_owes_progress()}; {waiting}"
+
+    def status(self) -> dict[str, Any]:
+        """For status.json."""
+        replay = self._facts("replay-0")
+        return {
+            "phase": self._log.progress.phase,
+            "step": self._step,
+            "steps": self._config.steps,
+            "lineage": self.lineage,
+            "runtime": "ray",
+            "components": self._supervisor.describe(),
+            "ledger": replay.get("ledger", {}),
+            "lessons": replay.get("lessons", {}),
+            "waiting_for": replay.get("waiting_for", ""),
+            "bottleneck": self._bottleneck,
+            "rollout_storage": replay.get("rollout_storage", {}),
+            "groups": {"failed": self.failed_groups, "last_failure": self.last_failure},
+            "numbers": merge(self._reports().values()),
+        }
+
+    # --- phases ----------------------------------------------------------------------------------------------------
+
+    def _phases_of_run(self) -> Turns:
+        stage, config = self._stage, self._config
+        self._phase("starting components")
+        for name in ("replay-0", "learner-0"):
+            yield from stage.running(name)
+        yield from self._until_served()
+        if self._plan.settings.checkpoint is None:
+            self._phase("evaluating the untrained policy")
+            self.results["untrained"] = self.results["before"] = yield from self._evaluate("untrained")
+            if config.learner.warm_start is not None:
+                self._phase("warm start")
+                yield from self._ending_with_the_run(stage.task("learner-0", "warm_start"))
+                yield from self._until_served()
+                self._phase("evaluating the warm start")
+                self.results["before"] = yield from self._evaluate("before")
+        self._phase("checking that engines and learner agree")
+        yield from self._ending_with_the_run(stage.task("learner-0", "probe"))
+        self._phase("training")
+        yield from self._train()
+        self._phase("evaluating the trained policy")
+        yield from stage.call("learner-0", "publish_last")
+        yield from self._until_served()
+        self.results["after"] = yield from self._evaluate("after")
+
+    def _train(self) -> Turns:
+        started = time.monotonic()
+        try:
+            training = self._stage.task("learner-0", "train", write_results(self.results))
+            asked = False
+            for _ in training:
+                done = self._stopping.is_set() or self._graduated
+                if done and not asked:
+                    yield from self._stage.call("learner-0", "finish")
+                    asked = True
+                yield
+        except (UnreachableError, SupersededError) as failure:  # it lost the replay buffer before we noticed
+            self._supervisor.end("learner-0", str(failure))
+            while True:
+                yield  # until that is noticed, and the script begins anew
+        finally:
+            self.training_s += time.monotonic() - started
+
+    @property
+    def _graduated(self) -> bool:
+        return self._config.curriculum.when_complete == "stop" and bool(self._facts("replay-0").get("complete"))
+
+    def _evaluate(self, when: str) -> Generator[None, None, Results]:
+        step = int(self._facts("learner-0")["step"])
+        rows = yield from self._ending_with_the_run(self._stage.task("evaluator-0", "evaluate", step))
+        results = read_stats(rows)
+        self._log.metrics(step, metrics_of(results, "eval"))
+        self._log.event("evaluation", when=when, reward={k: stats.reward_mean for k, stats in results.items()})
+        return results
+
+    def _until_served(self) -> Turns:
+        """Waits until every inference server holds the learner's present version."""
+        return self._ending_with_the_run(self._stage.until(self._served))
+
+    def _served(self) -> bool | None:
+        view: View = self._supervisor.view
+        learner, servers = view.peer("learner-0"), view.of("inference")
+        if learner is None or "weights" not in learner.address or not servers:
+            return None
+        wanted = (self.lineage, self._facts("learner-0").get("step"), learner.address["weights"]["incarnation"])
+        held = {(p.address.get("lineage"), p.address.get("step"), p.address.get("weights")) for p in servers}
+        return True if held == {wanted} else None
+
+    def _ending_with_the_run(self, turns: Turns) -> Turns:
+        """As `turns`, but a stop request ends it."""
+        while True:
+            try:
+                next(turns)
+            except StopIteration as end:
+                return end.value
+            if self._stopping.is_set():
+                raise Stopped(self._log.progress.phase)
+            yield
+
+    def _phase(self, words: str) -> None:
+        if self._stopping.is_set():
+            raise Stopped(words)
+        self._phases += 1
+        self._log.progress.phase = words
+        self._log.event("phase", phase=words)
+
+    # --- losses ----------------------------------------------------------------------------------------------------
+
+    def _on_loss(self, identity: Identity, reason: str) -> None:
+        self._lost.append(f"{identity}: {reason}")
+
+    def _rewind(self) -> None:
+        """Back to the newest good checkpoint, in a new lineage."""
+        reasons, self._lost = "; ".join(self._lost), []
+        checkpoint = newest_good_checkpoint(self._directory.checkpoints, self._on_damage)
+        self.lineage = max(self.lineage, Lineages(self._directory.lineages_path).newest) + 1
+        settings = replace(self._plan.settings, lineage=self.lineage, checkpoint=checkpoint)
+        self._log.event(
+            "rewind", reason=reasons, lineage=self.lineage, checkpoint=None if checkpoint is None else checkpoint.name
+        )
+        self._supervisor.set_lineage(self.lineage)
+        for name, values in self._plan.go_back(settings, checkpoint and read_states(checkpoint)).items():
+            self._supervisor.respawn(name, values)
+        self.results = self._results_so_far()
+
+    def _results_so_far(self) -> dict[str, Results]:
+        states = self._plan.states
+        return {} if states is None else read_results(states["run"]["results"])
+
+    def _on_damage(self, path: object, reason: str) -> None:
+        self._log.event("checkpoint_damaged", path=str(path), reason=reason)
+
+    def _save_what_can_be_saved(self) -> None:
+        """The run failed for another component's sake: the learner may still save its last version."""
+        try:
+            self._supervisor.call("learner-0", "finish", timeout_s=self._config.overseer.heartbeat_timeout_s)
+        except UnreachableError:
+            return  # then the newest checkpoint is what remains
+        limit = time.monotonic() + self._config.overseer.stop_timeout_s
+        while time.monotonic() < limit and self._facts("learner-0").get("training"):
+            time.sleep(TURN_S)
+            try:
+                self._supervisor.tick()
+            except RunFailed:
+                continue  # told already
+
+    def _shut_down(self) -> None:
+        left = self._supervisor.stop(self._config.overseer.stop_timeout_s)
+        if left:
+            self._log.event("still_running", components=left)
+        self._launcher.close(self._config.overseer.stop_timeout_s)
+
+    # --- what components tell --------------------------------------------------------------------------------------
+
+    def _on_message(self, identity: Identity, message: Message) -> None:
+        match message.kind:
+            case "event":
+                fields = {"component": identity.name, **message.fields}
+                self._log.event(message.name, message.step or None, **fields)
+            case "samples":
+                self._log.conversations(message.fields["conversations"])
+            case "metrics" if identity.role == "learner" and "time/update" in message.fields:
+                self._on_step(message.step, message.fields)
+            case "metrics":
+                self._log.metrics(message.step, message.fields)
+                self._log.note_rewards(message.fields)
+
+    def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        reports = self._reports()
+        idle = self._idle.take(reports)
+        self._bottleneck, shares = find_bottleneck(
+            idle, {"staleness_budget": float(self._config.replay.staleness_budget)}
+        )
+        self._step = self._log.step = step
+        values = {**merge(reports.values()), **shares, **self._supervisor.metrics(), **metrics}
+        self._log.metrics(step, values)
+        progress = self._log.progress
+        progress.step = step
+        progress.rewards.append(values.get("train/reward_mean", 0.0))
+        progress.staleness = values.get("replay/staleness_mean", 0.0)
+        progress.step_s = values["time/wait_for_batch"] + values["time/update"]
+        progress.lines.append(step_line(progress))
+
+    def _reports(self) -> Mapping[str, Any]:
+        return self._supervisor.reports
+
+    def _facts(self, name: str) -> Mapping[str, Any]:
+        report = self._supervisor.reports.get(name)
+        return report.condition.facts if report is not None else {}
+
+    def _worker_facts(self) -> list[Mapping[str, Any]]:
+        found = [report.condition.facts for report in self._reports().values() if report.identity.role == "rollout"]
+        return [facts for facts in found if "groups" in facts]

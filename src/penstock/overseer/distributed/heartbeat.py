@@ -1,0 +1,67 @@
+"""Asking one incarnation how it is, again and again, without ever waiting for it."""
+
+from concurrent.futures import Future
+
+from penstock.overseer.config import OverseerConfig
+from penstock.overseer.distributed.launcher import Handle
+from penstock.overseer.distributed.records import Report, View
+from penstock.types import UnreachableError
+
+
+class Heartbeat:
+    """One question at a time; silence and death are told apart from an answer that is still to come.
+
+    Args:
+        handle: Whom to ask.
+        config: Intervals and limits.
+        now_s: When its process was started.
+    """
+
+    def __init__(self, handle: Handle, config: OverseerConfig, now_s: float) -> None:
+        self.handle = handle
+        self.acknowledged = 0
+        self.answered_at: float | None = None
+        self._config = config
+        self._asked: Future[Report] | None = None
+        self._asked_at = now_s
+        self._due_at = now_s
+        self._told = -1
+
+    def ask(self, view: View, now_s: float) -> None:
+        """Asks where that is due, or where the view is new to it; not while an answer is outstanding."""
+        if self._asked is not None or (now_s < self._due_at and self._told == view.number):
+            return
+        if self.answered_at is not None:  # until its first answer the limit counts from its start
+            self._asked_at = now_s
+        self._due_at, self._told = now_s + self._config.heartbeat_s, view.number
+        self._asked = self.handle.beat(view, self.acknowledged)
+
+    def collect(self, now_s: float) -> Report | None:
+        """The answer, once; None where there is none yet.
+
+        Raises:
+            UnreachableError: it is dead, silent for too long, or did not start in time.
+            Exception: whatever else the question failed with.
+        """
+        if self._asked is None:
+            return None
+        if self._asked.done():
+            asked, self._asked = self._asked, None
+            report = asked.result()
+            self.answered_at = now_s
+            return report
+        silent_s = now_s - self._asked_at
+        if self.answered_at is None and silent_s > self._config.start_timeout_s:
+            raise UnreachableError(
+                f"no answer within {self._config.start_timeout_s:g} s of its start (overseer.start_timeout_s)"
+            )
+        if self.answered_at is not None and silent_s > self._config.heartbeat_timeout_s:
+            raise UnreachableError(
+                f"no answer for {self._config.heartbeat_timeout_s:g} s (overseer.heartbeat_timeout_s)"
+            )
+        return None
+
+    def abandon(self) -> Future[Report] | None:
+        """The answer that is outstanding, which nobody waits for any more."""
+        asked, self._asked = self._asked, None
+        return asked

@@ -1,0 +1,54 @@
+"""How long a component worked, and how long it waited for others."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Activity:
+    """Seconds of work and of waiting since the first `begin`; any number of pieces of work may overlap.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._running = 0
+        self._seconds = {True: 0.0, False: 0.0}
+
+    def begin(self) -> None:
+        """From now on it is counted."""
+        with self._lock:
+            if self._since is None:
+                self._since = self._clock()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, it works."""
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def read(self) -> tuple[float, float]:
+        """Busy and idle seconds."""
+        with self._lock:
+            self._settle()
+            return self._seconds[True], self._seconds[False]
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._settle()
+            self._running += by
+
+    def _settle(self) -> None:
+        if self._since is None:
+            return
+        now = self._clock()
+        self._seconds[self._running > 0] += now - self._since
+        self._since = now

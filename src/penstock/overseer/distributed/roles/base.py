@@ -1,0 +1,99 @@
+"""What all components share: threads whose failure is told, a state, tasks that the overseer asks for."""
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition, State, View
+from penstock.overseer.distributed.roles.activity import Activity
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.supervision import Crew
+from penstock.types import PenstockError
+
+POLL_S = 0.5
+"""How often a waiting thread looks whether it should stop."""
+
+
+class ThreadedComponent:
+    """Implements `Component` for roles whose work is done in threads.
+
+    A subclass starts its threads in `start` and says in `_describe` how it is.
+
+    Args:
+        around: What its host gives it.
+        settings: The run.
+    """
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        self.around = around
+        self.settings = settings
+        self.config = settings.config
+        self.crew = Crew()
+        self.activity = Activity()
+        self.stopping = threading.Event()
+        self.view_changed = threading.Event()
+        self.doing = "starting"
+        self.state: State = "starting"
+        self._outcomes: dict[str, dict[str, Any]] = {}
+
+    @property
+    def name(self) -> str:
+        """Its own, such as ``rollout-2``."""
+        return self.around.identity.name
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        raise NotImplementedError
+
+    def look(self, view: View) -> None:
+        """See `Component.look`."""
+        self.view_changed.set()
+
+    def drain(self) -> None:
+        """See `Component.drain`; by default there is nothing to finish."""
+        self.state = "drained"
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self.stopping.set()
+        self.crew.join(timeout_s)
+
+    def condition(self) -> Condition:
+        """See `Component.condition`."""
+        failure = self.crew.failure
+        if failure is not None:
+            return Condition("failed", self.doing, error=_told(failure), facts=self._facts())
+        busy_s, idle_s = self.activity.read()
+        return self._describe(busy_s, idle_s)
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        return Condition(self.state, self.doing, None, busy_s, idle_s, facts=self._facts())
+
+    # --- tasks ---------------------------------------------------------------------------------------------------
+
+    def begin(self, task_id: str, method: str, *args: Any) -> None:
+        """Runs a method in a thread; its outcome stands in `facts` under ``tasks``. A repeat changes nothing."""
+        if task_id in self._outcomes:
+            return
+        target: Callable[..., Any] = getattr(self, method)
+        self._outcomes[task_id] = {"state": "running"}
+        self.crew.start(f"{self.name}.{method}", lambda: self._attempt(task_id, target, args))
+
+    def _attempt(self, task_id: str, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._outcomes[task_id] = {"state": "done", "result": target(*args)}
+        except PenstockError as error:  # whoever asked for the task is told
+            self._outcomes[task_id] = {"state": "failed", "error": type(error).__name__, "message": str(error)}
+
+    def _facts(self, **more: Any) -> Mapping[str, Any]:
+        return {"tasks": dict(self._outcomes), **more}
+
+
+def _told(failure: BaseException) -> str:
+    if isinstance(failure, PenstockError):
+        return str(failure)
+    where = traceback.extract_tb(failure.__traceback__)[-1:]
+    place = f" ({where[0].filename}:{where[0].lineno})" if where else ""
+    return f"{type(failure).__name__}: {failure}{place}"

@@ -1,0 +1,220 @@
+"""The evaluator in a process of its own: each version that is due, on one server that keeps that version meanwhile.
+
+The other servers go on with newer weights. A completion of another version than the evaluated one (the server died, the
+lease ran out) makes the attempt count for nothing; it is made again on another server.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent
+from penstock.inference import RemoteContext
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition, Peer, View
+from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.servers import make_pool, servers_of
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.result_rows import write_stats
+from penstock.rollout import RolloutManager
+from penstock.types import (
+    Caller,
+    Completion,
+    Decoding,
+    NoProgressError,
+    PenstockError,
+    RolloutBatchStats,
+    Stopped,
+    TextCodec,
+    UnreachableError,
+    WeightVersion,
+)
+
+CALL_S = 30.0
+"""Longest wait for a server or the replay service."""
+
+_Found = TypeVar("_Found")
+
+
+class EvaluatorRole(ThreadedComponent):
+    """Runs one `Evaluator`: when a version is due, and when the overseer asks."""
+
+    def __init__(self, around: Surroundings, settings: Settings, state: Mapping[str, Any] | None) -> None:
+        super().__init__(around, settings)
+        config = settings.config
+        self._pool = make_pool(settings)
+        self._contexts = RemoteContext(self._pool, settings.tokenizer())
+        self._context = _Pinned(self._contexts)
+        curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
+        self._manager = RolloutManager(curriculum, self._context, config.seed)
+        self._evaluator = Evaluator(
+            self._manager,
+            around.metrics,
+            lambda lesson_id, failure: around.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+        )
+        if state is not None:
+            self._evaluator.restore(state)
+        self._seen: WeightVersion | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.look(self.around.view)
+        self.activity.begin()
+        self.state, self.doing = "running", "waiting for a version that is due"
+        self.crew.start(f"{self.name}.versions", self._run)
+
+    def look(self, view: View) -> None:
+        """Follows servers and lineage."""
+        self._pool.set_servers(servers_of(view))
+        self._manager.lineage = view.lineage
+        super().look(view)
+
+    # --- versions as they come -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self.stopping.is_set():
+            self.view_changed.wait(POLL_S)
+            self.view_changed.clear()
+            version = self._newest()
+            learner = self.around.view.peer("learner-0")
+            if learner is None or not learner.address.get("training") or version in (None, self._seen):
+                continue
+            try:
+                if self._evaluator.is_due(version.step):
+                    self._on_one_server(version, partial(self._evaluator, version))
+                if self.config.replay.synchronous:
+                    self.around.caller("replay-0").call("cleared", version.lineage, version.step, timeout_s=CALL_S)
+            except (UnreachableError, NoProgressError, InterruptedEvaluation):
+                self.stopping.wait(POLL_S)  # somebody died; the view will tell
+                continue
+            except Stopped:
+                return
+            self._seen = version
+
+    def _newest(self) -> WeightVersion | None:
+        held = [_version(peer) for peer in _serving(self.around.view)]
+        return max(held, default=None)
+
+    def _on_one_server(self, version: WeightVersion, evaluate: Callable[[], _Found]) -> _Found:
+        """Runs `evaluate` against a server that keeps the version meanwhile.
+
+        Raises:
+            InterruptedEvaluation: the version was not held to the end.
+        """
+        peer = next((p for p in _serving(self.around.view) if _version(p) == version), None)
+        if peer is None:
+            raise InterruptedEvaluation(f"no server holds {version}")
+        name = peer.identity.name
+        server = self.around.caller(name)
+        with self._one_at_a_time:
+            held = server.call("hold", self.config.overseer.no_progress_s, timeout_s=CALL_S)
+            self._context.pin(self._contexts.only(name), version)
+            self.doing = f"evaluating version {version.step} on {name}"
+            try:
+                if held != version:
+                    raise InterruptedEvaluation(f"{name} went on to {held}")
+                with self.activity.busy():
+                    return evaluate()
+            finally:
+                self.doing = "waiting for a version that is due"
+                with suppress(UnreachableError):  # a dead server holds nothing
+                    server.call("release", timeout_s=CALL_S)
+
+    # --- what the overseer calls ---------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """A full evaluation of every lesson with weights of that step; a task.
+
+        Raises:
+            NoProgressError: no server held them to the end, within ``overseer.no_progress_s``.
+        """
+        reason: PenstockError | None = None
+        limit = time.monotonic() + self.config.overseer.no_progress_s
+        while time.monotonic() < limit and not self.stopping.is_set():
+            version = WeightVersion(self.around.view.lineage, step)
+            try:
+                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
+            except (UnreachableError, InterruptedEvaluation) as failure:
+                reason = failure
+            self.stopping.wait(POLL_S)
+        raise NoProgressError(f"version {step} was not evaluated within overseer.no_progress_s: {reason}")
+
+    def evaluation_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return self._evaluator.state()
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self._evaluator.stop()
+        super().stop(timeout_s)
+        self._pool.close()
+        self._manager.shutdown()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        working = self.doing.startswith("evaluating")
+        facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
+        progress = float(self._context.completions) if working else None
+        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
+
+
+class _Reporting:
+    """Stands for the curriculum: evaluations go to the replay service, which keeps the curriculum's log."""
+
+    def __init__(self, config: CurriculumConfig, replay: Caller) -> None:
+        self.config = config
+        self._replay = replay
+
+    def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
+        self._replay.call("update_evaluation", stats, step, timeout_s=CALL_S)
+        return ()  # the replay service tells of events
+
+
+class _Pinned:
+    """An inference context that refuses completions of any version but one."""
+
+    def __init__(self, context: RemoteContext) -> None:
+        self._context = context
+        self._version: WeightVersion | None = None
+        self.completions = 0
+
+    def pin(self, context: RemoteContext, version: WeightVersion) -> None:
+        self._context, self._version = context, version
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        return self._context.tokenizer
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        answers = self._context.generate(prompts, n, decoding, seeds)
+        for completion in (completion for answer in answers for completion in answer):
+            self.completions += 1
+            steps = {completion.oldest_weight_step, *completion.weight_steps.tolist()}
+            if self._version is None or completion.lineage != self._version.lineage or steps != {self._version.step}:
+                raise InterruptedEvaluation(f"steps {sorted(steps)} answered where {self._version} was evaluated")
+        return answers
+
+
+class InterruptedEvaluation(PenstockError):
+    """The evaluated version was not held to the end."""
+
+
+def _serving(view: View) -> list[Peer]:
+    return [p for p in view.of("inference") if "url" in p.address and p.address.get("lineage") == view.lineage]
+
+
+def _version(peer: Peer) -> WeightVersion:
+    return WeightVersion(int(peer.address["lineage"]), int(peer.address["step"]))
+
+
+def make_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> EvaluatorRole:
+    """Factory of the evaluator; `settings` has its checkpointed ``state``, or None, beside those of the run."""
+    return EvaluatorRole(around, Settings.of(settings), settings.get("state"))

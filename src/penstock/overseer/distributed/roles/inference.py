@@ -1,0 +1,165 @@
+"""An inference server in a process of its own: engine, HTTP API, and a thread that fetches new weights.
+
+Generation goes on while weights are fetched; the swap takes one dispatch. A holder of the lease (an evaluation) keeps
+the server at its version for a limited time.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.inference import HttpServer, InferenceEngine, create_app
+from penstock.inference.pool import MODEL_NAME
+from penstock.model.language import load_policy, with_named_arrays
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition, Identity
+from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.types import UnreachableError, WeightsError, WeightVersion
+from penstock.weights import WeightClient, open_client
+
+CALL_S = 10.0
+"""Longest wait for the replay service's answer to a word about the version."""
+
+
+class InferenceRole(ThreadedComponent):
+    """Serves the newest weights that it could fetch."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        config = settings.config
+        tokenizer = settings.tokenizer()
+        self._decoder = load_policy(config.model, config.seed, tokenizer)
+        self._engine = InferenceEngine(self._decoder, WeightVersion(-1, 0), tokenizer, config.inference)
+        app = create_app(self._engine, tokenizer, MODEL_NAME, settings.token, max_waiting=config.inference.max_waiting)
+        self._server = HttpServer(app, config.inference.host)
+        self._replay = around.caller("replay-0")
+        self._client: WeightClient | None = None
+        self._endpoint: Mapping[str, Any] = {}
+        self._swap = threading.Lock()
+        self._held: WeightVersion | None = None
+        self._leased_until = 0.0
+        self._told: tuple[WeightVersion, Identity] | None = None
+        self._swap_s = 0.0
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.crew.start(f"{self.name}.weights", self._run)
+
+    def _run(self) -> None:
+        self.doing = "compiling"
+        self._engine.start()
+        self._server.start()
+        self._engine.wait_until_ready(self.config.overseer.start_timeout_s)
+        self.activity.begin()
+        self.state = "running"
+        while not self.stopping.is_set():
+            self._engine.raise_if_failed()
+            self._server.raise_if_failed()
+            self._follow()
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """One look for newer weights; waits a little where there are none."""
+        client = self._connected()
+        if client is None or time.monotonic() < self._leased_until:
+            self.doing = "waiting for the learner" if client is None else "held at its version"
+            self.view_changed.wait(POLL_S)
+            self.view_changed.clear()
+        else:
+            self.doing = "serving" if self._held else "waiting for the first weights"
+            try:
+                version = client.wait_for(self._held, POLL_S)
+                if version is not None:
+                    self._take(version, client.fetch(version))
+            except (UnreachableError, WeightsError) as failure:  # a restart, or a newer version meanwhile
+                self.doing = f"serving; weights: {failure}"
+                self.stopping.wait(POLL_S)
+        self._tell_replay()
+
+    def _connected(self) -> WeightClient | None:
+        """The client of the living learner's broadcaster, if that has announced one."""
+        learner = self.around.view.peer("learner-0")
+        endpoint = learner.address.get("weights") if learner is not None else None
+        if endpoint is None:
+            return None
+        if self._client is None:
+            self._client = open_client(endpoint, self.config.weights, self.settings.token, self.name)
+        elif endpoint != self._endpoint:
+            self._client.connect(endpoint)
+        self._endpoint = endpoint
+        return self._client
+
+    def _take(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        with self._swap:
+            if time.monotonic() < self._leased_until:
+                return  # the lease began during the fetch
+            started = time.perf_counter()
+            self._engine.set_weights(version, with_named_arrays(self._decoder, arrays))
+            self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
+            self._swap_s = time.perf_counter() - started
+            self._held = version
+
+    def _tell_replay(self) -> None:
+        """The ticket issuer paces by the oldest version that any server holds."""
+        replay = self.around.view.peer("replay-0")
+        if replay is None or self._held is None or self._told == (self._held, replay.identity):
+            return
+        if self._held.lineage != self.around.view.lineage:
+            return
+        me, held = self.around.identity, self._held
+        try:
+            self._replay.call("server_holds", me.name, me.incarnation, held.lineage, held.step, timeout_s=CALL_S)
+        except UnreachableError:
+            return  # told again soon, to this incarnation or the next
+        self._told = (held, replay.identity)
+
+    # --- what others call ----------------------------------------------------------------------------------------
+
+    def hold(self, seconds: float) -> WeightVersion | None:
+        """Keeps the present version for so long at most; returns it. None before the first."""
+        with self._swap:
+            self._leased_until = time.monotonic() + seconds
+            return self._held
+
+    def release(self) -> None:
+        """Ends the lease."""
+        self._leased_until = 0.0
+
+    def drain(self) -> None:
+        """No longer announced; what runs is finished."""
+        self.state = "drained"
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        if self._client is not None:
+            self._client.close()
+        self._server.stop()
+        self._engine.stop(timeout_s)
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        stats, address = self._engine.stats(), dict[str, Any]()
+        held = self._held
+        if held is not None and self.state == "running":
+            address = {"url": self._server.url, "lineage": held.lineage, "step": held.step}
+            address["weights"] = self._endpoint.get("incarnation", "")
+        client = {} if self._client is None else self._client.metrics()
+        lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
+        return Condition(
+            self.state,
+            self.doing,
+            stats["inference/tokens_total"] if stats["inference/running"] else None,
+            busy_s,
+            max(0.0, lived_s - busy_s),
+            address,
+            {**stats, **client, "weights/swap_s": self._swap_s},
+            self._facts(version=None if held is None else [held.lineage, held.step]),
+        )
+
+
+def make_inference(around: Surroundings, settings: Mapping[str, Any]) -> InferenceRole:
+    """Factory of an inference server."""
+    return InferenceRole(around, Settings.of(settings))

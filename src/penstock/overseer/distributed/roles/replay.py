@@ -1,0 +1,184 @@
+"""The replay buffer in a process of its own, with the ticket issuer and the curriculum's log.
+
+It is made from the run's files: those of a new run, or those of the checkpoint that this lineage begins with. Tickets
+are handed out once the learner trains (`admit`); what the view says of the dead is passed on to the service, so that
+their tickets go to others.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.curriculum import CurriculumEvent, RemoteCurriculum
+from penstock.environments import load_environment
+from penstock.learner.checkpoint_files import read_states
+from penstock.overseer.batch_makers import make_batch_makers
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition, Identity, View
+from penstock.overseer.distributed.roles.base import ThreadedComponent
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
+from penstock.replay import (
+    MemoryRolloutStorage,
+    ReplayBuffer,
+    ReplayDataLoader,
+    ReplayService,
+    RolloutReceiver,
+    RolloutStore,
+    TicketIssuer,
+)
+from penstock.types import RolloutGroup
+
+SERVED = (
+    "acquire", "cleared", "checkpoint_saved", "checkpoint_states", "deliver", "fail", "next_batch", "server_holds",
+    "set_current_step", "update_evaluation",
+)  # fmt: skip
+"""Methods of the service that others call as they are."""
+
+
+class ReplayRole(ThreadedComponent):
+    """Runs one `ReplayService`."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        config, lineage, replay = settings.config, settings.lineage, settings.config.replay
+        self._tally = RolloutTally(success_thresholds(config))
+        self._curriculum = RemoteCurriculum(
+            config.curriculum,
+            around.caller("curriculum-0"),
+            lineage,
+            strict=replay.synchronous,
+            on_event=self._on_curriculum_event,
+        )
+        self._store = RolloutStore(settings.directory, replay.store)
+        ledger = self._store.open_ledger(lineage)
+        issuer = TicketIssuer(
+            replay,
+            config.seed,
+            lineage,
+            self._curriculum,
+            ledger,
+            self._group_size,
+            may_draw=self._curriculum.may_draw,
+        )
+        buffer = ReplayBuffer(
+            replay,
+            self._store,
+            make_batch_makers(config, self._environment_names()),
+            issuer,
+            curriculum_hook=self._on_group,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+        )
+        storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
+        self._loader = ReplayDataLoader(buffer, 0 if replay.synchronous else replay.prefetch, config.steps)
+        self._service = ReplayService(
+            issuer,
+            buffer,
+            self._loader,
+            storage,
+            RolloutReceiver(storage, buffer, None),
+            self._curriculum,
+            needs_clearance=replay.synchronous,
+            on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
+        )
+        if settings.checkpoint is not None:
+            states = read_states(settings.checkpoint)
+            self._curriculum.restore(states["curriculum"])
+            issuer.restore(states["issuer"])
+            buffer.restore(states["replay"])
+        self._buffer, self._issuer = buffer, issuer
+        self._serving = self._admitting = False
+        self._alive: set[Identity] = set()
+        for method in SERVED:
+            setattr(self, method, getattr(self._service, method))
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self._curriculum.start(self._buffer.wake)
+        self.state, self.doing = "running", "waiting for the learner to train"
+        self.look(self.around.view)
+
+    def look(self, view: View) -> None:
+        """Passes on who died."""
+        alive = {peer.identity for role in ("rollout", "inference") for peer in view.of(role)}
+        for identity in sorted(self._alive - alive):
+            if identity.role == "rollout":
+                self._service.release(identity.name, identity.incarnation)
+            else:
+                self._service.forget_server(identity.name, identity.incarnation)
+        self._alive = alive
+        super().look(view)
+
+    def admit(self) -> None:
+        """From now on tickets are handed out; a second call changes nothing."""
+        if not self._admitting:
+            self._admitting = True
+            self._service.start()
+            self.activity.begin()
+            self.doing = "serving"
+
+    def finish_update(self, lineage: int, step: int) -> None:
+        """See `ReplayService.finish_update`; tells the run's log of the groups since the last."""
+        self._service.finish_update(lineage, step)
+        values = self._tally.take()
+        if values:
+            self.around.metrics(step + 1, values)
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        self._service.stop(timeout_s)
+        self._loader.stop(timeout_s)
+        self._curriculum.stop(timeout_s)
+        self._store.close()
+
+    # --- what the parts tell ---------------------------------------------------------------------------------------
+
+    def _on_group(self, group: RolloutGroup) -> None:
+        self._curriculum.update_group(group)
+        self._tally.add(group)
+
+    def _on_curriculum_event(self, event: CurriculumEvent) -> None:
+        self.around.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+
+    def _on_quarantine(self, source: str, reason: str) -> None:
+        self.around.event("rollouts_quarantined", source=source, reason=reason)
+
+    def _group_size(self, lesson_id: str) -> int:
+        lesson = self.config.curriculum.lessons.get(lesson_id)
+        return 0 if lesson is None else lesson.sampling_params.n_generations_per_prompt
+
+    def _environment_names(self) -> set[str]:
+        """Rows go to batch makers by the environments' own names, which only the environments know."""
+        if not self.config.replay.batch_makers:
+            return set()
+        environments = [load_environment(lesson.environment.spec) for lesson in self.config.curriculum.lessons.values()]
+        names = {environment.name for environment in environments}
+        for environment in environments:
+            environment.close()
+        return names
+
+    def condition(self) -> Condition:
+        """See `Component.condition`."""
+        failure = self._service.failure or self._curriculum.failure
+        if failure is not None:
+            return Condition("failed", self.doing, error=f"{type(failure).__name__}: {failure}", facts=self._facts())
+        return super().condition()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        # Neither busy nor idle is counted: the buffer serves others at every moment.
+        return Condition(
+            self.state,
+            self._service.waiting_for() if self._admitting else self.doing,
+            None,
+            metrics=self._service.metrics(),
+            facts=self._facts(
+                complete=self._curriculum.complete,
+                groups_received=self._service.progress,
+                **self._service.status(),
+            ),
+        )
+
+
+def make_replay(around: Surroundings, settings: Mapping[str, Any]) -> ReplayRole:
+    """Factory of the replay buffer."""
+    return ReplayRole(around, Settings.of(settings))

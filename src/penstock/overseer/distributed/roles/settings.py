@@ -1,0 +1,60 @@
+"""What every component of a distributed run is told at its start, as plain values on the way."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.overseer.config import RunConfig
+from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run, as a component sees it.
+
+    Attributes:
+        config: The run's.
+        directory: The run's; the same path on every machine.
+        token: Secret of this run: servers demand it, clients send it. Never written anywhere.
+        lineage: Of this life of the run.
+        checkpoint: Where that began; None for a run that begins.
+    """
+
+    config: RunConfig
+    directory: RunDirectory
+    token: str
+    lineage: int = 0
+    checkpoint: Path | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "config": self.config.dump(),
+            "directory": str(self.directory.path.resolve()),
+            "token": self.token,
+            "lineage": self.lineage,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint.resolve()),
+        }
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Settings":
+        """From what `dump` gave."""
+        checkpoint = values["checkpoint"]
+        return cls(
+            RunConfig.model_validate(values["config"]),
+            RunDirectory(values["directory"]),
+            str(values["token"]),
+            int(values["lineage"]),
+            None if checkpoint is None else Path(checkpoint),
+        )
+
+    @property
+    def job(self) -> str:
+        """Tells this run's servers from those of others."""
+        return self.directory.path.name
+
+    def tokenizer(self) -> Tokenizer:
+        """The policy's."""
+        return Tokenizer.load(self.config.model.tokenizer_path)

@@ -1,0 +1,434 @@
+"""Components as Ray actors: the one module that imports Ray.
+
+Each component is one actor, restarts by Ray off; supervision is the overseer's alone. Names of actors hold the
+incarnation and a token of this launcher's life, so that nobody reaches a component of another life by chance. Ray's own
+transport pickles what it carries: it stays inside a cluster that the user trusts.
+
+What a component needs to know of a process in order to end it (its machine, its number) is known before the component
+is made: one that could not tell has made nothing. A driver that dies takes its actors along: they belong to it, and on
+each machine the system kills them with Ray's own daemon there, stopped ones too.
+"""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.ray_constants
+import ray._private.worker
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.overseer.config import RayConfig, RoleConfig
+from penstock.overseer.distributed.answers import Answer
+from penstock.overseer.distributed.component import Factory
+from penstock.overseer.distributed.component_logs import ComponentLog, open_component_logs
+from penstock.overseer.distributed.host import Host
+from penstock.overseer.distributed.placement import amounts, check_fits
+from penstock.overseer.distributed.processes import Process, end_with_parent
+from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.types import ConfigError, UnreachableError
+
+MOST_CALLS = 100_000
+"""Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
+
+_ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": MOST_CALLS}
+_TASK_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What all components of one launcher have in common.
+
+    Attributes:
+        namespace: Ray's, of the actors.
+        token: Part of every actor's name.
+        logs: Directory of the components' logs, an absolute path.
+    """
+
+    namespace: str
+    token: str
+    logs: Path
+
+    def actor_name(self, identity: Identity) -> str:
+        """Unique in the namespace."""
+        return f"{identity}@{self.token}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs: Ray's id of the machine, and the process there."""
+
+    node_id: str
+    process: Process
+
+
+# --- in the actor's process ----------------------------------------------------------------------------------------
+
+
+class ComponentActor:
+    """The host of one component as a Ray actor. Its methods are coroutines: thousands of calls may wait at once."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        factory: Factory,
+        settings: Mapping[str, Any],
+        view: View,
+        life: Life,
+        environment: Mapping[str, str],
+    ) -> None:
+        end_with_parent()
+        os.environ |= {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **environment}  # calls wait in threads of their own
+        open_component_logs(life.logs, identity)
+        self._host = Host(identity, factory, settings, view, ActorCalls(life).reach)
+        _on_termination(lambda: self._host.drain("SIGTERM"))
+
+    async def place(self) -> Place:
+        """Where this is; asked before the component is made."""
+        return Place(ray.get_runtime_context().get_node_id(), Process.this())
+
+    async def begin(self) -> None:
+        """Makes the component."""
+        self._host.start()
+
+    async def beat(self, view: View, acknowledged: int) -> Report:
+        """See `Host.beat`."""
+        return await self._host.beat(view, acknowledged)
+
+    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Answer:
+        """See `Host.call`."""
+        return await self._host.call(sender, method, args)
+
+
+def _on_termination(notice: Callable[[], None]) -> None:
+    """Has SIGTERM give a notice instead of ending the process.
+
+    Ray installs a handler in every worker's main thread, which no code of an actor ever runs in; that handler ends the
+    process by the function replaced here. Where another version of Ray has no such function, SIGTERM ends the process.
+    """
+
+    def give_notice(*_: Any, **__: Any) -> None:
+        threading.Thread(target=notice, name="termination-notice", daemon=True).start()
+
+    name = "raise_sys_exit_with_custom_error_message"
+    if hasattr(ray._private.worker, name):
+        setattr(ray._private.worker, name, give_notice)
+
+
+class ActorCalls:
+    """Calls other components' actors by their identities."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._lock = threading.Lock()
+        self._actors: dict[Identity, Any] = {}
+
+    def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
+        """See `penstock.overseer.distributed.host.Reach`."""
+        return _answer(self._actor(whom), whom, sender, method, args, timeout_s)
+
+    def _actor(self, whom: Identity) -> Any:
+        with self._lock:
+            for old in [known for known in self._actors if known.name == whom.name and known != whom]:
+                del self._actors[old]
+            if whom in self._actors:
+                return self._actors[whom]
+        try:
+            actor = ray.get_actor(self._life.actor_name(whom), self._life.namespace)
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise UnreachableError(f"{whom} is not there: {_words(error)}") from error
+        with self._lock:
+            return self._actors.setdefault(whom, actor)
+
+
+def _answer(
+    actor: Any, whom: Identity, sender: Identity | None, method: str, args: tuple[Any, ...], timeout_s: float
+) -> Answer:
+    try:
+        return ray.get(actor.call.remote(sender, method, args), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise UnreachableError(f"{whom} did not answer {method} within {timeout_s:g} s") from error
+    except ray.exceptions.RayError as error:
+        raise _unreachable(whom, error) from error
+
+
+def _unreachable(whom: Identity, error: BaseException) -> UnreachableError:
+    return UnreachableError(f"{whom} cannot be reached: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    """An error of Ray in one line; its own go over a page, and come to the point late."""
+    words = " ".join(str(error).split())
+    words = words.partition("The actor is dead because ")[2] or words
+    return f"{type(error).__name__}: {words[:400]}"
+
+
+def _end_process(process: Process, timeout_s: float) -> bool:
+    """A task that runs on the process's machine."""
+    return process.end(timeout_s)
+
+
+# --- in the overseer's process -------------------------------------------------------------------------------------
+
+
+class RayHandle:
+    """One incarnation of a component, seen from the overseer. Made by `RayLauncher.spawn`."""
+
+    def __init__(self, launcher: "RayLauncher", identity: Identity, actor: Any) -> None:
+        self._launcher = launcher
+        self._identity = identity
+        self._actor = actor
+        self._place_ref = actor.place.remote()
+        self._place: Place | None = None
+        self._place_ref.future().add_done_callback(self._on_placed)
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is."""
+        return self._identity
+
+    @property
+    def place(self) -> Place | None:
+        """Where it runs; None before that is known."""
+        return self._place
+
+    def _on_placed(self, place: Future[Place]) -> None:
+        if place.exception() is None:  # otherwise heartbeats tell of it
+            self._place = place.result()
+            self._launcher.in_turn(lambda: self._actor.begin.remote())
+
+    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+        """Tells it the view and asks how it is; see `Handle.beat`."""
+        report: Future[Report] = Future()
+
+        def pass_on(answer: Future[Report]) -> None:
+            error = answer.exception()
+            if error is None:
+                report.set_result(answer.result())
+            else:
+                report.set_exception(_unreachable(self._identity, error))
+
+        self._actor.beat.remote(view, acknowledged).future().add_done_callback(pass_on)
+        return report
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Calls one of the component's methods; see `Handle.call`."""
+        return _answer(self._actor, self._identity, None, method, args, timeout_s).result()
+
+    def kill(self, timeout_s: float) -> None:
+        """Ends the process and returns when it is gone; see `Handle.kill`."""
+        deadline = time.monotonic() + timeout_s
+        ray.kill(self._actor, no_restart=True)  # from now on nothing is made where nothing was yet
+        if self._place is None:
+            self._wait_for_place(deadline)
+        if self._place is not None and not self._launcher.end_process(self._place, deadline):
+            raise UnreachableError(f"{self._identity}: its process is not known to be gone after {timeout_s:g} s")
+        self._launcher.forget(self)
+
+    def _wait_for_place(self, deadline: float) -> None:
+        """Until Ray says where it runs, or that it never will."""
+        try:
+            self._place = ray.get(self._place_ref, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise UnreachableError(f"{self._identity}: Ray says neither where it runs nor that it is dead") from error
+        except ray.exceptions.RayError:
+            return  # it never ran
+
+
+class RayLauncher:
+    """Starts components on a Ray cluster. Thread-safe.
+
+    Make it in a thread that lives as long as the launcher: the system ends a cluster started here with that thread.
+
+    Args:
+        config: Which cluster, and the environment of user code.
+        run_id: Names the run's actors, such as the run directory's name.
+        run_dir: Logs go to its ``logs``.
+
+    Raises:
+        ConfigError: there is no cluster at the address, or it cannot be joined.
+    """
+
+    def __init__(self, config: RayConfig, run_id: str, run_dir: Path) -> None:
+        logs = run_dir.absolute() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._life = Life(config.namespace or f"penstock-{run_id}", secrets.token_hex(4), logs)
+        self._lock = threading.Lock()
+        self._handles: dict[RayHandle, dict[str, float]] = {}
+        self._turns = ThreadPoolExecutor(1, thread_name_prefix="ray-launcher")
+        self._noise = _Noise(logs / "ray.jsonl")
+        self._connected_here = not ray.is_initialized()
+        try:
+            if self._connected_here:
+                _connect(config, self._life.namespace)
+        except ConfigError:
+            self._noise.close()
+            raise
+        self._actor_class: Any = ray.remote(**_ACTOR_OPTIONS)(ComponentActor)
+        self._end_task: Any = ray.remote(**_TASK_OPTIONS)(_end_process)
+        is_client = not ray._private.worker.global_worker.connected
+        self._node_id = None if is_client else ray.get_runtime_context().get_node_id()
+
+    def spawn(
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+    ) -> RayHandle:
+        """Starts an incarnation; see `Launcher.spawn`.
+
+        Raises:
+            ConfigError: the cluster can never place it. Later incarnations wait for room instead: a machine may have
+                died, and may come back.
+        """
+        with self._lock:
+            reserved = list(self._handles.values())
+        if identity.incarnation == 0:
+            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            check_fits(identity, resources, machines, reserved)
+        hidden = {} if resources.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        actor = self._actor_class.options(
+            name=self._life.actor_name(identity),
+            namespace=self._life.namespace,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            resources=dict(resources.resources) or None,
+            scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+            runtime_env={"env_vars": dict(resources.env)} if resources.env else None,
+        ).remote(identity, factory, settings, view, self._life, {**hidden, **resources.env})
+        handle = RayHandle(self, identity, actor)
+        with self._lock:
+            self._handles[handle] = amounts(resources)
+        return handle
+
+    def close(self, timeout_s: float) -> None:
+        """Ends every process it started; see `Launcher.close`. A second call does nothing."""
+        with self._lock:
+            handles = list(self._handles)
+        with ThreadPoolExecutor(16, thread_name_prefix="ray-close") as pool:
+            ends = [(handle, pool.submit(handle.kill, timeout_s)) for handle in handles]
+        for handle, end in ends:
+            if isinstance(end.exception(), UnreachableError):
+                log.warning("%s: %s", handle.identity, end.exception())
+        self._turns.shutdown(wait=False, cancel_futures=True)
+        if self._connected_here and ray.is_initialized():
+            ray.shutdown()
+        self._noise.close()
+
+    # --- for its handles -----------------------------------------------------------------------------------------
+
+    def in_turn(self, action: Callable[[], Any]) -> None:
+        """Does something in a thread that may wait; Ray's own that tell of answers may not."""
+        with suppress(RuntimeError):  # closed: nothing begins any more
+            self._turns.submit(action)
+
+    def forget(self, handle: RayHandle) -> None:
+        """It is gone, and reserves nothing any more."""
+        with self._lock:
+            self._handles.pop(handle, None)
+
+    def end_process(self, place: Place, deadline: float) -> bool:
+        """Kills a process, on this machine or another; whether it is gone."""
+        remaining = max(0.0, deadline - time.monotonic())
+        if place.node_id == self._node_id:
+            return place.process.end(remaining)
+        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        task = self._end_task.options(scheduling_strategy=there).remote(place.process, remaining)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return ray.get(task, timeout=min(1.0, left))
+            except ray.exceptions.GetTimeoutError:
+                if self._is_gone(place.node_id):
+                    return True
+            except ray.exceptions.RayError as error:
+                if self._is_gone(place.node_id):
+                    return True
+                log.warning("ending %s: %s", place, _words(error))
+                time.sleep(min(0.5, left))
+                task = self._end_task.options(scheduling_strategy=there).remote(place.process, left)
+        return False
+
+    @staticmethod
+    def _is_gone(node_id: str) -> bool:
+        """A machine that Ray gave up: its daemon ends itself and, by `end_with_parent`, what ran there."""
+        return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+
+
+def _connect(config: RayConfig, namespace: str) -> None:
+    """Joins the cluster of the config, or starts one that only this machine reaches."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "WARNING"}
+    if config.runtime_env:
+        options["runtime_env"] = config.runtime_env
+    try:
+        with _termination_unchanged():
+            if config.address is not None:
+                ray.init(config.address, **options)
+            else:
+                with _this_machine_only():
+                    ray.init("local", num_cpus=config.num_cpus, include_dashboard=False, **options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        aim = "start a cluster here" if config.address is None else f"join the cluster at ray.address {config.address}"
+        raise ConfigError(f"Ray could not {aim}: {_words(error)}") from error
+
+
+@contextmanager
+def _termination_unchanged() -> Iterator[None]:
+    """Ray gives the driver a handler of SIGTERM that ends it at once; how a run ends is not Ray's to say."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Ray does nothing of the kind
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _this_machine_only() -> Iterator[None]:
+    """Ray's servers listen on the loopback address, and ask for a secret that is written nowhere.
+
+    Without one in the environment Ray would write its own into the user's home. It stays there for further clusters of
+    this process, as Ray reads it but once. Whoever has set RAY_AUTH_MODE or a token has chosen, and keeps that.
+    """
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    constants, name = ray._private.ray_constants, "ENABLE_RAY_CLUSTER"
+    whole = getattr(constants, name, True)  # that other machines may join: never on some systems, otherwise always
+    setattr(constants, name, False)
+    try:
+        yield
+    finally:
+        setattr(constants, name, whole)
+
+
+class _Noise:
+    """What Ray would print in the terminal goes into a log: its logger, and the messages of its daemons."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = ComponentLog(path, 0)
+        self._logger = logging.getLogger("ray")
+        self._before = list(self._logger.handlers), self._logger.propagate
+        self._logger.handlers, self._logger.propagate = [self._log], False
+        self._printer = getattr(ray._private.worker, "print_to_stdstream", None)
+        if self._printer is not None:
+            setattr(ray._private.worker, "print_to_stdstream", self._print)  # noqa: B010
+
+    def _print(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        self._logger.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
+
+    def close(self) -> None:
+        if self._printer is not None:
+            setattr(ray._private.worker, "print_to_stdstream", self._printer)  # noqa: B010
+        self._logger.handlers, self._logger.propagate = self._before
+        self._log.close()

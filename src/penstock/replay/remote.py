@@ -1,0 +1,246 @@
+"""Replay from another process: what workers and learner are given in place of issuer, storage and buffer.
+
+Each call is repeated while the service is dead or silent, up to a limit that names it; the service notices repeats. A
+service that was started anew knows nothing of what was said to the one before, and is of another lineage: what belongs
+to the old one is refused there and counted here.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+from penstock.replay.transfer import batch_to_buffer
+from penstock.types import (
+    Caller,
+    NoProgressError,
+    PersistentCaller,
+    RolloutBatch,
+    Ticket,
+    TrainingBatch,
+    TransferError,
+    UnreachableError,
+)
+
+SERVICE = "replay-0"
+"""The service's name, for errors."""
+CALL_S = 30.0
+"""Longest wait for the answer to a call that does not wait itself."""
+LIMIT_S = 300.0
+"""So long the service may be out of reach."""
+_MARGIN_S = 10.0
+"""How much longer than the wait that it asks for a caller waits for the answer."""
+_SLICE_S = 5.0
+"""Longest wait for a batch in one call."""
+_SENDINGS = 3
+"""So often a message that was damaged on its way is sent."""
+
+
+class RemoteTickets:
+    """Implements `penstock.types.TicketSource`. Thread-safe.
+
+    Args:
+        caller: Reaches the service.
+        worker: Name of the rollout worker.
+        incarnation: Which life of it.
+        lineage: Of the run.
+        lessons: Tickets of these only; None means any.
+        limit_s: So long the service may be out of reach.
+
+    Attributes:
+        lineage: Of the run; set it when that changes.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        worker: str,
+        incarnation: int,
+        lineage: int = 0,
+        *,
+        lessons: Collection[str] | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self.lineage = lineage
+        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._worker = worker
+        self._incarnation = incarnation
+        self._lessons = None if lessons is None else tuple(lessons)
+        self._asking = threading.Lock()
+        self._number = 1
+
+    def acquire(self, most: int, timeout_s: float) -> list[Ticket]:
+        """See `TicketSource.acquire`; an empty list, too, while the service is out of reach.
+
+        Raises:
+            NoProgressError: it has been for `limit_s`.
+            SupersededError: this worker was replaced.
+            Stopped: after `stop`, and when the service is closed.
+        """
+        limit = time.monotonic() + timeout_s
+        with self._asking:
+            asked = (self._worker, self._incarnation, self.lineage, self._number, most, timeout_s, self._lessons)
+            try:
+                tickets = self._calls.attempt("acquire", *asked, timeout_s=timeout_s + _MARGIN_S)
+            except UnreachableError:
+                self._calls.pause(max(0.0, min(timeout_s, limit - time.monotonic())))
+                return []
+            self._number += 1  # not before it is answered: the service may hold tickets for this number
+            return tickets
+
+    def set_serving_step(self, step: int) -> None:
+        """Does nothing: inference servers say themselves what they hold."""
+
+    def fail(self, ticket: Ticket, fate: Literal["invalid", "aborted"], reason: str) -> None:
+        """See `TicketSource.fail`.
+
+        Raises:
+            NoProgressError: the service is out of reach for `limit_s`.
+            SupersededError: this worker was replaced.
+            Stopped: after `stop`.
+        """
+        self._calls.call("fail", self._worker, self._incarnation, self.lineage, ticket, fate, reason, timeout_s=CALL_S)
+
+    def stop(self) -> None:
+        """Ends every wait with `Stopped`."""
+        self._calls.stop()
+
+
+class RemoteSink:
+    """Implements `penstock.types.RolloutSink`. Thread-safe; batches go one after the other.
+
+    Args:
+        caller: Reaches the service.
+        worker: Name of the rollout worker.
+        incarnation: Which life of it.
+        lineage: Of the run.
+        limit_s: So long the service may be out of reach, and so long it may be full.
+
+    Attributes:
+        lineage: Of the run; set it when that changes.
+        refused: Batches that were of no use, because they belong to another lineage.
+        blocked_s: Seconds of waiting for room so far.
+    """
+
+    def __init__(
+        self, caller: Caller, worker: str, incarnation: int, lineage: int = 0, *, limit_s: float = LIMIT_S
+    ) -> None:
+        self.lineage = lineage
+        self.refused = 0
+        self.blocked_s = 0.0
+        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._worker = worker
+        self._incarnation = incarnation
+        self._limit_s = limit_s
+        self._sending = threading.Lock()
+        self._number = 0
+
+    def add_batches(self, batches: Sequence[RolloutBatch]) -> None:
+        """See `RolloutSink.add_batches`; returns when the service has them, or has no use for them.
+
+        Raises:
+            NoProgressError: the service is full, or out of reach, for `limit_s`.
+            SupersededError: this worker was replaced.
+            TransferError: a message was damaged on its way again and again.
+            InvalidRolloutError: a rollout has no metadata, or is not valid.
+            Stopped: after `stop`, and when the service is closed.
+        """
+        for batch in batches:
+            if batch.groups:
+                message = bytes(memoryview(batch_to_buffer(batch)))
+                with self._sending:
+                    self._number += 1
+                    self._send(message)
+
+    def stop(self) -> None:
+        """Ends every wait with `Stopped`."""
+        self._calls.stop()
+
+    def _send(self, message: bytes) -> None:
+        started, pause_s = time.monotonic(), 0.02
+        while (answer := self._deliver(message)) == "full":
+            waited_s = time.monotonic() - started
+            if waited_s > self._limit_s:
+                raise NoProgressError(
+                    f"{self._worker} waited {waited_s:.0f} s to hand rollouts over: {SERVICE} is full; see what its "
+                    "receiver waits for"
+                )
+            self._calls.pause(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+        self.blocked_s += (time.monotonic() - started) if pause_s > 0.02 else 0.0
+        self.refused += answer == "refused"
+
+    def _deliver(self, message: bytes) -> str:
+        for sending in range(1, _SENDINGS + 1):
+            sender = (self._worker, self._incarnation, self.lineage)
+            try:
+                return self._calls.call("deliver", *sender, self._number, message, timeout_s=CALL_S)
+            except TransferError:
+                if sending == _SENDINGS:
+                    raise
+        raise AssertionError("unreachable")
+
+
+class RemoteBatches:
+    """The learner's side: implements `penstock.types.BatchSource`, and what a training loop commits to.
+
+    Args:
+        caller: Reaches the service.
+        lineage: Of the run.
+        limit_s: So long the service may be out of reach.
+        on_wait: Told in words what is waited for, every few seconds.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        lineage: int,
+        *,
+        limit_s: float = LIMIT_S,
+        on_wait: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._lineage = lineage
+        self._on_wait = on_wait
+
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+        """See `BatchSource.next_batch`.
+
+        Raises:
+            NoProgressError: at the timeout, saying what was waited for; or the service is out of reach for `limit_s`.
+            SupersededError: this learner is of another lineage than the run.
+            Stopped: after `stop`, and when the service is closed.
+            RunFailed: no batch can come.
+        """
+        limit = time.monotonic() + timeout_s
+        while True:
+            slice_s = max(0.0, min(_SLICE_S, limit - time.monotonic()))
+            try:
+                return self._call("next_batch", step, slice_s, timeout_s=slice_s + CALL_S)
+            except NoProgressError as error:
+                if time.monotonic() >= limit or self._calls.silent:
+                    raise
+                self._on_wait(str(error))
+
+    def finish_update(self, step: int) -> None:
+        """Update `step` was applied."""
+        self._call("finish_update", step, timeout_s=CALL_S)
+
+    def set_current_step(self, step: int) -> None:
+        """The learner holds version `step`."""
+        self._call("set_current_step", step, timeout_s=CALL_S)
+
+    def checkpoint_states(self, step: int, timeout_s: float = LIMIT_S) -> dict[str, Any]:
+        """States of curriculum, issuer and replay for the checkpoint of version `step`, by those names."""
+        return self._call("checkpoint_states", step, timeout_s=timeout_s)
+
+    def checkpoint_saved(self, step: int) -> None:
+        """That checkpoint is there."""
+        self._call("checkpoint_saved", step, timeout_s=CALL_S)
+
+    def stop(self) -> None:
+        """Ends every wait with `Stopped`."""
+        self._calls.stop()
+
+    def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._calls.call(method, self._lineage, *args, timeout_s=timeout_s)

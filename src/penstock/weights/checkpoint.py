@@ -1,0 +1,153 @@
+"""Weights as safetensors files in a directory, or under any fsspec URL, that both sides reach.
+
+Files appear whole (`rundir.Storage`); the marker is replaced last. Each job has a folder of its own. Slow, but it needs
+no connection between the two sides, and its files can be read by everybody who reads safetensors.
+"""
+
+import hashlib
+import re
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from penstock.rundir.storage import LocalStorage, Storage, open_storage
+from penstock.types import ConfigError, UnreachableError, WeightsError
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest
+from penstock.weights.marker import Marker, free_name
+from penstock.weights.tensor_file import read_tensors, write_tensors
+
+_MARKER = "marker.json"
+_CHARACTERS = 64
+
+
+class CheckpointFolder:
+    """A job's folder, for both sides (`shelf_store.WritableShelf` and `shelf.Shelf`).
+
+    Args:
+        url: Directory or fsspec URL.
+        job: The run; its folder in there.
+
+    Raises:
+        ConfigError: the URL cannot be opened.
+    """
+
+    def __init__(self, url: str, job: str) -> None:
+        self._url = url
+        self._folder = _folder_name(job)
+        try:
+            self._storage: Storage = open_storage(Path(url), url)
+        except ConfigError as error:
+            raise _about_weights(error) from error
+        self.look_every_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
+
+    def prepare(self, token: str | None, job: str, max_bytes: int) -> Marker | None:
+        """Makes the folder for writing.
+
+        Returns:
+            What a broadcaster before offers there; None where there is nothing, or nothing of this token.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            self._storage.prepare([self._folder])
+            self._storage.remove_unfinished([self._folder])
+        except (ConfigError, OSError) as error:
+            raise _about_weights(error) from error
+        content = self.marker()
+        try:
+            return None if content is None else Marker.from_bytes(content, job, token, max_bytes)
+        except WeightsError:
+            return None  # of a life of the run with another token, or damaged: it is written over
+
+    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """See `WritableShelf.write_arrays`."""
+        name = free_name("weights", ".safetensors", taken)
+        with self._writing(name) as path, path.open("wb") as file:
+            write_tensors(file, manifest, arrays)
+        return name
+
+    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
+        """See `WritableShelf.write_message`."""
+        with self._writing(name) as path, path.open("wb") as file:
+            file.writelines(buffers)
+
+    def write_marker(self, content: bytes) -> None:
+        """See `WritableShelf.write_marker`."""
+        self.write_message(_MARKER, [content])
+
+    def discard(self, names: set[str]) -> None:
+        """See `WritableShelf.discard`."""
+        for name in names:
+            self._storage.delete(f"{self._folder}/{name}")
+
+    def endpoint(self) -> dict[str, Any]:
+        """See `WritableShelf.endpoint`."""
+        return {"url": self._url}
+
+    def close(self) -> None:
+        """Nothing to free: the files stay."""
+
+    def marker(self) -> bytes | None:
+        """See `Shelf.marker`."""
+        try:
+            return self.message(_MARKER, MAX_MANIFEST_BYTES)
+        except _MissingFile:
+            return None
+
+    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
+        """See `Shelf.arrays`."""
+        with self._reading(name) as file:
+            return read_tensors(file, manifest)
+
+    def message(self, name: str, most_bytes: int) -> bytes:
+        """See `Shelf.message`."""
+        with self._reading(name) as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise WeightsError(f"{self._where(name)} has more than {most_bytes} bytes")
+        return content
+
+    @contextmanager
+    def _writing(self, name: str) -> Generator[Path, None, None]:
+        try:
+            with self._storage.writing(f"{self._folder}/{name}") as path:
+                yield path
+        except Exception as error:  # every remote file system raises errors of its own
+            raise WeightsError(f"{self._where(name)} cannot be written: {type(error).__name__}: {error}") from error
+
+    @contextmanager
+    def _reading(self, name: str) -> Generator[BinaryIO, None, None]:
+        try:
+            with self._storage.opened(f"{self._folder}/{name}") as place:
+                if isinstance(place, Path):
+                    with place.open("rb") as file:
+                        yield file
+                else:
+                    yield place
+        except WeightsError:
+            raise
+        except FileNotFoundError as error:
+            raise _MissingFile(f"{self._where(name)} is gone") from error
+        except Exception as error:  # as above
+            raise UnreachableError(f"{self._where(name)} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _where(self, name: str) -> str:
+        return self._storage.locate(f"{self._folder}/{name}")
+
+
+class _MissingFile(WeightsError):
+    """A file is not there: superseded meanwhile, or never written."""
+
+
+def _folder_name(job: str) -> str:
+    """A folder for a job: readable, and nobody else's."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", job)[:_CHARACTERS]
+    return f"{readable}-{hashlib.blake2b(job.encode(), digest_size=4).hexdigest()}"
+
+
+def _about_weights(error: Exception) -> ConfigError:
+    return ConfigError(str(error).replace("replay.store.url", "weights.url"))

@@ -1,0 +1,189 @@
+"""A client's connections to one Flight server of weights: one for questions, one for each stream of a fetch.
+
+Every call has a deadline. Streams are received into memory that is allocated once per array, after its size was
+checked; a stream that delivers nothing for too long is given up long before the deadline, where the caller asks so.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from penstock.types import UnreachableError, WeightsError
+from penstock.weights.flight_access import Access, local_error, open_channel
+from penstock.weights.flight_messages import AnyMessage, FinishedAnswer, Message, StreamTicket, read_answer
+from penstock.weights.manifest import MAX_MANIFEST_BYTES
+from penstock.weights.streams import Piece, cut
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.25
+_ALIGNMENT = 64
+"""Bytes; XLA takes arrays on the host by reference only if they are aligned so."""
+
+
+class Channel:
+    """Connections to one server; they are made when first used.
+
+    Args:
+        address: ``host:port``.
+        tls: Whether it speaks TLS.
+        access: Token and trust.
+        streams: Most parallel streams.
+        chunk_bytes: Largest message of a stream.
+    """
+
+    def __init__(self, address: str, tls: bool, access: Access, streams: int, chunk_bytes: int) -> None:
+        self.address = address
+        self._streams, self._chunk_bytes = streams, chunk_bytes
+        self._asking = open_channel(address, tls, access, MAX_MANIFEST_BYTES)
+        self._connections = [open_channel(address, tls, access, chunk_bytes) for _ in range(streams)]
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="weights-stream")
+        self._closed = threading.Event()
+
+    def ask(self, name: str, request: Message, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
+        """Asks the server.
+
+        Raises:
+            UnreachableError: it did not answer in time.
+            WeightsError: it refused, or its answer cannot be read.
+        """
+        options = flight.FlightCallOptions(timeout=max(timeout_s, 1e-3))
+        try:
+            results = list(self._asking.do_action(flight.Action(name, request.to_bytes()), options=options))
+        except (pa.ArrowException, OSError) as error:
+            raise local_error(error, self.address) from error
+        if len(results) != 1:
+            raise WeightsError(f"the weight server at {self.address} gave {len(results)} answers to {name!r}")
+        return read_answer(kind, results[0].body)
+
+    def tell(self, name: str, request: Message, timeout_s: float) -> None:
+        """Asks without waiting for an answer; that it failed is logged, and nothing else comes of it."""
+
+        def ask() -> None:
+            try:
+                self.ask(name, request, FinishedAnswer, timeout_s)
+            except (UnreachableError, WeightsError) as error:
+                _log.info("%r did not reach the weight server: %s", name, error)
+
+        if not self._closed.is_set():
+            self._pool.submit(ask)
+
+    def fetch(
+        self, ticket: StreamTicket, sizes: Sequence[int], deadline: float, stall_s: float | None
+    ) -> list[np.ndarray]:
+        """Receives a payload over parallel streams.
+
+        Args:
+            ticket: What; the numbers of the streams are filled in here.
+            sizes: Bytes of each of its buffers, which the caller found acceptable.
+            deadline: Monotonic seconds.
+            stall_s: Give up when nothing came for so long; None waits until the deadline.
+
+        Returns:
+            uint8 [size] for each buffer, aligned to 64 bytes.
+
+        Raises:
+            UnreachableError: the server died, or was too slow.
+            WeightsError: it refused, or sent something else.
+        """
+        buffers = [_room(size) for size in sizes]
+        plan = cut(sizes, self._streams, self._chunk_bytes)
+        numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
+        fetch = _Fetch(self.address, buffers, deadline, self._closed)
+        tickets = [ticket.model_copy(update=numbers | {"stream": stream}) for stream in range(self._streams)]
+        futures = [
+            self._pool.submit(fetch.receive, connection, stream_ticket, pieces)
+            for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
+            if pieces
+        ]
+        fetch.wait(futures, stall_s)
+        return buffers
+
+    def close(self) -> None:
+        """Ends every call that runs; may be called twice."""
+        self._closed.set()
+        self._pool.shutdown(wait=False)
+        for connection in (self._asking, *self._connections):
+            connection.close()
+
+
+class _Fetch:
+    """The streams of one fetch that runs: all end when one fails."""
+
+    def __init__(self, address: str, buffers: list[np.ndarray], deadline: float, closed: threading.Event) -> None:
+        self._address, self._buffers, self._deadline, self._closed = address, buffers, deadline, closed
+        self._readers: list[flight.FlightStreamReader] = []
+        self._lock = threading.Lock()
+        self._moved_at = time.monotonic()
+        self._ended = False
+
+    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]) -> None:
+        """Receives one stream into its places."""
+        remaining_s = max(self._deadline - time.monotonic(), 1e-3)
+        try:
+            options = flight.FlightCallOptions(timeout=remaining_s)
+            reader = connection.do_get(flight.Ticket(ticket.to_bytes()), options=options)
+            self._register(reader)
+            for piece in pieces:
+                self._place(reader.read_chunk().data, piece)
+            if next(iter(reader), None) is not None:
+                raise WeightsError(f"the weight server at {self._address} sent more than the arrays have")
+        except StopIteration as error:
+            raise WeightsError(f"the weight server at {self._address} sent less than the arrays have") from error
+        except (pa.ArrowException, OSError) as error:
+            raise local_error(error, self._address) from error
+
+    def wait(self, futures: Sequence[Future[None]], stall_s: float | None) -> None:
+        """Waits for all streams, and ends them all when one failed or nothing comes any more."""
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if pending:
+                    self._check_progress(stall_s)
+        finally:
+            if pending:
+                self._cancel()
+                wait(pending, timeout=_LOOK_S)
+
+    def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
+        column = batch.column(0) if batch is not None and batch.num_columns == 1 else None
+        if column is None or len(column) != piece.size or column.type != pa.uint8() or column.null_count:
+            raise WeightsError(f"the weight server at {self._address} sent other things than {piece.size} bytes")
+        received = np.frombuffer(column.buffers()[1], np.uint8, piece.size, column.offset)
+        self._buffers[piece.index][piece.offset : piece.offset + piece.size] = received
+        self._moved_at = time.monotonic()
+
+    def _register(self, reader: flight.FlightStreamReader) -> None:
+        with self._lock:
+            self._readers.append(reader)
+            ended = self._ended
+        if ended:
+            reader.cancel()
+
+    def _check_progress(self, stall_s: float | None) -> None:
+        if self._closed.is_set():
+            raise UnreachableError("the connection was closed")
+        still_s = time.monotonic() - self._moved_at
+        if stall_s is not None and still_s > stall_s:
+            raise UnreachableError(f"the weight server at {self._address} sent nothing for {still_s:.0f} s")
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._ended = True
+            readers = list(self._readers)
+        for reader in readers:
+            reader.cancel()
+
+
+def _room(size: int) -> np.ndarray:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]

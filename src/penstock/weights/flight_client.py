@@ -1,0 +1,264 @@
+"""A client of weights over Arrow Flight: fetches from the root or, where the root says so, from another client.
+
+Whatever goes wrong with another client (it died, stalls, has moved on, sends damaged arrays) leads back to the root.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.types import ConfigError, UnreachableError, WeightsError, WeightVersion
+from penstock.weights.config import WeightsConfig
+from penstock.weights.fan_out import ROOT
+from penstock.weights.fetching import Announcement, FetchingClient, Received
+from penstock.weights.flight_access import Access, host_of, is_loopback
+from penstock.weights.flight_channel import Channel
+from penstock.weights.flight_messages import (
+    Content,
+    FinishedRequest,
+    OfferAnswer,
+    OfferRequest,
+    StreamTicket,
+    WaitAnswer,
+    WaitRequest,
+    content_pair,
+    pair,
+)
+from penstock.weights.manifest import Manifest, from_raw_bytes
+from penstock.weights.relay import Relay
+
+STALL_S = 30.0
+"""A client that gives nothing to another for so long is given up."""
+
+_ANSWER_S = 10.0
+_PLACE_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Came:
+    """What was received last, to be handed on once it is found whole."""
+
+    manifest: Manifest
+    base: Content | None
+    messages: Sequence[Any]
+    keep: bool
+
+
+class FlightReader:
+    """Speaks to the root at one endpoint, and to the parents that it names (`fetching.Reader`).
+
+    Args:
+        endpoint: ``address`` and ``tls`` of the root, and ``job``.
+        config: Streams and limits.
+        access: Token and certificates.
+        client_id: Names this client.
+        relay: Serves others with what came; closed by its owner.
+
+    Raises:
+        WeightsError: the endpoint is not one of a Flight server.
+    """
+
+    def __init__(
+        self, endpoint: Mapping[str, Any], config: WeightsConfig, access: Access, client_id: str, relay: Relay
+    ) -> None:
+        address, tls = endpoint.get("address"), endpoint.get("tls")
+        if not isinstance(address, str) or not isinstance(tls, bool):
+            raise WeightsError(f"an endpoint of Flight has an address and tls, this one {sorted(endpoint)}")
+        self._who = {"job": endpoint["job"], "client": client_id}
+        self._config, self._access, self._relay, self._tls = config, access, relay, tls
+        self._server_name = host_of(address)
+        self._root = Channel(address, tls, access, config.streams, config.chunk_bytes)
+        self._parent: Channel | None = None
+        self._came: _Came | None = None
+        self._numbers = {"weights/bytes_received": 0.0, "weights/from_clients": 0.0, "weights/parent_failures": 0.0}
+
+    def newest(self) -> Announcement | None:
+        """See `fetching.Reader.newest`."""
+        return self.wait(None, 0.0)
+
+    def wait(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
+        """See `fetching.Reader.wait`."""
+        request = WaitRequest(
+            **self._who,
+            known=None if known is None else (known.incarnation, pair(known.version)),
+            timeout_s=timeout_s,
+        )
+        newest = self._root.ask("wait", request, WaitAnswer, timeout_s + _ANSWER_S).newest
+        return None if newest is None else Announcement(newest[0], WeightVersion(*newest[1]))
+
+    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> Received:
+        """See `fetching.Reader.read`."""
+        deadline = time.monotonic() + timeout_s
+        again = self._came is not None and self._came.manifest.version == version  # what came was damaged
+        self._came = None
+        while True:
+            offer = self._offer(version, base, again, deadline)
+            manifest = offer.read_manifest(self._config.max_bytes)
+            if offer.parent == ROOT:
+                return self._received(self._root, manifest, base, offer, offer.deltas, deadline, None)
+            if offer.parent is not None:
+                try:
+                    return self._from_parent(offer.parent, manifest, base, offer, deadline)
+                except (UnreachableError, WeightsError) as error:
+                    _log.info("weights come from the root: %s", error)
+                    self._numbers["weights/parent_failures"] += 1
+            elif time.monotonic() >= deadline:
+                raise UnreachableError(
+                    f"no place in the fan-out tree to fetch {version} came free in {timeout_s:.0f} s"
+                )
+            again = offer.parent is not None
+
+    def found_whole(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """What was read last is verified: it is handed on to other clients, where the root asked for that."""
+        came, self._came = self._came, None
+        if came is None:
+            return
+        if not came.keep:
+            self._relay.drop()
+        port = self._port(came, arrays) if came.keep else None
+        request = FinishedRequest(**self._who, version=pair(came.manifest.version), port=port)
+        self._root.tell("finished", request, _ANSWER_S)
+
+    def metrics(self) -> dict[str, float]:
+        """See `fetching.Reader.metrics`."""
+        return self._numbers | self._relay.metrics()
+
+    def close(self) -> None:
+        """See `fetching.Reader.close`."""
+        self._root.close()
+        if self._parent is not None:
+            self._parent.close()
+
+    def _offer(
+        self, version: WeightVersion, base: tuple[WeightVersion, str] | None, failed: bool, deadline: float
+    ) -> OfferAnswer:
+        remaining_s = max(0.0, deadline - time.monotonic())
+        request = OfferRequest(
+            **self._who,
+            version=pair(version),
+            base=content_pair(base),
+            failed=failed,
+            timeout_s=min(_PLACE_S, remaining_s),
+        )
+        return self._root.ask("offer", request, OfferAnswer, min(_PLACE_S, remaining_s) + _ANSWER_S)
+
+    def _from_parent(
+        self,
+        address: str,
+        manifest: Manifest,
+        base: tuple[WeightVersion, str] | None,
+        offer: OfferAnswer,
+        deadline: float,
+    ) -> Received:
+        parent = self._channel_to(address)
+        request = OfferRequest(**self._who, version=pair(manifest.version), base=content_pair(base), timeout_s=0.0)
+        deltas = parent.ask("offer", request, OfferAnswer, _ANSWER_S).deltas
+        received = self._received(parent, manifest, base, offer, deltas, deadline, STALL_S)
+        self._numbers["weights/from_clients"] += 1
+        return received
+
+    def _received(
+        self,
+        channel: Channel,
+        manifest: Manifest,
+        base: tuple[WeightVersion, str] | None,
+        offer: OfferAnswer,
+        deltas: Sequence[int] | None,
+        deadline: float,
+        stall_s: float | None,
+    ) -> Received:
+        start = None if deltas is None else content_pair(base)
+        sizes = [spec.nbytes for spec in manifest.arrays] if deltas is None else list(deltas)
+        if sum(sizes) > manifest.nbytes:
+            raise WeightsError(f"deltas of {sum(sizes)} bytes are more than the arrays' {manifest.nbytes}")
+        ticket = StreamTicket(
+            **self._who,
+            incarnation=manifest.incarnation,
+            version=pair(manifest.version),
+            base=start,
+            stream=0,
+            streams=1,
+            chunk_bytes=self._config.chunk_bytes,
+        )
+        buffers = channel.fetch(ticket, sizes, deadline, stall_s)
+        self._numbers["weights/bytes_received"] += sum(sizes)
+        self._came = _Came(manifest, start, buffers if deltas is not None else (), offer.keep)
+        if deltas is not None:
+            return Received(manifest, None, buffers, sum(sizes))
+        arrays = {spec.name: from_raw_bytes(spec, data) for spec, data in zip(manifest.arrays, buffers, strict=True)}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return Received(manifest, arrays, (), sum(sizes))
+
+    def _channel_to(self, address: str) -> Channel:
+        if self._parent is None or self._parent.address != address:
+            if self._parent is not None:
+                self._parent.close()
+            access = self._access.named(self._server_name)
+            self._parent = Channel(address, self._tls, access, self._config.streams, self._config.chunk_bytes)
+        return self._parent
+
+    def _port(self, came: _Came, arrays: Mapping[str, np.ndarray]) -> int | None:
+        if self._tls and self._access.certificate is None:
+            return None  # it has no certificate to show to others
+        try:
+            return self._relay.keep(came.manifest, arrays, came.base, came.messages)
+        except ConfigError as error:
+            _log.warning("this client serves no other: %s", error)
+            return None
+
+
+class FlightClient:
+    """Fetches over Arrow Flight, and serves other clients where the root asks for it (`protocol.WeightClient`).
+
+    Args:
+        endpoint: Of the broadcaster.
+        config: Streams, limits and certificates. Where `host` is loopback, other clients are served on loopback only.
+        token: The broadcaster's.
+        client_id: Names this client.
+    """
+
+    def __init__(self, endpoint: Mapping[str, Any], config: WeightsConfig, token: str | None, client_id: str) -> None:
+        access = Access.from_config(config, token or "")
+        self._relay = Relay(endpoint["job"], access, "127.0.0.1" if is_loopback(config.host) else "0.0.0.0")
+        self._config, self._access, self._client_id = config, access, client_id
+        self._reader: FlightReader | None = None
+        self._fetching = FetchingClient(endpoint, config, self._open)
+
+    def latest(self) -> WeightVersion | None:
+        """See `WeightClient.latest`."""
+        return self._fetching.latest()
+
+    def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
+        """See `WeightClient.wait_for`."""
+        return self._fetching.wait_for(newer_than, timeout_s)
+
+    def fetch(self, version: WeightVersion) -> Mapping[str, np.ndarray]:
+        """See `WeightClient.fetch`."""
+        arrays = self._fetching.fetch(version)
+        reader = self._reader
+        if reader is not None:
+            reader.found_whole(arrays)
+        return arrays
+
+    def connect(self, endpoint: Mapping[str, Any]) -> None:
+        """See `WeightClient.connect`."""
+        self._fetching.connect(endpoint)
+
+    def metrics(self) -> dict[str, float]:
+        """See `WeightClient.metrics`."""
+        return self._fetching.metrics()
+
+    def close(self) -> None:
+        """See `WeightClient.close`."""
+        self._fetching.close()
+        self._relay.close()
+
+    def _open(self, endpoint: Mapping[str, Any]) -> FlightReader:
+        self._reader = FlightReader(endpoint, self._config, self._access, self._client_id, self._relay)
+        return self._reader

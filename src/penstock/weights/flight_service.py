@@ -1,0 +1,174 @@
+"""Serves one publication at a time over Arrow Flight: what the root beside the learner and every relay have in common.
+
+Arrays are sent from where they lie: each message refers to a part of an array, and Arrow writes it to the socket
+without taking the interpreter lock. A fetch that has begun is served to its end even if a newer version is put in its
+place meanwhile.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
+from penstock.weights.flight_access import Access, join_address, peer_host, serving_options, wire_error
+from penstock.weights.flight_messages import SCHEMA, Content, StreamTicket, content_pair, pair, read_request
+from penstock.weights.manifest import Manifest, raw_bytes
+from penstock.weights.streams import Piece, cut
+
+Action = Callable[[bytes, str], bytes]
+"""Answers a request, given its body and the host that it came from."""
+
+_CLOSE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A publication as it is served.
+
+    Attributes:
+        manifest: What it holds.
+        arrays: Its arrays by name.
+        ways: Encoded deltas from an earlier content, the oldest first.
+        values: The manifest as JSON values.
+    """
+
+    manifest: Manifest
+    arrays: Mapping[str, np.ndarray]
+    ways: Mapping[Content, Sequence[Any]]
+    values: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.manifest.to_values())
+
+    def delta_sizes(self, base: Content | None) -> list[int] | None:
+        """Bytes of each delta of the way from `base`; None where there is none, and arrays must be sent whole."""
+        if base is None:
+            return None
+        if base == content_pair(self.manifest.content):
+            return []
+        way = self.ways.get(base)
+        return None if way is None else [memoryview(message).nbytes for message in way]
+
+    def buffers(self, base: Content | None) -> list[pa.Buffer]:
+        """What is sent, by reference. Raises WeightsError where there is no way from `base`."""
+        if base is None:
+            return [pa.py_buffer(raw_bytes(self.arrays[spec.name])) for spec in self.manifest.arrays]
+        if base not in self.ways:
+            raise WeightsError(f"there is no delta from {base} to {self.manifest.version}: ask for the whole arrays")
+        return [pa.py_buffer(message) for message in self.ways[base]]
+
+
+class WeightService(flight.FlightServerBase):
+    """A Flight server of the publication that was put last.
+
+    Args:
+        job: Requests of other jobs are refused.
+        access: Token and certificates.
+        host: Address to listen on.
+        port: 0 takes a free one; the attribute `port` says which.
+        actions: What it answers beside streams, by name.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(self, job: str, access: Access, host: str, port: int, actions: Mapping[str, Action]) -> None:
+        self._job, self._actions = job, actions
+        self._lock = threading.Lock()
+        self._served: Served | None = None
+        self._closing = False
+        self._numbers = {"weights/bytes_served": 0.0, "weights/streams_served": 0.0}
+        try:
+            super().__init__(**serving_options(access, host, port))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"weights: {join_address(host, port)} cannot be listened on: {error}") from error
+
+    def put(self, served: Served | None) -> None:
+        """Serves this from here on."""
+        with self._lock:
+            self._served = served
+
+    def get(self, version: WeightVersion, incarnation: str | None = None) -> Served:
+        """What is served, if it is that version (of that broadcaster).
+
+        Raises:
+            SupersededVersionError: it is not.
+        """
+        with self._lock:
+            served = self._served
+        manifest = None if served is None else served.manifest
+        if served is not None and manifest is not None and manifest.version == version:
+            if incarnation in (None, manifest.incarnation):
+                return served
+            raise SupersededVersionError(
+                f"{version} of broadcaster {incarnation} is gone: {manifest.incarnation} published it anew",
+                pair(version),
+            )
+        raise SupersededVersionError(
+            f"{version} is not available: {'nothing' if manifest is None else manifest.version} is the newest and only "
+            "one kept",
+            None if manifest is None else pair(manifest.version),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of what was sent."""
+        with self._lock:
+            return dict(self._numbers)
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        """Answers a request; part of Flight."""
+        try:
+            answer = self._actions.get(action.type)
+            if answer is None:
+                raise WeightsError(f"unknown action {action.type!r:.100}: it is one of {sorted(self._actions)}")
+            return [answer(action.body, peer_host(context.peer()))]
+        except WeightsError as error:
+            raise wire_error(error) from error
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        """Sends one stream of a publication; part of Flight."""
+        try:
+            request = read_request(StreamTicket, ticket.ticket)
+            self.check_job(request.job)
+            served = self.get(WeightVersion(*request.version), request.incarnation)
+            buffers = served.buffers(request.base)
+        except WeightsError as error:
+            raise wire_error(error) from error
+        plan = cut([buffer.size for buffer in buffers], request.streams, request.chunk_bytes)
+        pieces = plan[request.stream] if request.stream < request.streams else []
+        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(SCHEMA, self._batches(buffers, pieces)))
+
+    def check_job(self, job: str) -> None:
+        """Refuses another job's request. Raises WeightsError."""
+        if job != self._job:
+            raise WeightsError(f"job {job!r} asks the weight server of job {self._job!r}")
+
+    def close(self) -> None:
+        """Ends streams and refuses new ones; a client that takes nothing cannot hold it up for long."""
+        self._closing = True
+        ending = threading.Thread(target=self.shutdown, name="weights-close", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        if ending.is_alive():
+            _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
+
+    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Sequence[Piece]) -> Iterator[pa.RecordBatch]:
+        for piece in pieces:
+            if self._closing:
+                raise flight.FlightUnavailableError("the weight server is closing")
+            data = buffers[piece.index].slice(piece.offset, piece.size)
+            column = pa.Array.from_buffers(pa.uint8(), piece.size, [None, data], null_count=0)
+            yield pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+            self._count("weights/bytes_served", piece.size)
+        self._count("weights/streams_served", 1)
+
+    def _count(self, name: str, number: float) -> None:
+        with self._lock:
+            self._numbers[name] += number

@@ -1,0 +1,112 @@
+"""The folder in this machine's memory that one job's broadcaster owns, and how it gets one that nobody else has.
+
+Its broadcaster holds a lock in it for as long as it lives. Memory of broadcasters that died is freed by the next one on
+the machine, of whichever job of this user.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from pathlib import Path
+
+from penstock.types import WeightsError
+from penstock.weights.segments import memory_folder
+
+_LOCK = "broadcaster.lock"
+_LOOK_EVERY_S = 0.02
+
+
+def job_folder(job: str) -> Path:
+    """Where a job's segments lie; the same on both sides."""
+    digest = hashlib.blake2b(job.encode(), digest_size=12).hexdigest()
+    return memory_folder() / f"{_prefix()}{digest}"
+
+
+class OwnedFolder:
+    """A job's folder, emptied, with its lock held.
+
+    Args:
+        job: The run.
+        timeout_s: How long to wait for a broadcaster of the job that still lives.
+
+    Raises:
+        WeightsError: it lives on, or the folder belongs to another user.
+    """
+
+    def __init__(self, job: str, timeout_s: float) -> None:
+        self.path = job_folder(job)
+        _free_abandoned(self.path)
+        self._lock = _lock_of(self.path, time.monotonic() + timeout_s)
+        _empty(self.path)
+
+    def remove(self) -> None:
+        """Frees everything in it, and the folder itself."""
+        _remove(self.path, self._lock)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether it is a folder of this user that others cannot write to."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _prefix() -> str:
+    return f"penstock-{os.getuid()}-"
+
+
+def _lock_of(path: Path, deadline: float) -> int:
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        if not is_own_folder(path):
+            raise WeightsError(f"{path} is not a folder of this user alone: remove it, or give the run another id")
+        descriptor = _try_lock(path, os.O_CREAT)
+        if descriptor is not None:
+            return descriptor
+        if time.monotonic() >= deadline:
+            raise WeightsError(f"another broadcaster of this job lives: it holds {path / _LOCK}; end it first")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _try_lock(path: Path, flags: int) -> int | None:
+    """The lock's descriptor; None where somebody has it, or it went away meanwhile."""
+    file = path / _LOCK
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(file).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass  # taken by another broadcaster, or removed together with an abandoned folder
+    os.close(descriptor)
+    return None
+
+
+def _free_abandoned(but: Path) -> None:
+    for path in memory_folder().glob(f"{_prefix()}*"):
+        if path != but and is_own_folder(path):
+            descriptor = _try_lock(path, 0)
+            if descriptor is not None:
+                _remove(path, descriptor)
+
+
+def _remove(path: Path, lock: int) -> None:
+    _empty(path)
+    (path / _LOCK).unlink(missing_ok=True)
+    os.close(lock)
+    try:
+        path.rmdir()
+    except OSError:
+        return  # gone already, or another broadcaster has just moved in
+
+
+def _empty(path: Path) -> None:
+    for file in path.iterdir():
+        if file.name != _LOCK:
+            file.unlink(missing_ok=True)

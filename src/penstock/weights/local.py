@@ -1,0 +1,108 @@
+"""Weights handed over inside one process: by reference, version by version, whole or not at all.
+
+Nothing is copied: JAX arrays are immutable, and published arrays are never donated by the learner. Only the newest
+version is kept. Both sides are one object, which never changes its incarnation.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
+from penstock.weights.manifest import Layout, check_layout, layout_of
+
+
+class InProcessBroadcaster:
+    """Publishes and serves named arrays by version (`protocol.Broadcaster` and `protocol.WeightClient`).
+
+    The first publication fixes the arrays' names, shapes and dtypes; a later one that differs is refused with the names
+    that differ. Versions only grow. Arrays are given out as they came in: of JAX or of NumPy.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._version: WeightVersion | None = None
+        self._arrays: Mapping[str, Any] = {}
+        self._layout: Layout | None = None
+        self._publish_s = 0.0
+        self._closed = False
+
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Makes a version available to every waiting client.
+
+        Raises:
+            WeightsError: the version is not newer than the last, or the arrays' layout changed.
+        """
+        began = time.perf_counter()
+        layout = layout_of(arrays)
+        with self._changed:
+            if self._closed:
+                raise WeightsError("the broadcaster was closed: nothing can be published")
+            if self._version is not None and version <= self._version:
+                raise WeightsError(f"{version} is not newer than the published {self._version}")
+            if self._layout is not None:
+                check_layout(self._layout, layout, "published arrays")
+            self._version, self._arrays, self._layout = version, dict(arrays), layout
+            self._changed.notify_all()
+            self._publish_s = time.perf_counter() - began
+
+    def latest(self) -> WeightVersion | None:
+        """The newest published version; None before the first."""
+        with self._changed:
+            return self._version
+
+    def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
+        """The arrays of exactly that version, never another's.
+
+        Raises:
+            SupersededVersionError: the version is superseded or was never published.
+        """
+        with self._changed:
+            if version != self._version:
+                newest = None if self._version is None else (self._version.lineage, self._version.step)
+                raise SupersededVersionError(
+                    f"{version} is not available: {self._version} is the newest and only one kept", newest
+                )
+            return self._arrays
+
+    def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
+        """Blocks until something newer than `newer_than` is there; None at the timeout.
+
+        Raises:
+            Stopped: it was closed.
+        """
+
+        def over() -> bool:
+            newer = self._version is not None and (newer_than is None or self._version > newer_than)
+            return newer or self._closed
+
+        with self._changed:
+            changed = self._changed.wait_for(over, timeout_s)
+            if self._closed:
+                raise Stopped("the broadcaster of weights was closed")
+            return self._version if changed else None
+
+    def endpoint(self) -> dict[str, Any]:
+        """Nothing that another process could use."""
+        return {"transport": "local", "job": "local", "incarnation": "local"}
+
+    def connect(self, endpoint: Mapping[str, Any]) -> None:
+        """Takes no endpoint but its own.
+
+        Raises:
+            WeightsError: it is another.
+        """
+        if dict(endpoint) != self.endpoint():
+            raise WeightsError(f"an endpoint of transport {endpoint.get('transport')!r}: weights are local here")
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of the last publication."""
+        return {"weights/publish_s": self._publish_s}
+
+    def close(self) -> None:
+        """Ends every wait, and lets go of the arrays."""
+        with self._changed:
+            self._closed = True
+            self._arrays = {}
+            self._changed.notify_all()

@@ -1,0 +1,108 @@
+"""What every transport of weights implements: a broadcaster beside the learner, a client beside each engine.
+
+What holds for all of them, and is tested for all of them alike:
+
+- A publication is whole or not there. Names, shapes and dtypes are fixed by the first; a later one that differs is
+  refused with the names, by the broadcaster and again by the client.
+- Versions only grow within one broadcaster. One that was started anew (another *incarnation*) may publish the version
+  that its predecessor had; clients find it again, because they remember from which incarnation they fetched.
+- `fetch` gives the arrays of exactly the version asked for, verified array by array, or raises. What is damaged is
+  fetched again, whole, a few times.
+- Publications are named by job: a client takes none of another job, and none that was made with another token.
+
+Not covered: who decides when to fetch, and the swap into an engine.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.types import WeightVersion
+
+
+@runtime_checkable
+class Broadcaster(Protocol):
+    """Where the learner puts new weights (`types.WeightSink`), and what serves them. Thread-safe."""
+
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Makes a version available, whole.
+
+        Args:
+            version: Newer than every earlier one of this broadcaster.
+            arrays: JAX or NumPy arrays by name. They are kept by reference and must not change or be donated later.
+
+        Raises:
+            WeightsError: the version is not newer, the arrays' layout changed, or they could not be stored.
+        """
+        ...
+
+    def latest(self) -> WeightVersion | None:
+        """The newest published version; None before the first."""
+        ...
+
+    def endpoint(self) -> dict[str, Any]:
+        """What a client needs to connect, as JSON values; never the token.
+
+        Always has ``transport``, ``job`` and ``incarnation``.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last publication, and totals, as ``weights/<name>``."""
+        ...
+
+    def close(self) -> None:
+        """Stops serving and frees what it holds. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class WeightClient(Protocol):
+    """Where an engine gets weights (`types.WeightSource`).
+
+    One thread at a time waits and fetches; `connect` and `close` may come from others.
+    """
+
+    def latest(self) -> WeightVersion | None:
+        """The newest version as the broadcaster says now; the last known where it does not answer; None before any."""
+        ...
+
+    def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
+        """Blocks until there is something to fetch; None at the timeout.
+
+        That is a version newer than `newer_than`, or the same version of a broadcaster that was started anew since
+        this client's last fetch. A broadcaster that cannot be reached is waited for.
+
+        Raises:
+            Stopped: the client was closed.
+            WeightsError: what is there belongs to another job or token.
+        """
+        ...
+
+    def fetch(self, version: WeightVersion) -> Mapping[str, np.ndarray]:
+        """The arrays of exactly that version, read-only, in the dtype in which they travelled.
+
+        Raises:
+            SupersededVersionError: it is not kept any more, or not published yet; says which is the newest.
+            UnreachableError: the broadcaster is dead or silent.
+            WeightsError: the arrays are damaged time and again, or are not those of the version before by name, shape
+                and dtype, or belong to another job or token.
+        """
+        ...
+
+    def connect(self, endpoint: Mapping[str, Any]) -> None:
+        """From here on speaks to the broadcaster at this endpoint; nothing happens where that is the present one.
+
+        Raises:
+            WeightsError: the endpoint is of another transport or job.
+        """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last fetch, and totals, as ``weights/<name>``."""
+        ...
+
+    def close(self) -> None:
+        """Ends every wait; fetched arrays stay valid. May be called twice."""
+        ...

@@ -1,0 +1,125 @@
+"""Named memory of this machine: files on a memory file system that several processes map.
+
+A segment has one writer and any number of readers. Who maps it holds a shared lock on it until the last of the arrays
+is gone, and the system gives that lock back when a process dies, however it dies. So the writer sees, without counting,
+whether it may write over a segment.
+"""
+
+import fcntl
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from penstock.types import WeightsError
+from penstock.weights.manifest import Manifest, from_raw_bytes, raw_bytes
+
+_MEMORY = Path("/dev/shm")
+_ALIGNMENT = 64
+
+
+def memory_folder() -> Path:
+    """Where segments lie: memory where the system has a place for that, else temporary files."""
+    return _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def segment_bytes(manifest: Manifest) -> int:
+    """Size of a segment for these arrays, each of which begins at a multiple of 64 bytes; at least one page."""
+    return max(sum(_aligned(spec.nbytes) for spec in manifest.arrays), mmap.PAGESIZE)
+
+
+class Segment:
+    """A segment as its writer has it.
+
+    Args:
+        path: Its file, made by this; only this user may read it.
+        nbytes: Its size.
+
+    Raises:
+        WeightsError: there is no memory for it.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _reserve(self._descriptor, nbytes)
+            self._map = mmap.mmap(self._descriptor, nbytes)
+        except OSError as error:
+            os.close(self._descriptor)
+            path.unlink(missing_ok=True)
+            raise WeightsError(
+                f"no shared memory for {nbytes} bytes of weights in {path.parent}: {error}. Make it larger (in a "
+                "container: its shm size), or use weights.transport: arrow_flight"
+            ) from error
+
+    def take(self) -> bool:
+        """Claims it for writing; False while somebody reads."""
+        return _locked(self._descriptor, fcntl.LOCK_EX)
+
+    def give(self) -> None:
+        """Lets others read."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def write(self, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copies the arrays in; the caller has taken it."""
+        memory = np.frombuffer(self._map, np.uint8)
+        offset = 0
+        for spec in manifest.arrays:
+            np.copyto(memory[offset : offset + spec.nbytes], raw_bytes(arrays[spec.name]))
+            offset += _aligned(spec.nbytes)
+
+    def remove(self) -> None:
+        """Takes its name away. Its memory is freed when the last reader has let it go."""
+        self.path.unlink(missing_ok=True)
+        self._map.close()
+        os.close(self._descriptor)
+
+
+def mapped_arrays(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """The arrays of a segment, read-only and by reference; it is not written over while any of them lives.
+
+    Raises:
+        WeightsError: it is gone, is being written, or is too small for the manifest.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise WeightsError(f"the segment {path.name} of weights cannot be opened: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < segment_bytes(manifest):
+            raise WeightsError(f"the segment {path.name} of weights has {status.st_size} bytes, too few")
+        if not _locked(descriptor, fcntl.LOCK_SH):
+            raise WeightsError(f"the segment {path.name} of weights is being written")
+        memory = np.frombuffer(mmap.mmap(descriptor, segment_bytes(manifest), access=mmap.ACCESS_READ), np.uint8)
+    finally:
+        os.close(descriptor)  # the map has a copy of it, and with that the lock
+    arrays, offset = dict[str, np.ndarray](), 0
+    for spec in manifest.arrays:
+        arrays[spec.name] = from_raw_bytes(spec, memory[offset : offset + spec.nbytes])
+        offset += _aligned(spec.nbytes)
+    return arrays
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Gives the file its memory now: a write to memory that is not there would end the process."""
+    os.ftruncate(descriptor, nbytes)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""Weights in memory that the processes of one machine share: one copy in, none out.
+
+Each version is copied into a segment that nobody reads; readers map it. Segments are used again in turn, since memory
+that was touched before is written several times as fast as fresh memory: two of them suffice while every client has let
+the version before go, and each version that a client keeps longer costs one more. Only the newest is offered.
+
+Access is by the file system's rights (this user alone) and the signed marker. Not covered: other machines. On machines
+without a memory file system the segments are temporary files.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.rundir.atomic import write_atomically
+from penstock.types import UnreachableError, WeightsError
+from penstock.weights.job_folder import OwnedFolder, is_own_folder, job_folder
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest
+from penstock.weights.marker import free_name
+from penstock.weights.segments import Segment, mapped_arrays, segment_bytes
+
+_MARKER = "marker.json"
+_TAKEOVER_S = 10.0
+WARM_SEGMENTS = 2
+"""Segments that are kept although nobody needs more than one."""
+
+
+class SharedMemory:
+    """A job's folder as its broadcaster has it (`shelf_store.WritableShelf`).
+
+    Args:
+        job: The run.
+
+    Raises:
+        WeightsError: another broadcaster of the job lives.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._folder = OwnedFolder(job, _TAKEOVER_S)
+        self._segments: dict[str, Segment] = {}
+
+    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """See `WritableShelf.write_arrays`."""
+        name, segment = self._taken_segment(segment_bytes(manifest), taken)
+        try:
+            segment.write(manifest, arrays)
+        finally:
+            segment.give()
+        return name
+
+    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
+        """See `WritableShelf.write_message`."""
+        self._write(name, b"".join(buffers))
+
+    def write_marker(self, content: bytes) -> None:
+        """See `WritableShelf.write_marker`."""
+        self._write(_MARKER, content)
+
+    def discard(self, names: set[str]) -> None:
+        """See `WritableShelf.discard`; segments stay for the next version, and go where there are too many."""
+        for name in names - self._segments.keys():
+            (self._folder.path / name).unlink(missing_ok=True)
+        for name in names & self._segments.keys():
+            if len(self._segments) > WARM_SEGMENTS:
+                self._segments.pop(name).remove()
+
+    def endpoint(self) -> dict[str, Any]:
+        """See `WritableShelf.endpoint`."""
+        return {"folder": str(self._folder.path)}
+
+    def close(self) -> None:
+        """Frees the memory, as far as nobody reads it any more."""
+        for segment in self._segments.values():
+            segment.remove()
+        self._segments.clear()
+        self._folder.remove()
+
+    def _taken_segment(self, nbytes: int, offered: set[str]) -> tuple[str, Segment]:
+        """A segment that nobody reads, claimed; a new one where there is none."""
+        for name, segment in self._segments.items():
+            if name not in offered and segment.nbytes == nbytes and segment.take():
+                return name, segment
+        name = free_name("segment", ".weights", set(self._segments))
+        segment = Segment(self._folder.path / name, nbytes)
+        segment.take()
+        self._segments[name] = segment
+        return name, segment
+
+    def _write(self, name: str, content: bytes) -> None:
+        try:
+            write_atomically(self._folder.path / name, content, durable=False)
+        except OSError as error:
+            raise WeightsError(f"shared memory cannot be written: {error}") from error
+
+
+class SharedMemoryShelf:
+    """A job's folder as clients have it (`shelf.Shelf`).
+
+    Args:
+        job: The run.
+    """
+
+    look_every_s = 0.002
+
+    def __init__(self, job: str) -> None:
+        self._folder = job_folder(job)
+        self._seen: tuple[tuple[int, int, int], bytes] | None = None
+
+    def marker(self) -> bytes | None:
+        """See `Shelf.marker`."""
+        path = self._folder / _MARKER
+        try:
+            status = path.stat()
+            identity = status.st_ino, status.st_mtime_ns, status.st_size
+            if self._seen is None or self._seen[0] != identity:
+                if not is_own_folder(self._folder):
+                    raise WeightsError(f"{self._folder} is not a folder of this user alone")
+                self._seen = identity, _read_bounded(path, MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            if self._folder.is_dir():
+                return None
+            raise UnreachableError(
+                f"no broadcaster of this job runs on this machine: {self._folder} is missing"
+            ) from None
+        return self._seen[1]
+
+    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
+        """See `Shelf.arrays`."""
+        return mapped_arrays(self._folder / name, manifest)
+
+    def message(self, name: str, most_bytes: int) -> bytes:
+        """See `Shelf.message`."""
+        try:
+            return _read_bounded(self._folder / name, most_bytes)
+        except FileNotFoundError as error:
+            raise WeightsError(f"the delta {name} of weights is gone") from error
+
+
+def _read_bounded(path: Path, most_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > most_bytes:
+            raise WeightsError(f"{path} has {nbytes} bytes, at most {most_bytes} are read")
+        return file.read(most_bytes)

@@ -1,0 +1,127 @@
+"""Malformed requests to the API: in process, where an unexpected exception shows, and as bytes on a socket."""
+
+import asyncio
+import json
+import socket
+import struct
+
+import httpx
+import jax
+import pytest
+
+from penstock.inference import EngineConfig, HttpServer, InferenceEngine, create_app
+from penstock.model.language import Decoder, ModelConfig
+from penstock.text import Tokenizer
+from penstock.types import WeightVersion
+from tests.fuzz.fuzzing import FEW, LIMIT_S, damaged, fuzz, json_bytes
+
+TOKEN = "a fuzzer's token"
+MAX_BODY_BYTES = 100_000
+SAMPLING = {
+    "model": "tiny", "n": 1, "seed": 3, "stop": ["zz", "\n"], "stop_token_ids": [5], "temperature": 0.7, "top_k": 9,
+    "top_p": 0.9, "return_token_ids": True, "user": "someone", "stream": False,
+}  # fmt: skip
+BODIES = {
+    "/v1/completions": [
+        SAMPLING | {"prompt": "Who purrs?", "max_tokens": 3, "logprobs": 1},
+        SAMPLING | {"prompt": [[5, 6, 7], [8]], "max_tokens": 2},
+    ],
+    "/v1/chat/completions": [
+        SAMPLING | {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}],
+            "max_completion_tokens": 3, "logprobs": True,
+        },
+    ],
+    "/tokenize": [{"prompt": "Who purrs?"}, {"messages": [{"role": "user", "content": "Who?"}]}],
+}  # fmt: skip
+PATHS = ("/health", "/v1/models", "/v1/models/tiny", "/v1/models/..%2f..%2fetc%2fpasswd", "/%ff", "//", "/v1/models/\u00e9")
+METHODS = ("POST",) * 12 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "X" * 300)
+FINE = (200, 400, 401, 404, 405, 413, 415, 429)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    tokenizer = Tokenizer.load("penstock")
+    shape = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    config = EngineConfig(max_slots=8, max_seq_len=32, steps_per_dispatch=4, prefill_lengths=(8,), request_timeout_s=60.0)
+    engine = InferenceEngine(Decoder.initialise(shape, jax.random.key(0)), WeightVersion(0, 0), tokenizer, config)
+    engine.start()
+    engine.wait_until_ready(120.0)
+    yield engine
+    engine.stop(30.0)
+
+
+@pytest.fixture(scope="module")
+def app(engine):
+    return create_app(engine, Tokenizer.load("penstock"), "tiny", TOKEN, MAX_BODY_BYTES)
+
+
+def make_request(rng):
+    path = rng.choice([*BODIES] * 6 + list(PATHS))
+    headers = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
+    if rng.random() < 0.05:
+        odd = rng.choice((b"", b"text/plain", b"Bearer", rng.randbytes(20).translate(None, b"\r\n\0"), b"a" * 9000))
+        headers[rng.choice(list(headers))] = odd
+    body = json_bytes(rng.choice(BODIES.get(path, [{}])), rng)
+    if rng.random() < 0.01:
+        body = body.ljust(MAX_BODY_BYTES + rng.randint(0, 1))
+    return rng.choice(METHODS), path, headers, body
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+def test_every_request_gets_an_answer(app, engine, count):
+    with asyncio.Runner() as runner:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://penstock")
+        answered = dict.fromkeys(FINE, 0)
+
+        def target(given):
+            method, path, headers, body = given
+            request = client.request(method, path, headers=headers, content=body)
+            answer = runner.run(asyncio.wait_for(request, LIMIT_S))
+            answered[answer.status_code] += 1
+            if method != "HEAD":
+                content = json.loads(answer.content)
+                assert answer.status_code == 200 or content["error"]["message"]
+
+        fuzz(target, make_request, count, ())
+        runner.run(client.aclose())
+    assert answered[200] > 0.02 * count and answered[400] > 0.2 * count
+    assert engine.stats()["inference/waiting"] == engine.stats()["inference/running"] == 0
+    engine.raise_if_failed()
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+def test_bytes_that_are_no_http_close_or_are_answered(app, count):
+    """Each connection is closed by the client's end; the server must not keep it, and must go on serving."""
+    body = json.dumps(BODIES["/v1/completions"][0]).encode()
+    good = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: %d\r\n\r\n" % len(body)
+    ) + body
+    chunked = good.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked").replace(
+        body, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    )
+    server = HttpServer(app)
+    server.start()
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+    def target(content):
+        with socket.create_connection(address, timeout=LIMIT_S) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.settimeout(LIMIT_S)
+            try:
+                connection.sendall(content)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+            except (ConnectionResetError, BrokenPipeError):
+                return  # it was refused before all of it was sent
+
+    try:
+        fuzz(target, lambda rng: damaged(rng.choice((good, chunked)), rng), count, ())
+        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=LIMIT_S).status_code == 200
+    finally:
+        server.stop()

@@ -1,0 +1,399 @@
+"""The pool against servers that answer, refuse, hang, hang up, lie and die, over real HTTP."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.inference import HttpServer, ServerPool
+from penstock.inference import pool as module
+from penstock.inference.routing import Server, Target
+from penstock.inference.server_request import MalformedAnswer, ServerRequest
+from penstock.types import (
+    ConfigError,
+    EnvironmentFailure,
+    NoProgressError,
+    RunFailed,
+    Stopped,
+    UnreachableError,
+)
+from tests.certificates import write_certificate
+from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
+
+WAIT_S = 20.0
+
+start = pytest.fixture(serving)
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(*servers, **settings):
+        pool = ServerPool(**({"request_timeout_s": WAIT_S} | settings))
+        pools.append(pool)
+        pool.set_servers(servers)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def in_threads():
+    """Runs something in another thread; its result is a future."""
+    with ThreadPoolExecutor(16) as threads:
+        yield threads.submit
+
+
+def read(content):
+    choices = json.loads(content)["choices"]
+    if not choices:
+        raise MalformedAnswer("it holds no choices")
+    return [choice["token_ids"][0] for choice in choices]
+
+
+def request(seed=1, tokens=10, session=None, target=None):
+    body = json.dumps({"seeds": [seed], "n": 1}).encode()
+    return ServerRequest(body, tokens, read, session, target)
+
+
+def metric(pool, name):
+    return pool.metrics()[f"inference_client/{name}"]
+
+
+def wait_until(condition):
+    """Bounded; for counters of another thread that say by nothing but their value that they have changed."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+def test_requests_are_answered_in_order_over_connections_that_stay(start, make_pool):
+    server = start()
+    pool = make_pool(server.known_as("inference-0"), token="a secret")
+    assert pool.ask([request(seed) for seed in range(8)]) == [[seed] for seed in range(8)]
+    assert pool.ask([]) == []
+    for seed in range(8):
+        pool.ask([request(seed)])
+    assert len(server.connections) <= 8
+    assert {h["authorization"] for h in server.headers} == {"Bearer a secret"}
+    assert pool.metrics() == {
+        "inference_client/requests_total": 16.0, "inference_client/retries_total": 0.0,
+        "inference_client/refusals_total": 0.0, "inference_client/wait_s_total": pytest.approx(0, abs=1.0),
+        "inference_client/waiting": 0.0, "inference_client/servers": 1.0,
+        "inference_client/outstanding_tokens/inference-0": 0.0,
+    }  # fmt: skip
+
+
+def test_load_goes_where_less_is_outstanding(start, make_pool, in_threads):
+    slow = start()
+    slow.behave = slow.hang
+    quick = start()
+    pool = make_pool(slow.known_as("slow"), quick.known_as("quick"))
+    stuck = in_threads(pool.ask, [request(0, tokens=50, target=Target("slow"))])
+    slow.wait_for_requests(1)
+    assert metric(pool, "outstanding_tokens/slow") == 50
+    for seed in range(5):
+        assert pool.ask([request(seed)]) == [[seed]]
+    assert (len(slow.bodies), len(quick.bodies)) == (1, 5)
+    slow.over.set()  # it hangs up; asked again, it answers
+    slow.behave = answer
+    assert stuck.result(WAIT_S) == [[0]]
+
+
+def test_a_session_stays_with_its_server(start, make_pool):
+    servers = [start() for _ in range(3)]
+    pool = make_pool(*(s.known_as(f"inference-{i}") for i, s in enumerate(servers)))
+    for turn in range(6):
+        pool.ask([request(turn, session="talk")])
+    assert sorted(len(s.bodies) for s in servers) == [0, 0, 6]
+
+
+@pytest.mark.parametrize("reply", [HANG_UP, refusal(503, "the engine was stopped", "engine_unavailable")])
+def test_a_server_that_cannot_answer_is_left_for_another(start, make_pool, reply):
+    bad, good = start(lambda body: reply), start()
+    pool = make_pool(bad.known_as("bad"), good.known_as("good"))
+    assert [pool.ask([request(seed)]) for seed in range(4)] == [[[seed]] for seed in range(4)]
+    assert metric(pool, "retries_total") == len(bad.bodies) <= 2
+    assert metric(pool, "outstanding_tokens/bad") == metric(pool, "outstanding_tokens/good") == 0
+
+
+def test_nobody_listening_is_left_for_another(start, make_pool):
+    gone = start()
+    address = gone.known_as("gone")
+    gone.close()
+    pool = make_pool(address, start().known_as("there"))
+    assert [pool.ask([request(seed)]) for seed in range(3)] == [[[seed]] for seed in range(3)]
+
+
+def test_a_death_in_the_middle_is_survived_by_all_and_a_session_moves_on(start, make_pool, in_threads):
+    victim, heir = start(), start()
+    victim.behave = victim.hang
+    pool = make_pool(victim.known_as("victim"))
+    asked = [in_threads(pool.ask, [request(seed, session="talk")]) for seed in range(5)]
+    victim.wait_for_requests(5)
+    pool.set_servers([victim.known_as("victim"), heir.known_as("heir")])
+    victim.over.set()
+    assert [one.result(WAIT_S) for one in asked] == [[[seed]] for seed in range(5)]
+    assert sorted(body["seeds"] for body in heir.bodies) == [[0], [1], [2], [3], [4]]
+    pool.ask([request(9, session="talk")])
+    assert len(heir.bodies) == 6 and len(victim.bodies) == 5
+
+
+def test_a_server_reported_dead_is_not_waited_for_although_it_says_nothing(start, make_pool, in_threads):
+    frozen, heir = start(), start()
+    frozen.behave = frozen.hang
+    pool = make_pool(frozen.known_as("inference-0"))
+    stuck = in_threads(pool.ask, [request(3)])
+    frozen.wait_for_requests(1)
+    pool.set_servers([heir.known_as("inference-0", incarnation=1)])
+    assert stuck.result(WAIT_S) == [[3]]
+    assert not frozen.over.is_set()
+
+
+def test_a_frozen_server_is_found_out_by_its_health(start, make_pool, in_threads):
+    frozen, heir = start(), start()
+    frozen.behave = frozen.hang
+    frozen.healthy.clear()
+    pool = make_pool(frozen.known_as("frozen"), quiet_s=0.1, health_s=0.1)
+    stuck = in_threads(pool.ask, [request(3)])
+    frozen.wait_for_requests(1)
+    pool.set_servers([frozen.known_as("frozen"), heir.known_as("heir")])
+    assert stuck.result(WAIT_S) == [[3]]
+
+
+def test_a_slow_server_in_good_health_is_waited_for(start, make_pool, in_threads):
+    slow, other = start(), start()
+    asked = threading.Event()
+    slow.behave = lambda body: (asked.wait(WAIT_S), answer(body))[1]
+    pool = make_pool(slow.known_as("slow"), quiet_s=0.02, health_s=5.0)
+    waiting = in_threads(pool.ask, [request(3)])
+    slow.wait_for_requests(1)
+    pool.set_servers([slow.known_as("slow"), other.known_as("other")])
+    with pytest.raises(TimeoutError):
+        waiting.result(0.4)  # many examinations later
+    asked.set()
+    assert waiting.result(WAIT_S) == [[3]] and len(slow.bodies) == 1 and not other.bodies
+
+
+def test_a_server_that_is_full_is_asked_again_after_a_pause(start, make_pool):
+    replies = iter([refusal(429, "busy"), refusal(429, "busy")])
+    server = start()
+    server.behave = lambda body: next(replies, None) or answer(body)
+    pool = make_pool(server.known_as("inference-0"))
+    began = time.monotonic()
+    assert pool.ask([request(4)]) == [[4]]
+    assert time.monotonic() - began >= 0.05 + 0.1
+    assert metric(pool, "refusals_total") == metric(pool, "retries_total") == 2
+    assert metric(pool, "wait_s_total") >= 0.15
+
+
+def test_a_server_that_is_full_is_left_for_another(start, make_pool):
+    full, free = start(lambda body: refusal(429)), start()
+    pool = make_pool(full.known_as("full"), free.known_as("free"))
+    for seed in range(4):
+        assert pool.ask([request(seed)]) == [[seed]]
+    assert len(free.bodies) == 4
+
+
+def test_a_conversation_waits_for_its_server_when_that_is_full(start, make_pool):
+    home, other = start(), start()
+    pool = make_pool(home.known_as("home"))
+    pool.ask([request(0, session="talk")])
+    pool.set_servers([home.known_as("home"), other.known_as("other")])
+    replies = iter([refusal(429)] * 2)
+    home.behave = lambda body: next(replies, None) or answer(body)
+    assert pool.ask([request(1, session="talk")]) == [[1]]
+    assert len(home.bodies) == 4 and not other.bodies
+
+
+def test_no_more_than_the_limit_is_outstanding(start, make_pool, in_threads):
+    server = start()
+    server.behave = server.hang
+    pool = make_pool(server.known_as("inference-0"), most_outstanding_tokens=100)
+    asked = [in_threads(pool.ask, [request(seed, tokens=50)]) for seed in range(4)]
+    server.wait_for_requests(2)
+    wait_until(lambda: metric(pool, "waiting") == 2)
+    assert metric(pool, "outstanding_tokens/inference-0") == 100 and len(server.bodies) == 2
+    assert pool.waiting_for() == "room at the inference servers"
+    server.behave = answer
+    server.over.set()
+    assert sorted(one.result(WAIT_S)[0] for one in asked) == [[0], [1], [2], [3]]
+    assert metric(pool, "wait_s_total") > 0 and pool.waiting_for() is None
+
+
+def test_requests_wait_for_the_first_server(start, make_pool, in_threads):
+    pool = make_pool()
+    waiting = in_threads(pool.ask, [request(2)])
+    wait_until(lambda: pool.waiting_for() == "an inference server")
+    pool.set_servers([start().known_as("inference-0")])
+    assert waiting.result(WAIT_S) == [[2]]
+
+
+def test_a_draining_server_finishes_what_it_has_and_gets_nothing_new(start, make_pool, in_threads):
+    draining, other = start(), start()
+    release = threading.Event()
+    draining.behave = lambda body: (release.wait(WAIT_S), answer(body))[1]
+    pool = make_pool(draining.known_as("draining"))
+    running = in_threads(pool.ask, [request(1, session="talk")])
+    draining.wait_for_requests(1)
+    pool.set_servers([draining.known_as("draining", accepting=False), other.known_as("other")])
+    assert pool.ask([request(2, session="talk")]) == [[2]] and len(other.bodies) == 1
+    release.set()
+    assert running.result(WAIT_S) == [[1]] and len(draining.bodies) == 1
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(start, make_pool):
+    def behave(body):
+        return refusal(400, "prompt is too long", "invalid_prompt") if body["seeds"] == [1] else answer(body)
+
+    pool = make_pool(start(behave).known_as("inference-0"))
+    first, second, third = pool.ask([request(0), request(1), request(2)])
+    assert (first, third) == ([0], [2])
+    assert isinstance(second, EnvironmentFailure) and str(second) == "prompt is too long"
+    assert metric(pool, "retries_total") == 0
+
+
+def test_a_body_that_is_too_large_fails_alone(start, make_pool):
+    pool = make_pool(start(lambda body: refusal(413, "larger than 9 bytes")).known_as("inference-0"))
+    (failure,) = pool.ask([request(0)])
+    assert isinstance(failure, EnvironmentFailure) and "larger than 9" in str(failure)
+
+
+def test_a_parameter_out_of_range_is_the_callers_mistake(start, make_pool):
+    server = start(lambda body: refusal(400, "temperature is -1", "invalid_value"))
+    pool = make_pool(server.known_as("inference-0"))
+    with pytest.raises(ConfigError, match="refused the request: temperature is -1"):
+        pool.ask([request(0)])
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (refusal(401, "missing or wrong token"), "status 401, missing or wrong token"),
+        (refusal(500, "internal error: KeyError"), "status 500, internal error"),
+        ((404, b"<html>"), "status 404, with a body of 6 bytes that is no error object"),
+        ((200, {"choices": []}), "it holds no choices"),
+    ],
+)
+def test_servers_that_answer_nonsense_end_it_soon(start, make_pool, monkeypatch, reply, said):
+    monkeypatch.setattr(module, "MOST_BAD_ANSWERS", 3)
+    server = start(lambda body: reply)
+    pool = make_pool(server.known_as("inference-0"))
+    with pytest.raises(RunFailed, match=rf"cannot be used: asked inference-0#0 \(times: 3, at last: {said}"):
+        pool.ask([request(0)])
+    assert len(server.bodies) == 3
+
+
+def test_one_bad_answer_is_no_end(start, make_pool):
+    replies = iter([(200, b"\x00"), (200, b"{}"), refusal(500)])
+    server = start()
+    server.behave = lambda body: next(replies, None) or answer(body)
+    pool = make_pool(server.known_as("inference-0"))
+
+    def strict(content):
+        try:
+            return read(content)
+        except (ValueError, KeyError) as error:
+            raise MalformedAnswer(str(error)) from error
+
+    assert pool.ask([ServerRequest(request(6).body, 1, strict)]) == [[6]]
+
+
+def test_no_answer_in_time_names_the_servers_and_what_they_did(start, make_pool):
+    hanging, refusing = start(), start(lambda body: HANG_UP)
+    hanging.behave = hanging.hang
+    pool = make_pool(refusing.known_as("refusing"), request_timeout_s=0.5)
+    with pytest.raises(NoProgressError) as raised:
+        pool.ask([request(0)])
+    assert "inference.request_timeout_s = 0.5" in str(raised.value)
+    assert "asked refusing#0" in str(raised.value) and "RemoteProtocolError" in str(raised.value)
+    pool.set_servers([hanging.known_as("hanging")])
+    with pytest.raises(NoProgressError, match=r"asked hanging#0 \(times: 1, at last: no answer yet\)"):
+        pool.ask([request(0)])
+    pool.set_servers([])
+    with pytest.raises(NoProgressError, match="none that may be asked was there and had room"):
+        pool.ask([request(0)])
+    assert metric(pool, "waiting") == 0
+
+
+def test_a_target_waits_for_its_name_and_fails_with_its_incarnation(start, make_pool, in_threads):
+    other, reborn = start(), start()
+    pool = make_pool(other.known_as("other"))
+    waiting = in_threads(pool.ask, [request(1, target=Target("inference-0"))])
+    with pytest.raises(UnreachableError, match="inference-0#0 does not live"):
+        pool.ask([request(2, target=Target("inference-0", 0))])
+    wait_until(lambda: metric(pool, "waiting") == 1)
+    pool.set_servers([other.known_as("other"), reborn.known_as("inference-0", 1)])
+    assert waiting.result(WAIT_S) == [[1]] and not other.bodies
+    with pytest.raises(UnreachableError):
+        pool.ask([request(2, target=Target("inference-0", 0))])
+
+
+def test_one_failed_request_ends_its_siblings(start, make_pool):
+    def behave(body):
+        return refusal(400, "bad") if body["seeds"] == [1] else server.hang(body)
+
+    server: FakeServer = start()
+    server.behave = behave
+    pool = make_pool(server.known_as("inference-0"))
+    with pytest.raises(ConfigError):
+        pool.ask([request(0), request(1)])
+    wait_until(lambda: metric(pool, "outstanding_tokens/inference-0") == 0)
+
+
+def test_closing_stops_those_who_wait(start, make_pool, in_threads):
+    server = start()
+    server.behave = server.hang
+    pool = make_pool(server.known_as("inference-0"))
+    waiting = in_threads(pool.ask, [request(0), request(1)])
+    server.wait_for_requests(2)
+    pool.close()
+    with pytest.raises(Stopped, match="the pool of inference servers was closed"):
+        waiting.result(WAIT_S)
+    with pytest.raises(Stopped):
+        pool.ask([request(0)])
+    pool.set_servers([])
+    pool.close()
+
+
+def test_servers_come_and_go_under_load_and_nothing_is_lost(start, make_pool, in_threads):
+    servers = [start() for _ in range(3)]
+    names = [s.known_as(f"inference-{i}") for i, s in enumerate(servers)]
+    pool = make_pool(*names)
+    answers = [in_threads(pool.ask, [request(16 * i + j) for j in range(16)]) for i in range(12)]
+    for turn in range(30):
+        pool.set_servers([Server(n.name, turn, n.url) for i, n in enumerate(names) if i != turn % 3])
+    assert [one.result(WAIT_S) for one in answers] == [[[16 * i + j] for j in range(16)] for i in range(12)]
+    assert all(value == 0 for name, value in pool.metrics().items() if "outstanding" in name)
+
+
+def test_a_certificate_is_checked(tmp_path, make_pool):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer({"seeds": [8], "n": 1})[1]).encode()})
+
+    certificate, key = write_certificate(tmp_path)
+    server = HttpServer(app, tls_cert=certificate, tls_key=key)
+    server.start()
+    try:
+        assert server.url.startswith("https://127.0.0.1:")
+        known = Server("inference-0", 0, server.url)
+        assert make_pool(known, certificate_authority=str(certificate)).ask([request(8)]) == [[8]]
+        with pytest.raises(NoProgressError, match="CERTIFICATE_VERIFY_FAILED"):
+            make_pool(known, request_timeout_s=0.3).ask([request(8)])
+    finally:
+        server.stop()
+
+
+def test_a_certificate_authority_that_cannot_be_read_is_told(tmp_path):
+    (tmp_path / "broken.pem").write_text("nonsense")
+    for name in ("absent.pem", "broken.pem"):
+        with pytest.raises(ConfigError, match=f"certificates in .*{name} cannot be read"):
+            ServerPool(certificate_authority=str(tmp_path / name))

@@ -1,0 +1,29 @@
+import pytest
+
+from penstock.overseer.bottleneck import find_bottleneck
+
+
+@pytest.mark.parametrize(
+    ("idle", "budget", "local", "parts"),
+    [
+        ({"learner": 0.03, "inference": 0.0}, 2, False, ["learner busy 97%", "roles.learner"]),
+        ({"learner": 0.41, "inference": 0.05, "rollout": 0.0}, 2, False, ["learner idle 41%", "inference.servers"]),
+        ({"learner": 0.41, "inference": 0.6, "rollout": 0.03}, 2, False, ["learner idle 41%", "97%", "rollout.workers"]),
+        ({"learner": 0.41, "inference": 0.6, "rollout": 0.5}, 2, False, ["not enough to do", "replay.staleness_budget"]),
+        ({"learner": 0.41, "inference": 0.05}, 0, False, ["at staleness zero it takes turns"]),
+        ({"learner": 0.41, "inference": 0.05}, 2, True, ["inference.max_slots", "runtime: ray"]),
+        ({"learner": 0.41}, 2, False, ["not enough to do"]),
+    ],
+)
+def test_the_sentence_names_who_sets_the_pace_and_what_to_do(idle, budget, local, parts):
+    sentence, _ = find_bottleneck(idle, {"staleness_budget": budget}, local)
+    assert [part for part in parts if part not in sentence] == []
+
+
+def test_idle_shares_are_metrics_by_role():
+    _, metrics = find_bottleneck({"learner": 0.25, "inference": 0.5}, {})
+    assert metrics == {"time/idle/inference": 0.5, "time/idle/learner": 0.25}
+
+
+def test_without_a_learner_nothing_is_said():
+    assert find_bottleneck({"inference": 0.5}, {}) == ("", {"time/idle/inference": 0.5})

@@ -1,0 +1,83 @@
+"""A replay service over a store without files, and the parts of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.batch import make_batch_maker
+from penstock.replay import (
+    MemoryRolloutStorage,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    ReplayService,
+    RolloutReceiver,
+    RolloutStorageConfig,
+    TicketIssuer,
+)
+
+
+class Record:
+    """Records evaluations, and draws by the simulation's curriculum."""
+
+    def __init__(self, curriculum: Any) -> None:
+        self.curriculum = curriculum
+        self.evaluations: list[Any] = []
+
+    def update_evaluation(self, stats: Any, step: int) -> None:
+        self.evaluations.append((stats, step))
+
+    def metrics(self) -> dict[str, float]:
+        return {"curriculum/told": float(len(self.curriculum.groups))}
+
+    def describe(self) -> dict[str, str]:
+        return {"easy": "active 50%"}
+
+    def state(self) -> dict[str, Any]:
+        return self.curriculum.state()
+
+
+@dataclass
+class Served:
+    service: ReplayService
+    issuer: TicketIssuer
+    buffer: ReplayBuffer
+    record: Record
+    store: Any
+    refusals: list[tuple[str, str]]
+
+
+def serve(sim, store=None, lineage=0, states=None, capacity_groups=64, start=True, needs_clearance=False, **config):
+    """A service, started."""
+    settings = ReplayBufferConfig(**{"groups_per_batch": 2, "staleness_budget": 1, **config})
+    store = sim.MemoryStore() if store is None else store
+    curriculum = sim.Curriculum()
+    ledger = store.open_ledger(lineage)
+    issuer = TicketIssuer(settings, 7, lineage, curriculum, ledger, sim.GROUP_SIZES.__getitem__)
+    maker = make_batch_maker(
+        settings.batch_maker,
+        advantage="rloo",
+        max_tokens=16,
+        max_samples=settings.max_samples,
+        ordered=settings.synchronous,
+        allow_truncated_sampling=False,
+        seed=7,
+    )
+    buffer = ReplayBuffer(settings, store, maker, issuer, curriculum_hook=curriculum.update)
+    if states is not None:
+        curriculum.restore(states["curriculum"])
+        issuer.restore(states["issuer"])
+        buffer.restore(states["replay"])
+    storage = MemoryRolloutStorage(RolloutStorageConfig(capacity_groups=capacity_groups))
+    record, refusals = Record(curriculum), []
+    service = ReplayService(
+        issuer,
+        buffer,
+        buffer,
+        storage,
+        RolloutReceiver(storage, buffer),
+        record,
+        needs_clearance=needs_clearance,
+        on_refusal=lambda worker, reason: refusals.append((worker, reason)),
+    )
+    if start:
+        service.start()
+    return Served(service, issuer, buffer, record, store, refusals)
