@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+RAY_STAMP := $(VENV)/.ready-ray
 
-.PHONY: train test test-slow lint setup clean
+.PHONY: train test test-slow fuzz test-ray lint setup clean
 
 setup: $(STAMP)
 
@@ -12,6 +13,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
+
+$(RAY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
+	touch $(RAY_STAMP)
 
 train: $(STAMP)
 	$(BIN)/penstock train cats
@@ -26,7 +31,13 @@ test: lint
 	$(BIN)/pytest
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --ignore=tests/fuzz
+
+fuzz: $(STAMP)
+	$(BIN)/pytest -m slow tests/fuzz
+
+test-ray: $(RAY_STAMP)
+	$(BIN)/pytest -m ray
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -45,6 +45,14 @@ def test_packages_export_lazily(module):
     assert loaded_by(f"import {module}") & HEAVY == set()
 
 
+def test_the_client_of_inference_servers_loads_neither_jax_nor_a_server():
+    loaded = loaded_by(
+        "from penstock.inference import RemoteContext, Server, ServerPool\n"
+        "ServerPool('a token').set_servers([Server('inference-0', 0, 'http://127.0.0.1:1')])"
+    )
+    assert "httpx" in loaded and loaded & (HEAVY | {"starlette"}) == set()
+
+
 def test_the_command_line_loads_not_even_numpy():
     loaded = loaded_by("import penstock.cli")
     assert loaded & (HEAVY | {"numpy", "pydantic", "yaml"}) == set()

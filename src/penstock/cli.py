@@ -236,6 +236,47 @@ def rollouts(
     return 0
 
 
+@_app.command(short_help="What runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """What runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
+    from rich.console import Console
+
+    from penstock.dashboard import print_status, print_status_json, read_run_status
+
+    status = read_run_status(run_dir)
+    if json:
+        print_status_json(status)
+    else:
+        print_status(status, Console())
+    return 0
+
+
+@_app.command(short_help="More or fewer workers.", epilog="Example: penstock scale runs/cats-1 rollout=8")
+def scale(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of a run under runtime: ray that goes on.")],
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="ROLE=NUMBER", help="rollout or inference, and how many there shall be.")
+    ],
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the overseer's answer.")] = 30.0,
+) -> int:
+    """More or fewer rollout workers or inference servers, while a run goes on; who leaves finishes its work first."""
+    from penstock.dashboard import read_run_status
+    from penstock.overseer.distributed.scaling import ask_to_scale, parse_sizes
+    from penstock.types import ConfigError
+
+    wanted, status = parse_sizes(sizes), read_run_status(run_dir)
+    if status.runtime != "ray":
+        raise ConfigError(f"{run_dir} runs in one process (runtime: {status.runtime}): only runtime: ray can be scaled")
+    if not status.alive:
+        raise ConfigError(f"{run_dir} is {status.state}: only a run that goes on can be scaled")
+    for role, count in wanted.items():
+        print(ask_to_scale(run_dir, role, count, timeout))
+    return 0
+
+
 @_app.command(epilog="Example: penstock recipes")
 def recipes() -> int:
     """List the recipes that ship."""
@@ -318,13 +359,22 @@ def _explained(error: Exception) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "penstock"
         return f"{_one_line(usage())} (see {command} --help)", 2
-    from penstock.types import CheckpointError, ConfigError, PenstockError, SchemaVersionError, Stopped
+    from penstock.types import (
+        CheckpointError,
+        ConfigError,
+        PenstockError,
+        SchemaVersionError,
+        Stopped,
+        UnreachableError,
+    )
 
     message = _one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
     if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
         return message, 2
     if isinstance(error, Stopped):
         return f"stopped: {message}", 130
+    if isinstance(error, UnreachableError):
+        return message, 1
     if isinstance(error, PenstockError):
         return f"the run failed: {message}", 1
     return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1

@@ -37,6 +37,8 @@ def expect_refusal(done, *parts: str) -> None:
         (["train", "--resume", "nowhere"], ["nowhere is not a run directory"]),
         (["eval", "nowhere"], ["nowhere lies in no run directory", "--recipe"]),
         (["serve", "nowhere", "--token-file", "absent"], ["--token-file absent cannot be read"]),
+        (["serve", "nowhere", "token=mysecret12"], ["token on the command line can be read", "--token-file"]),
+        (["serve", "nowhere", "--tls-cert", "a.pem"], ["tls_cert and tls_key go together"]),
         (["serve", "nowhere", "--host", "0.0.0.0"], ["'0.0.0.0' can be reached from other machines"]),
         (["trian"], ["No such command 'trian'. Did you mean 'train'?"]),
         (["train", "cats", "--dryrun"], ["No such option: --dryrun", "--dry-run", "penstock train --help"]),

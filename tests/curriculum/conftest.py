@@ -60,3 +60,18 @@ def evaluate():
         return [(e.kind, e.lesson_id) for e in target.update_evaluation(results(lesson_id, rewards), step)]
 
     return feed
+
+
+def two_lessons():
+    """`b` comes after `a`; both graduate at the top."""
+    return CurriculumConfig.model_validate({"lessons": {"a": lesson(), "b": lesson([("a", 0.8)])}})
+
+
+def a_way_through():
+    """Updates that unlock `b`, graduate `a`, bring it back, and move both on: events at 5, 6 and 8."""
+    from penstock.curriculum import CurriculumUpdate
+
+    won = [CurriculumUpdate(results("a", [1.0, 1.0])) for _ in range(5)]
+    looks = [CurriculumUpdate(results("a", rewards), step) for rewards, step in (([1.0, 1.0], 10), ([1.0, 0.0], 20))]
+    moves = [CurriculumUpdate(results(i, [1.0, 0.0])) for i in "abababab"]
+    return [*won, looks[0], moves[1], looks[1], *moves]

@@ -72,12 +72,16 @@ def fuzz(
         except refusals:
             refused += 1
         except BaseException as error:  # a timeout of the test too: whatever ended it must name the input
-            error.add_note(f"input {number}: {given!r:.2000}")
+            error.add_note(_named(number, given))
             raise
         took_s = time.monotonic() - started
-        assert took_s < LIMIT_S, f"input {number} took {took_s:.1f} s: {given!r:.2000}"
+        assert took_s < LIMIT_S, f"took {took_s:.1f} s: {_named(number, given)}"
     _check_memory(resident)
     return refused
+
+
+def _named(number: int, given: Any) -> str:
+    return f"input {number}: {given!r:.2000}" if isinstance(given, str | bytes) else f"input {number}"
 
 
 def _settled_bytes() -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import struct
 
@@ -94,7 +95,7 @@ def test_every_request_gets_an_answer(app, engine, count):
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
-def test_bytes_that_are_no_http_close_or_are_answered(app, count):
+def test_bytes_that_are_no_http_close_or_are_answered(app, count, caplog):
     """Each connection is closed by the client's end; the server must not keep it, and must go on serving."""
     body = json.dumps(BODIES["/v1/completions"][0]).encode()
     good = (
@@ -104,6 +105,7 @@ def test_bytes_that_are_no_http_close_or_are_answered(app, count):
     chunked = good.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked").replace(
         body, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     )
+    caplog.set_level(logging.CRITICAL, "uvicorn.error")  # pytest would keep a record of every request
     server = HttpServer(app)
     server.start()
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))

@@ -3,7 +3,7 @@ import pytest
 
 from penstock.inference.api_errors import ApiError
 from penstock.inference.bodies import ChatBody, CompletionBody, read_body
-from penstock.types import Decoding
+from penstock.types import Decoding, fold
 
 
 def test_decoding_takes_every_parameter():
@@ -53,3 +53,19 @@ def test_images_are_refused_by_name():
     with pytest.raises(ApiError, match="messages.0.content") as raised:
         read_body(ChatBody, {"model": "m", "messages": [{"role": "user", "content": image}]})
     assert raised.value.status == 400
+
+
+def test_seeds_are_the_prompts_own_or_derived_from_one():
+    def seeds(**fields):
+        return read_body(CompletionBody, {"model": "m", "prompt": ["a", "b"]} | fields).prompt_seeds(2)
+
+    assert seeds(seeds=[7, 2**62]) == [7, 2**62]
+    assert seeds(seed=7) == [fold(7, 0), fold(7, 1)]
+    assert seeds() != seeds(), "nobody can foresee the noise"
+
+
+@pytest.mark.parametrize("fields", [{"seeds": [1]}, {"seeds": []}, {"seeds": [1, 2], "seed": 1}, {"seeds": [1, "2"]}])
+def test_seeds_that_do_not_fit_the_prompts_are_refused(fields):
+    with pytest.raises(ApiError, match="seeds") as raised:
+        read_body(CompletionBody, {"model": "m", "prompt": ["a", "b"]} | fields).prompt_seeds(2)
+    assert (raised.value.status, raised.value.param) == (400, "seeds")

@@ -39,6 +39,12 @@ def test_an_address_that_others_reach_needs_a_token(host):
     assert ServeConfig(host=host, token="long enough").host == host
 
 
+@pytest.mark.parametrize("given", [{"tls_cert": "a.pem"}, {"tls_key": "a.pem"}])
+def test_a_certificate_and_its_key_go_together(given):
+    with pytest.raises(ValidationError, match="tls_cert and tls_key go together"):
+        ServeConfig.model_validate(given)
+
+
 def test_a_token_is_not_printed():
     assert "long enough" not in repr(ServeConfig(token="long enough"))
 

@@ -6,6 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.certificates import write_certificate
+from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
 
 from penstock.inference import HttpServer, ServerPool
 from penstock.inference import pool as module
@@ -19,8 +21,6 @@ from penstock.types import (
     Stopped,
     UnreachableError,
 )
-from tests.certificates import write_certificate
-from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
 
 WAIT_S = 20.0
 
@@ -90,6 +90,13 @@ def test_requests_are_answered_in_order_over_connections_that_stay(start, make_p
     }  # fmt: skip
 
 
+def test_proxies_of_the_environment_are_not_used(start, make_pool, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    pool = make_pool(start().known_as("inference-0"), request_timeout_s=5.0)
+    assert pool.ask([request(1)]) == [[1]]
+
+
 def test_load_goes_where_less_is_outstanding(start, make_pool, in_threads):
     slow = start()
     slow.behave = slow.hang
@@ -128,6 +135,12 @@ def test_nobody_listening_is_left_for_another(start, make_pool):
     address = gone.known_as("gone")
     gone.close()
     pool = make_pool(address, start().known_as("there"))
+    assert [pool.ask([request(seed)]) for seed in range(3)] == [[[seed]] for seed in range(3)]
+
+
+@pytest.mark.parametrize("url", ["http://[", "ftp://127.0.0.1:9", "nonsense"])
+def test_an_address_that_is_none_is_left_for_another(start, make_pool, url):
+    pool = make_pool(Server("bad", 0, url), start().known_as("good"))
     assert [pool.ask([request(seed)]) for seed in range(3)] == [[[seed]] for seed in range(3)]
 
 
@@ -379,16 +392,18 @@ def test_a_certificate_is_checked(tmp_path, make_pool):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer({"seeds": [8], "n": 1})[1]).encode()})
 
-    certificate, key = write_certificate(tmp_path)
-    server = HttpServer(app, tls_cert=certificate, tls_key=key)
+    server = HttpServer(app, **dict(zip(("tls_cert", "tls_key"), write_certificate(tmp_path), strict=True)))
     server.start()
+    assert server.url.startswith("https://127.0.0.1:")
+    known = Server("inference-0", 0, server.url)
+    trusting = make_pool(known, certificate_authority=str(tmp_path / "cert.pem"))
+    doubting = make_pool(known, request_timeout_s=0.5)
     try:
-        assert server.url.startswith("https://127.0.0.1:")
-        known = Server("inference-0", 0, server.url)
-        assert make_pool(known, certificate_authority=str(certificate)).ask([request(8)]) == [[8]]
+        assert trusting.ask([request(8)]) == [[8]]
         with pytest.raises(NoProgressError, match="CERTIFICATE_VERIFY_FAILED"):
-            make_pool(known, request_timeout_s=0.3).ask([request(8)])
+            doubting.ask([request(8)])
     finally:
+        trusting.close()  # a server that stops first does not wait for the end of its TLS connections
         server.stop()
 
 

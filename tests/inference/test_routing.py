@@ -97,7 +97,9 @@ def test_a_target_is_the_only_one_even_when_it_accepts_nothing_new():
     assert choose(routing, target=Target(A.name, 3)) == draining
     assert choose(routing, target=Target(A.name, 2)) == frozenset()
     assert routing.lives(Target(A.name, 3)) and not routing.lives(Target(A.name, 2))
-    assert {choose(routing) for _ in range(3)} == {B}
+    assert {choose(routing, 100) for _ in range(5)} == {B}, "busier, but it accepts"
+    choose(routing, session="talk", target=Target(A.name))
+    assert choose(routing, session="talk") == B, "a target is no home"
 
 
 def test_a_server_that_refused_is_left_alone_twice_as_long_each_time():

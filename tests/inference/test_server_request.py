@@ -62,7 +62,12 @@ def test_an_answer_becomes_completions_in_order(codec):
     asked = call(stop_strings=("!",))
     (request,) = requests_of(asked, codec, "policy", None, None)
     exact = np.float32(-1 / 3)
-    choices = [choice(0, "hi!?"), choice(1), choice(2, "", finish_reason="length"), choice(3, "zz", weight_steps=[4, 5])]
+    choices = [
+        choice(0, "hi!?"),
+        choice(1),
+        choice(2, "", finish_reason="length"),
+        choice(3, "zz", weight_steps=[4, 5]),
+    ]
     choices[1]["token_logprobs"] = [float(exact)]
     groups = request.read(json.dumps({"choices": choices}).encode())
     assert [len(group) for group in groups] == [2, 2]

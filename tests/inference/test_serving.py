@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import ssl
 import threading
 from concurrent.futures import Future
 
@@ -10,6 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from tests.certificates import write_certificate
 
 from penstock.inference import GenerationRequest, HttpServer, InferenceEngine, ServeConfig, create_app, serve
 from penstock.inference.serving import model_directory
@@ -94,6 +96,33 @@ def test_batches_and_token_id_prompts(client):
     assert texts.usage.prompt_tokens == 3
 
 
+def test_a_seed_for_each_prompt_and_the_engines_whole_record(raw, served_engine, codec):
+    body = {"model": "tiny", "prompt": ["hello", "you"], "max_tokens": 9, "seeds": [3, 2**62], "n": 2}
+    choices = raw.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"]
+    expected = [
+        *direct(served_engine, codec.encode("hello"), 3, 2, max_output_tokens=9),
+        *direct(served_engine, codec.encode("you"), 2**62, 2, max_output_tokens=9),
+    ]
+    for choice, completion in zip(choices, expected, strict=True):
+        assert choice["token_ids"] == completion.response_tokens.tolist()
+        assert choice["token_logprobs"] == pytest.approx(completion.response_logprobs.tolist(), abs=1e-5)
+        assert choice["weight_steps"] == [7] * len(completion.response_tokens)
+        assert (choice["oldest_weight_step"], choice["lineage"]) == (7, 2)
+    bare = raw.post("/v1/completions", json=body).json()["choices"][0]
+    assert set(bare) == {"index", "text", "finish_reason", "logprobs"}
+
+
+def test_a_logprob_that_is_not_finite_is_null(raw, served_engine, monkeypatch, codec):
+    (finished,) = direct(served_engine, codec.encode("a"), 0, max_output_tokens=2, stop_token_ids=(999,))
+    object.__setattr__(finished, "response_logprobs", np.array([np.nan, -0.5], np.float32))
+    future = Future()
+    future.set_result([finished])
+    monkeypatch.setattr(served_engine, "submit", lambda requests: [future])
+    body = {"model": "tiny", "prompt": "a", "return_token_ids": True, "logprobs": 1}
+    (choice,) = raw.post("/v1/completions", json=body).json()["choices"]
+    assert choice["token_logprobs"] == choice["logprobs"]["token_logprobs"] == [None, -0.5]
+
+
 def test_chat(client, served_engine, codec):
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], seed=5,
@@ -103,6 +132,7 @@ def test_chat(client, served_engine, codec):
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.token_ids == expected.response_tokens.tolist()
+    assert choice.weight_steps == [7] * 7 and choice.lineage == 2
     assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(
         expected.response_logprobs.tolist(), abs=1e-5
     )
@@ -321,6 +351,37 @@ def test_a_server_starts_ready_and_ends_clean(served_engine, codec):
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health")
     assert not [thread for thread in threading.enumerate() if thread.name == "http-server" and thread.is_alive()][1:]
+
+
+def test_it_speaks_tls(served_engine, codec, tmp_path):
+    certificate, key = write_certificate(tmp_path)
+    server = HttpServer(create_app(served_engine, codec, "tiny"), tls_cert=certificate, tls_key=key)
+    server.start()
+    try:
+        trust = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=server.url, verify=trust) as client:
+            assert server.url.startswith("https://") and client.get("/health").json() == {"status": "ok"}
+    finally:
+        server.stop()
+
+
+def test_a_certificate_that_cannot_be_used_is_told_before_anything_starts(served_engine, codec, tmp_path):
+    app = create_app(served_engine, codec, "tiny")
+    certificate, key = write_certificate(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    _, wrong_key = write_certificate(other)
+    for cert, private, said in (
+        (certificate, wrong_key, "cannot be used"),
+        (certificate, tmp_path / "absent", "No such file"),
+        (key, certificate, "cannot be used"),
+        (certificate, None, "go together"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            HttpServer(app, tls_cert=cert, tls_key=private)
+    _, encrypted = write_certificate(other, password=b"secret")
+    with pytest.raises(ConfigError, match="unencrypted key"):  # and does not ask the terminal for the password
+        HttpServer(app, tls_cert=other / "cert.pem", tls_key=encrypted)
 
 
 def test_a_server_that_cannot_start_says_why(served_engine, codec, monkeypatch):

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.overseer.bottleneck import find_bottleneck
+from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ def test_the_sentence_names_who_sets_the_pace_and_what_to_do(idle, budget, local
 def test_idle_shares_are_metrics_by_role():
     _, metrics = find_bottleneck({"learner": 0.25, "inference": 0.5}, {})
     assert metrics == {"time/idle/inference": 0.5, "time/idle/learner": 0.25}
+
+
+def test_idle_shares_of_one_process():
+    times = {"time/wait_for_batch": 3.0, "time/update": 0.5, "time/checkpoint": 0.25, "weights/publish_s": 0.25}
+    assert idle_shares(times, 3.0) == {"learner": 0.75, "inference": 0.25}
+    assert idle_shares(times, 5.0) == {"learner": 0.75, "inference": 0.0}
+    assert idle_shares({}, 1.0) == {}
 
 
 def test_without_a_learner_nothing_is_said():

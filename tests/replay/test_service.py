@@ -1,5 +1,7 @@
 """The replay service: what each call does, that a repeat does nothing, and that strangers are refused."""
 
+import asyncio
+import threading
 import time
 
 import numpy as np
@@ -148,7 +150,7 @@ def test_a_group_that_came_before_its_worker_died_is_taken(sim, serve, loop):
     tickets = s.issuer.offer(2, holder="a#1")
     assert s.service.deliver("a", 1, 0, 1, message_of(sim, *tickets)) == "taken"
     s.service.release("a", 1)
-    assert s.issuer.reissue("a#1") == tickets or s.issuer.reissue("a#1") == []
+    assert [entry.phase for entry in s.issuer.outstanding] == ["returned", "returned"]
     s.service.start()
     settle(s, {"in_flight": 0})
     assert s.service.metrics()["replay/late_deliveries"] == 0
@@ -211,15 +213,10 @@ def test_where_evaluations_come_first_nothing_is_admitted_before(serve, loop):
 
 
 def test_thousand_workers_wait_without_a_thread_each(serve, loop):
-    import asyncio
-    import threading
-
     s = serve(groups_per_batch=500)
 
     async def ask_all():
-        asked = [
-            asyncio.ensure_future(s.service.acquire(f"worker-{i}", 1, 0, 1, 1, 20.0)) for i in range(1000)
-        ]
+        asked = [asyncio.ensure_future(s.service.acquire(f"worker-{i}", 1, 0, 1, 1, 20.0)) for i in range(1000)]
         await asyncio.sleep(0)
         while s.service.status()["waiting_workers"] < 1000:
             await asyncio.sleep(0.001)

@@ -25,6 +25,7 @@ from penstock.types import (
     RolloutBatch,
     RolloutBatchStats,
     RolloutGroup,
+    RunFailed,
     Stopped,
     fold,
     generator,
@@ -190,9 +191,10 @@ class RemoteCurriculum:
                     self._push()
         except Stopped:
             return
-        except PenstockError as error:
+        except Exception as error:  # whatever it is, the run must not go on without
             self.failure = error
-            self._on_failure(error)
+            told = error if isinstance(error, PenstockError) else RunFailed(f"the curriculum's log: {error}")
+            self._on_failure(told)
 
     def _push(self) -> None:
         with self._lock:

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, list_groups
     from penstock.dashboard.lookup import StoredRollout, find_rollouts
     from penstock.dashboard.rollouts import RolloutsRequest, show_rollouts
+    from penstock.dashboard.run_status import RunStatus, read_run_status
+    from penstock.dashboard.status_view import print_status, print_status_json
 
 _EXPORTS = {
     "DatasetRequest": "datasets",
@@ -15,16 +17,21 @@ _EXPORTS = {
     "GroupPage": "groups",
     "GroupSummary": "groups",
     "RolloutsRequest": "rollouts",
+    "RunStatus": "run_status",
     "StoredRollout": "lookup",
     "export_dataset": "datasets",
     "find_rollouts": "lookup",
     "list_groups": "groups",
+    "print_status": "status_view",
+    "print_status_json": "status_view",
+    "read_run_status": "run_status",
     "show_rollouts": "rollouts",
 }
 
 __all__ = [
-    "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "RolloutsRequest", "StoredRollout",
-    "export_dataset", "find_rollouts", "list_groups", "show_rollouts",
+    "DatasetRequest", "GroupFilter", "GroupPage", "GroupSummary", "RolloutsRequest", "RunStatus",
+    "StoredRollout", "export_dataset", "find_rollouts", "list_groups", "print_status", "print_status_json",
+    "read_run_status", "show_rollouts",
 ]  # fmt: skip
 
 

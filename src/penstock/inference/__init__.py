@@ -1,4 +1,4 @@
-"""Generation: a continuous-batching engine, the contexts that environments see, an OpenAI-compatible server, its client."""
+"""Generation: a continuous-batching engine, contexts for environments, an OpenAI-compatible server and its client."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

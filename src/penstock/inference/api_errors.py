@@ -25,12 +25,17 @@ class ApiError(Exception):
         """``{"error": {"message", "type", "param", "code"}}``."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
-            "message": self.message,
+            "message": _encodable(self.message),
             "type": KINDS.get(self.status, default),
-            "param": self.param,
+            "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
         return JSONResponse({"error": error}, status_code=self.status)
+
+
+def _encodable(text: str) -> str:
+    """What a client sent may hold half of a surrogate pair, and an error repeats it: shown by its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def respond(_: Request, error: Exception) -> JSONResponse:

@@ -61,10 +61,10 @@ class Link:
         quiet_s: float = QUIET_S,
         health_s: float = HEALTH_S,
     ) -> None:
+        self._url = server.url
         self._clock, self._quiet_s, self._health_s = clock, quiet_s, health_s
         authorization = {} if token is None else {"authorization": f"Bearer {token}"}
         self._client = httpx.AsyncClient(
-            base_url=server.url,
             headers={"accept-encoding": "identity"} | authorization,
             timeout=httpx.Timeout(None, connect=CONNECT_S, write=WRITE_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
@@ -90,10 +90,10 @@ class Link:
             while not (exchange.done() or cut.done()):
                 await asyncio.wait({exchange, cut}, timeout=self._quiet_s / 2, return_when=asyncio.FIRST_COMPLETED)
                 self._examine_if_quiet()
-            if not exchange.done():
+            if cut.done() and not _succeeded(exchange):  # closing its connections fails it in ways of its own
                 raise LinkFailed(cut.result())
             return exchange.result()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise LinkFailed(f"{type(error).__name__}: {error}") from error
         finally:
             self._open -= 1
@@ -112,7 +112,7 @@ class Link:
 
     async def _exchange(self, path: str, body: bytes) -> Answer:
         headers = {"content-type": "application/json"}
-        async with self._client.stream("POST", path, content=body, headers=headers) as response:
+        async with self._client.stream("POST", self._url + path, content=body, headers=headers) as response:
             self._heard_at = self._clock()
             content = bytearray()
             async for chunk in response.aiter_raw():
@@ -129,11 +129,15 @@ class Link:
 
     async def _examine(self) -> None:
         try:
-            await self._client.get("/health", timeout=self._health_s)
+            await self._client.get(f"{self._url}/health", timeout=self._health_s)
             self._heard_at = self._clock()
         except httpx.HTTPError as error:
             quiet_s = self._clock() - self._heard_at
             self.cut(f"silent for {quiet_s:.0f} s and not to be asked for its health ({type(error).__name__})")
+
+
+def _succeeded(exchange: "asyncio.Task[Answer]") -> bool:
+    return exchange.done() and not exchange.cancelled() and exchange.exception() is None
 
 
 def _look_at(exchange: "asyncio.Task[Answer]") -> None:

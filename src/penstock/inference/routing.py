@@ -145,7 +145,7 @@ class Routing:
         if best.refusals or best.failures:
             best.on_trial = True
             best.leave_alone(now)
-        if session is not None:
+        if session is not None and target is None:
             self._pin(session, best.server.name)
         return best.server
 

@@ -96,17 +96,24 @@ def verify_checkpoint(path: Path) -> None:
         raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
     manifest = _read_json(path / "manifest.json")
     for name, expected in manifest.items():
-        file = path / name
+        file = _beneath(path, name)
         if not file.is_file():
             raise CheckpointError(f"{path} is incomplete: {name} is missing; {_REMEDY}")
         if _fingerprint(file) != expected:
             raise CheckpointError(f"{path} is damaged: {name} is not what was written; {_REMEDY}")
 
 
+def _beneath(path: Path, name: str) -> Path:
+    """A file of a checkpoint; never one outside it, nor one that no writer could have named so."""
+    if len(name) > 255 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name, re.ASCII) or ".." in name.split("/"):
+        raise CheckpointError(f"{path} is damaged: its manifest names {name[:100]!r}; {_REMEDY}")
+    return path / name
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, no object")

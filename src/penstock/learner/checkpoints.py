@@ -32,7 +32,7 @@ from penstock.learner.config import LearnerConfig
 from penstock.learner.learner import Learner
 from penstock.model.language import Decoder, load_decoder, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
-from penstock.types import CheckpointError
+from penstock.types import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
         decoder = load_decoder(path / "model", state["dtype"])
         return Checkpoint(path, int(state["step"]), decoder, arrays, dict(state["states"]))
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
+    except (SafetensorError, ConfigError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -36,6 +36,24 @@ def find_bottleneck(
     return f"learner idle {learner:.0%}: {_why_it_waits(idle, gauges, local)}", shares
 
 
+def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str, float]:
+    """How idle learner and engine of one process were during an update.
+
+    Args:
+        metrics: The update's, with its times.
+        engine_busy_s: Seconds in which the engine computed since the update before.
+
+    Returns:
+        Role → share of the update's whole time; empty where that is nothing.
+    """
+    waited_s = metrics.get("time/wait_for_batch", 0.0)
+    worked = ("time/update", "time/checkpoint", "weights/publish_s")
+    whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+    if whole_s <= 0:
+        return {}
+    return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}
+
+
 def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local: bool) -> str:
     inference, rollout = idle.get("inference", 1.0), idle.get("rollout", 1.0)
     if gauges.get("staleness_budget") == 0:

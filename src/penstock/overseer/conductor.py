@@ -14,6 +14,7 @@ from penstock.environments import Environment
 from penstock.learner import save_checkpoint
 from penstock.learner.config import WarmStartConfig
 from penstock.model.language import named_arrays
+from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.local import WORKER_ID, Components, Start, wire
@@ -62,6 +63,8 @@ class Conductor:
         self._parts: Components | None = None
         self._warm_steps = 0
         self._phases = 0
+        self._engine_busy_s = 0.0
+        self._bottleneck = ""
 
     def run(self) -> None:
         """Takes the run through its phases; returns at the last step or after `stop`."""
@@ -248,6 +251,7 @@ class Conductor:
             **parts.engine.stats(),
             **parts.curriculum.metrics(),
             **parts.storage.metrics(),
+            **self._name_bottleneck(parts, metrics),
         }
         self._log.metrics(step, values)
         if self._graduated:
@@ -257,6 +261,13 @@ class Conductor:
         progress.staleness = values.get("replay/staleness_mean", 0.0)
         progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
         progress.lines.append(step_line(progress))
+
+    def _name_bottleneck(self, parts: Components, metrics: Mapping[str, float]) -> dict[str, float]:
+        before, self._engine_busy_s = self._engine_busy_s, parts.engine.busy_s
+        idle = idle_shares(metrics, self._engine_busy_s - before)
+        gauges = {"staleness_budget": float(self._config.replay.staleness_budget)}
+        self._bottleneck, shares = find_bottleneck(idle, gauges, local=True)
+        return shares
 
     def _save(self, step: int) -> None:
         parts = self._parts
@@ -313,6 +324,7 @@ class Conductor:
             "step": self.step,
             "steps": self._config.steps,
             "lineage": self.start.lineage,
+            "bottleneck": self._bottleneck,
         }
         if self._parts is not None:
             status |= {

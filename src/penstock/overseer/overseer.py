@@ -7,6 +7,7 @@ next update boundary with a checkpoint; a second one ends the process.
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,7 +169,8 @@ class Overseer:
 
     def _write_status(self, state: str) -> None:
         self._directory.write_status(
-            {"state": state, "time": time.time(), "pid": os.getpid()} | self._conductor.status()
+            {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+            | self._conductor.status()
         )
 
     @contextmanager

@@ -22,12 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray._private.ray_constants
-import ray._private.worker
-import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.distributed.answers import Answer
 from penstock.overseer.distributed.component import Factory
@@ -38,8 +32,20 @@ from penstock.overseer.distributed.processes import Process, end_with_parent
 from penstock.overseer.distributed.records import Identity, Report, View
 from penstock.types import ConfigError, UnreachableError
 
+try:
+    import ray
+    import ray._private.ray_constants
+    import ray._private.worker
+    import ray.exceptions
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ModuleNotFoundError as missing:
+    raise ConfigError('runtime: ray needs Ray, which is not installed: pip install "penstock[ray]"') from missing
+
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
+
+_RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
+"""What Ray raises; the second where it is reached as a client."""
 
 _ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": MOST_CALLS}
 _TASK_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
@@ -147,7 +153,7 @@ class ActorCalls:
                 return self._actors[whom]
         try:
             actor = ray.get_actor(self._life.actor_name(whom), self._life.namespace)
-        except (ValueError, ray.exceptions.RayError) as error:
+        except (ValueError, *_RAY_ERRORS) as error:
             raise UnreachableError(f"{whom} is not there: {_words(error)}") from error
         with self._lock:
             return self._actors.setdefault(whom, actor)
@@ -160,7 +166,7 @@ def _answer(
         return ray.get(actor.call.remote(sender, method, args), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise UnreachableError(f"{whom} did not answer {method} within {timeout_s:g} s") from error
-    except ray.exceptions.RayError as error:
+    except _RAY_ERRORS as error:
         raise _unreachable(whom, error) from error
 
 
@@ -220,7 +226,10 @@ class RayHandle:
             else:
                 report.set_exception(_unreachable(self._identity, error))
 
-        self._actor.beat.remote(view, acknowledged).future().add_done_callback(pass_on)
+        try:
+            self._actor.beat.remote(view, acknowledged).future().add_done_callback(pass_on)
+        except _RAY_ERRORS as error:
+            report.set_exception(_unreachable(self._identity, error))
         return report
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -230,10 +239,14 @@ class RayHandle:
     def kill(self, timeout_s: float) -> None:
         """Ends the process and returns when it is gone; see `Handle.kill`."""
         deadline = time.monotonic() + timeout_s
-        ray.kill(self._actor, no_restart=True)  # from now on nothing is made where nothing was yet
-        if self._place is None:
-            self._wait_for_place(deadline)
-        if self._place is not None and not self._launcher.end_process(self._place, deadline):
+        try:
+            ray.kill(self._actor, no_restart=True)  # from now on nothing is made where nothing was yet
+            if self._place is None:
+                self._wait_for_place(deadline)
+            gone = self._place is None or self._launcher.end_process(self._place, deadline)
+        except _RAY_ERRORS as error:
+            raise _unreachable(self._identity, error) from error
+        if not gone:
             raise UnreachableError(f"{self._identity}: its process is not known to be gone after {timeout_s:g} s")
         self._launcher.forget(self)
 
@@ -244,7 +257,7 @@ class RayHandle:
         except ray.exceptions.GetTimeoutError as error:
             raise UnreachableError(f"{self._identity}: Ray says neither where it runs nor that it is dead") from error
         except ray.exceptions.RayError:
-            return  # it never ran
+            return  # it never ran, and never will
 
 
 class RayLauncher:

@@ -5,6 +5,7 @@ be one of several types, pydantic reports every failed alternative; those are jo
 """
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ _BOUNDS = {
     "string_too_long": ("max_length", "text of at most {} characters"),
 }
 _LONGEST_VALUE = 60
+_BRIEF = reprlib.Repr()
+"""Does not write out what is nested deeply or refers to one value many times."""
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist, _BRIEF.maxtuple = 4, 8, 12, 12
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 4 * _LONGEST_VALUE
 
 
 def describe_validation_error(
@@ -136,5 +141,8 @@ def _nearest_literal(details: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else " ".join(repr(value).split())
+    try:
+        text = "null" if value is None else " ".join(_BRIEF.repr(value).split())
+    except ValueError:  # of a number with thousands of digits
+        text = f"a huge {type(value).__name__}"
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -2,7 +2,8 @@
 
 PyYAML follows YAML 1.1, in which ``1e-3`` is text, ``no`` is false, ``1:30`` is 90 and the last of two equal keys
 silently wins. Here scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), with
-``1_000`` allowed. Only plain data can be written: no tags, no Python objects.
+``1_000`` allowed. Only plain data can be written: no tags, no Python objects. A document whose references would make
+it huge when written out is refused before anything is made of it.
 """
 
 import re
@@ -12,6 +13,9 @@ from typing import Any
 import yaml
 
 from penstock.types import ConfigError
+
+MOST_NODES = 100_000
+"""Of one document, every reference written out."""
 
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -73,12 +77,14 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: naming the source, line and column of what cannot be read.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return _load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = error.problem or error.context or "cannot be read"
         raise ConfigError(f"{source}{place}: not valid YAML: {problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {reason}") from error
@@ -89,3 +95,34 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(
         dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
     )
+
+
+def _load(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_nodes(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count_nodes(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Nodes below and with this one, as often as they are referred to; a count of None is being made."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = None
+        children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        known[id(node)] = 1 + sum(_count_nodes(child, known) for child in children)
+    count = known[id(node)]
+    if count is None:
+        raise yaml.MarkedYAMLError(problem="it refers to itself", problem_mark=node.start_mark)
+    if count > MOST_NODES:
+        raise yaml.MarkedYAMLError(
+            problem=f"it has more than {MOST_NODES} entries when its references are written out",
+            problem_mark=node.start_mark,
+        )
+    return count

@@ -192,6 +192,7 @@ class OpenAdmission(Admission):
         super().__init__(ledger, lineage, groups_per_batch=1)
         self._started: dict[str, int] = {}
         self._admitted = 0
+        self._restored_admitted = 0
         self._recent: dict[str, None] = {}
         self._lost: dict[str, int] = {}
         self._known: frozenset[str] = frozenset()
@@ -293,7 +294,7 @@ class OpenAdmission(Admission):
 
     def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
         """Learns which groups were started before the checkpoint, and which a storage may deliver again."""
-        self._known = frozenset(started[: self._admitted])
+        self._known = frozenset(started[: self._restored_admitted])
         self._admitted = len(started)
         self._recent = dict.fromkeys(started[-_REMEMBERED:])
         self._lost = dict(lost)
@@ -312,6 +313,7 @@ class OpenAdmission(Admission):
         try:
             with self.changed:
                 self.update, self._admitted = int(state["update"]), int(state["admitted"])
+                self._restored_admitted = self._admitted
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of admission does not fit: {error!r}") from error
 

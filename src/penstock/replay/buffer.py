@@ -14,6 +14,7 @@ bounded and says what it waits for. State is guarded by the admission's conditio
 Not covered: which of the fresh groups make a batch, and with what advantage (`penstock.batch.BatchMaker`).
 """
 
+import math
 import time
 import uuid
 from collections import deque
@@ -24,8 +25,10 @@ from typing import Any
 from penstock.batch import BatchMaker
 from penstock.replay.admission import Admission, OpenAdmission
 from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.disk_space import DiskSpace
 from penstock.replay.feed import MakerFeed
 from penstock.replay.freshness import FreshnessRules
+from penstock.replay.history import History
 from penstock.replay.inspection import Inspector
 from penstock.replay.intake import CurriculumHook, Intake, waiting_group
 from penstock.replay.issuer import TicketIssuer
@@ -87,7 +90,8 @@ class ReplayBuffer:
         rules = FreshnessRules(config)
         feed = MakerFeed(makers)
         self._stock = Stock(config, rules, self._admission, feed, Tally(config))
-        self._sealer = Sealer(store, self._changed, config.store.buffer_size, config.store.seal_s, clock)
+        self._space, self._space_to_merge = DiskSpace(config.store.full_disk_s), DiskSpace(math.inf)
+        self._sealer = Sealer(store, self._changed, config.store.buffer_size, config.store.seal_s, clock, self._space)
         inspector = Inspector(rules, self._survives)
         self._intake = Intake(
             config, rules, self._admission, self._stock, self._sealer, inspector, clock, curriculum_hook
@@ -225,7 +229,8 @@ class ReplayBuffer:
         with self._changed:
             ingested, held = self._admission.outstanding.ingested, len(self._admission.outstanding)
             enough = ingested >= self._config.groups_per_batch or ingested == held or self._stock.has_reusable
-            return len(self._sealer) > 0 and (enough or not self._admission.paced)
+            may_try = len(self._sealer) > 0 and not self._space.retry_in_s
+            return may_try and (enough or not self._admission.paced)
 
     def wake(self) -> None:
         """Those who wait look again."""
@@ -271,9 +276,20 @@ class ReplayBuffer:
 
     def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch:
         batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
-        self._store.write_batch(batch_id, formed.examples, formed.step, self._admission.lineage)
+        while not self._try_to_write(batch_id, formed):
+            self._admission.raise_if_over()
+            time.sleep(min(self._space.retry_in_s, _NAP_S))
         metrics = {**formed.metrics, **self._store.metrics(), "replay/wait_s": wait_s}
         return TrainingBatch(batch_id, formed.step, formed.examples, formed.group_ids, metrics)
+
+    def _try_to_write(self, batch_id: str, formed: FormedBatch) -> bool:
+        try:
+            self._store.write_batch(batch_id, formed.examples, formed.step, self._admission.lineage)
+        except OSError as error:
+            self._space.note(error)
+            return False
+        self._space.note_written()
+        return True
 
     def _seal(self) -> None:
         self._sealer.seal(self._offer)
@@ -283,7 +299,13 @@ class ReplayBuffer:
         """What the upkeep thread does: files that are due although nobody comes by, and merging."""
         if self._sealer.due:
             self._sealer.seal(self._offer)
-        self._store.maintain()
+        if self._space_to_merge.retry_in_s:
+            return
+        try:
+            self._store.maintain()
+            self._space_to_merge.note_written()
+        except OSError as error:
+            self._space_to_merge.note(error)  # small files can stay small for a while
 
     def _offer(self, group_ids: list[str]) -> None:
         for group_id in group_ids:
@@ -315,8 +337,13 @@ class ReplayBuffer:
         """In words, what the next update waits for."""
         with self._changed:
             if isinstance(self._admission, TicketIssuer):
-                return describe_wait(self._admission, self._config.groups_per_batch, self._clock())
-            return f"an open buffer with {self._stock.waiting.rollouts} fresh rollouts: too few for the batch maker"
+                words = describe_wait(self._admission, self._config.groups_per_batch, self._clock())
+            else:
+                words = (
+                    f"an open buffer with {self._stock.waiting.rollouts} fresh rollouts: too few for the batch maker"
+                )
+            full = self._space.describe() or self._ledger.space.describe()
+            return f"{full}; {words}" if full else words
 
     def check_ledger(self) -> None:
         """Compares the ledger with what is actually held, id by id; done at every checkpoint.
@@ -329,10 +356,20 @@ class ReplayBuffer:
 
     @contextmanager
     def boundary(self) -> Generator[None, None, None]:
-        """Nothing is admitted, ingested or told to the curriculum inside: take checkpoint states in it."""
-        with self._sealer.paused():
-            self._seal()
-            yield
+        """Nothing is admitted, ingested or told to the curriculum inside: take checkpoint states in it.
+
+        All that was delivered is stored; a full disk is waited for before.
+
+        Raises:
+            RunFailed: the disk has been full for too long.
+        """
+        while True:
+            with self._sealer.paused():
+                self._seal()
+                if not len(self._sealer) and self._ledger.write_backlog():
+                    yield
+                    return
+            time.sleep(min(max(self._space.retry_in_s, self._ledger.space.retry_in_s), _NAP_S))
 
     def close(self) -> None:
         """Wakes everybody with `Stopped`; what was delivered is still stored.
@@ -354,8 +391,7 @@ class ReplayBuffer:
 
         The state of an open buffer's admission is part of it.
         """
-        with self._sealer.paused():
-            self._seal()
+        with self.boundary():
             self.check_ledger()
             self._ledger.sync()
             groups = self._stock.groups()
@@ -400,13 +436,28 @@ class ReplayBuffer:
                 raise CheckpointError(f"the replay buffer's state does not fit: {error!r}") from error
             self._stock.current = self._admission.update
             self._intake.recorded = recorded - alive.keys()
-            self._bring_back(self._plan(alive))
+            plan, records = self._plan(alive)
+            self._ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
+            self._ledger.log_fates(plan.decisions, self._admission.update)
+            self._bring_back(plan, records)
             self._admission.readmit()
             self.check_ledger()
 
-    def _plan(self, alive: Mapping[str, set[str]]) -> RecoveryPlan:
-        admission = self._admission
+    def _plan(self, alive: Mapping[str, set[str]]) -> tuple[RecoveryPlan, list[RolloutRecord]]:
+        """What is to be done, and the records that come back; a file that turns out to be damaged changes both."""
         history = self._store.history()
+        while True:
+            plan = self._plan_by(history, alive)
+            records = self._store.read_records(plan.waiting)
+            missing = {i for ids in plan.waiting.values() for i in ids}
+            missing.difference_update(record.rollout.rollout_id for record in records)
+            again = self._store.history() if missing else history
+            if again.damage == history.damage:
+                return plan, records
+            history = again
+
+    def _plan_by(self, history: History, alive: Mapping[str, set[str]]) -> RecoveryPlan:
+        admission = self._admission
         admission.recover(list(history.tickets()), history.lost())
         view = CheckpointView(
             admission.update,
@@ -416,17 +467,14 @@ class ReplayBuffer:
             admission.was_drawn,
             self._survives,
         )
-        plan = plan_recovery(history, view)
-        self._ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
-        self._ledger.log_fates(plan.decisions, admission.update)
-        return plan
+        return plan_recovery(history, view)
 
-    def _bring_back(self, plan: RecoveryPlan) -> None:
+    def _bring_back(self, plan: RecoveryPlan, stored: Sequence[RolloutRecord]) -> None:
         """Claims wait for their tickets; the others go into stock by arrival, spent members known to the baseline."""
         alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
         claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
         members: dict[str, list[RolloutRecord]] = {}
-        for record in self._store.read_records(plan.waiting):
+        for record in stored:
             members.setdefault(record.group_id, []).append(record)
         groups: dict[str, RolloutGroup] = {}
         for group_id in plan.waiting:

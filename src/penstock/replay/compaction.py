@@ -16,16 +16,17 @@ cannot be read, are left as they are.
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.replay.config import StoreConfig
 from penstock.replay.formats import ExperienceFormat
 from penstock.replay.inventory import Entry, Inventory, State
-from penstock.rundir.live_files import opened_part, read_live
+from penstock.rundir.live_files import UNREADABLE, opened_part, read_live
 from penstock.rundir.parquet import parquet_writer, replaced_names, replacing, schema_version
 from penstock.rundir.part_names import PartNames
 from penstock.rundir.storage import Storage, StoredFile
@@ -49,6 +50,7 @@ class Compactor:
         config: What is small, and how many are worth a round.
         clock: Unix seconds.
         grace_s: See `GRACE_S`.
+        on_damage: Told of files that cannot be read when a writer starts; None makes that an error.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Compactor:
         config: StoreConfig,
         clock: Clock,
         grace_s: float = GRACE_S,
+        on_damage: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self._storage = storage
         self._folder = experience.folder
@@ -72,6 +75,7 @@ class Compactor:
         self._after_s = config.compact_after_s
         self._clock = clock
         self._grace_s = grace_s
+        self._on_damage = on_damage
         self._round = threading.Lock()
         self._leaving: list[tuple[float, str]] = []
         self._finished = False
@@ -93,7 +97,11 @@ class Compactor:
         """Deletes what a killed writer had merged but not deleted; once, by the process that writes from here on."""
         if self._finished:
             return
-        found = read_live(self._storage, self._folder, lambda file, _: replaced_names(file.schema_arrow))
+
+        def read(file: pq.ParquetFile, _: str) -> tuple[str, ...]:
+            return replaced_names(file.schema_arrow)
+
+        found = read_live(self._storage, self._folder, read, self._on_damage)
         replaced = {f"{self._folder}/{name}" for names in found.values() for name in names}
         for file in self._storage.files(self._folder):
             if file.name in replaced:
@@ -160,6 +168,8 @@ class Compactor:
             # A file that may have appeared, in spite of the error, holds these rows: they are not merged again.
             if not copied:
                 self._inventory.change(names, State.KEPT)
+            if isinstance(error, _Unreadable):
+                self._leave_alone(entries, error.name)
             if isinstance(error, _Abandoned):
                 return
             raise
@@ -167,6 +177,12 @@ class Compactor:
         rows = sum(entry.rows or 0 for entry in entries)
         self._inventory.add(StoredFile(target, size_bytes, now), rows, replaces=names)
         self._leaving += [(now, name) for name in names]
+
+    def _leave_alone(self, entries: Sequence[Entry], name: str) -> None:
+        """A file turned out to be damaged: a resume puts it aside; those beside it can be merged all the same."""
+        for entry in entries:
+            if entry.name == name:
+                entry.mergeable = False
 
     def _copy(self, names: Sequence[str], path: Path) -> None:
         schema = replacing(self._schema, [name.rpartition("/")[2] for name in names])
@@ -194,8 +210,23 @@ class Compactor:
                 for index in range(file.num_row_groups):
                     if self._closed:
                         raise _Abandoned
-                    yield file.read_row_group(index).replace_schema_metadata(None)
+                    yield _read_row_group(file, index, name)
+
+
+def _read_row_group(file: pq.ParquetFile, index: int, name: str) -> pa.Table:
+    try:
+        return file.read_row_group(index).replace_schema_metadata(None)
+    except UNREADABLE as error:
+        raise _Unreadable(name) from error
 
 
 class _Abandoned(Exception):
-    """The store was closed in the middle of a round."""
+    """The round cannot be finished: the store was closed in the middle of it."""
+
+
+class _Unreadable(_Abandoned):
+    """Or one of the files is damaged."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name

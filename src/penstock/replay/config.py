@@ -24,6 +24,8 @@ class StoreConfig(BaseModel):
         max_bytes: The oldest files go when rollouts and batches together take more; None means no limit. Only files
             all of whose rollouts met their final fate before the oldest checkpoint that is kept go.
         retention_s: No file younger than this goes, whatever `max_bytes` says.
+        full_disk_s: Where there is no room for a file, what should be in it is kept in memory and tried again for so
+            long; then the run ends. 0 ends it at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,6 +39,7 @@ class StoreConfig(BaseModel):
     compact_after_s: float = Field(default=600.0, ge=0)
     max_bytes: int | None = Field(default=None, ge=1)
     retention_s: float = Field(default=0.0, ge=0)
+    full_disk_s: float = Field(default=300.0, ge=0)
 
     @field_validator("url")
     @classmethod

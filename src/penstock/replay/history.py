@@ -57,6 +57,27 @@ class StoredBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """Which rollouts were lost with files that could not be read.
+
+    Attributes:
+        ids: Those that are known.
+        more: Whether a file did not even say which rollouts it held: any that nothing is known of may have been in it.
+    """
+
+    ids: frozenset[str] = frozenset()
+    more: bool = False
+
+    def may_hold(self, rollout_id: str) -> bool:
+        """Whether a rollout that is in no file, and of no fate, was lost with one."""
+        return self.more or rollout_id in self.ids
+
+
+NO_DAMAGE = Damage()
+"""All files could be read."""
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """Everything the ledger is rebuilt from.
 
@@ -65,12 +86,14 @@ class History:
         sealed: Sealed rollouts by id.
         fates: The last line of the fate log by rollout id.
         batches: Every batch file.
+        damage: What was lost with files that were put aside.
     """
 
     started: dict[str, int]
     sealed: dict[str, SealedRollout]
     fates: dict[str, LoggedFate]
     batches: list[StoredBatch]
+    damage: Damage = NO_DAMAGE
 
     def uses(self, survives: Callable[[WeightVersion], bool], step: int) -> Counter[str]:
         """How often each rollout was used by updates that a life at version `step` has behind it."""
@@ -87,8 +110,11 @@ class History:
         return {
             group_id: size
             for group_id, size in self.started.items()
-            if group_id not in stored and not any(f"{group_id}/{i}" in self.fates for i in range(size))
+            if group_id not in stored and not any(self._is_settled(f"{group_id}/{i}") for i in range(size))
         }
+
+    def _is_settled(self, rollout_id: str) -> bool:
+        return rollout_id in self.fates or self.damage.may_hold(rollout_id)
 
     def tickets(self) -> dict[str, list[str]]:
         """The rollout ids of every group that was started, or sealed where its start was lost with the machine."""

@@ -11,8 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from penstock.replay.disk_space import DiskSpace
 from penstock.rundir import JsonLinesLog
 from penstock.types import Clock, Fate, RunFailed, Ticket
 
@@ -43,6 +44,7 @@ class Ledger:
         fates: Takes a line per fate; None keeps no record.
         clock: Stamps the lines.
         past: Where an earlier life wrote, if one did: until `rebuild` the books know nothing of it.
+        space: Says how long a full disk is waited for; lines for which there is no room are written later.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class Ledger:
         fates: JsonLinesLog | None = None,
         clock: Clock = time.time,
         past: str = "",
+        space: DiskSpace | None = None,
     ) -> None:
         self.past = past
+        self.space = space or DiskSpace()
+        self._backlog: list[tuple[JsonLinesLog, tuple[Mapping[str, Any], ...]]] = []
         # Reentrant, because a signal handler may look at the ledger while its own thread is inside it.
         self._lock = threading.RLock()
         self.lineage = lineage
@@ -67,18 +72,17 @@ class Ledger:
     def count_started(self, ticket: Ticket, size: int) -> None:
         """The generators' side: `size` rollouts of a group were begun."""
         if self._tickets is not None:
-            self._tickets.append(
-                {
-                    "ticket_id": ticket.ticket_id,
-                    "lesson_id": ticket.lesson_id,
-                    "index": ticket.index,
-                    "rollouts": size,
-                    "admitted_step": ticket.admitted_step,
-                    "deadline_step": ticket.deadline_step,
-                    "lineage": self.lineage,
-                    "time": self._clock(),
-                }
-            )
+            row = {
+                "ticket_id": ticket.ticket_id,
+                "lesson_id": ticket.lesson_id,
+                "index": ticket.index,
+                "rollouts": size,
+                "admitted_step": ticket.admitted_step,
+                "deadline_step": ticket.deadline_step,
+                "lineage": self.lineage,
+                "time": self._clock(),
+            }
+            self._append(self._tickets, (row,))
         with self._lock:
             self._started += size
 
@@ -140,9 +144,8 @@ class Ledger:
         if self._fates is None:
             return
         stamp = {"step": step, "lineage": self.lineage, "time": self._clock()}
-        self._fates.append(
-            *({"rollout_id": i, "fate": fate, "reason": reason, **stamp} for i, fate, reason in decisions)
-        )
+        rows = ({"rollout_id": i, "fate": fate, "reason": reason, **stamp} for i, fate, reason in decisions)
+        self._append(self._fates, tuple(rows))
 
     def rebuild(self, started: int, fates: Mapping[Fate, int], waiting: Iterable[str]) -> None:
         """Starts from what the files of an earlier life say."""
@@ -184,11 +187,42 @@ class Ledger:
                     f"live but held by nobody {_some(extra)}"
                 )
 
+    def write_backlog(self) -> bool:
+        """Writes the lines for which there was no room; returns whether none is left.
+
+        Raises:
+            OSError: the disk refuses them for another reason.
+            RunFailed: the disk has been full for too long.
+        """
+        with self._lock:
+            if self._backlog and self.space.retry_in_s:
+                return False
+            while self._backlog:
+                log, rows = self._backlog[0]
+                try:
+                    log.append(*rows)
+                except OSError as error:
+                    self.space.note(error)
+                    return False
+                self._backlog.pop(0)
+                self.space.note_written()
+            return True
+
     def sync(self) -> None:
         """Flushes both logs to the disk."""
         for log in (self._tickets, self._fates):
             if log is not None:
                 log.sync()
+
+    def _append(self, log: JsonLinesLog, rows: tuple[Mapping[str, Any], ...]) -> None:
+        """Lines are written in order; a log that takes none at present gets them later."""
+        with self._lock:
+            self._backlog.append((log, rows))
+            try:
+                self.write_backlog()
+            except BaseException:
+                self._backlog.pop()  # as if nothing had been said
+                raise
 
     def _leave(self, rollout_id: str) -> None:
         group_id, bit = _split(rollout_id)

@@ -10,6 +10,8 @@ kinds of tickets follow from the checkpoint:
 - *drawn after* it: the issuer will draw them again, and a sealed group is claimed when that happens. So at
   staleness zero the resumed run goes exactly the way that the dead one went.
 
+What was in a file that could not be read any more is `rolled_back` too, if nothing else says how it ended.
+
 This module decides and touches nothing; `ReplayBuffer.restore` carries the plan out. Killed in the middle of that,
 a run resumes by the same rules.
 """
@@ -137,6 +139,8 @@ class _Planner:
     def _end_lost(self, rollout_id: str) -> None:
         if rollout_id in self._history.sealed:
             self._end(rollout_id, "rolled_back", f"the run resumed from step {self._checkpoint.step}")
+        elif self._history.damage.may_hold(rollout_id):
+            self._end(rollout_id, "rolled_back", "the file that held it could not be read any more")
         else:
             self._end(rollout_id, "aborted", "it was in flight when the process ended")
 

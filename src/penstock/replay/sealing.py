@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from penstock.replay.disk_space import DiskSpace
 from penstock.replay.store import ExperienceStore
 from penstock.types import Clock, RolloutRecord
 
@@ -20,6 +21,7 @@ class Sealer:
         buffer_size: A file is due when so many rollouts are queued.
         seal_s: Or when the oldest of them has been queued so long.
         clock: Unix seconds.
+        space: Says when a file for which there was no room may be tried again; what should be in it stays queued.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class Sealer:
         buffer_size: int,
         seal_s: float,
         clock: Clock,
+        space: DiskSpace,
     ) -> None:
         self._store = store
         self._lock = lock
         self._buffer_size = buffer_size
         self._seal_s = seal_s
         self._clock = clock
+        self._space = space
         self._writing = threading.RLock()
         self._records: list[RolloutRecord] = []
         self._group_ids: list[str] = []
@@ -63,16 +67,22 @@ class Sealer:
         """Whether a file should be written although nobody waits for it."""
         with self._lock:
             waited = self._clock() - self._oldest
+            if self._space.retry_in_s:
+                return False
             return bool(self._group_ids) and (len(self._records) >= self._buffer_size or waited >= self._seal_s)
 
     def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:
-        """Writes what is queued, then calls `sealed` with the group ids, the lock held.
+        """Writes what is queued, then calls `sealed` with the group ids, the lock held. While the disk is full, nothing.
 
         Args:
             sealed: Told which groups are durable now.
             blocking: Wait for a write that is under way; if not, leave the rest to its thread.
+
+        Raises:
+            OSError: the disk refuses it for another reason; what is queued stays so.
+            RunFailed: the disk has been full for too long.
         """
-        if not self._writing.acquire(blocking):
+        if self._space.retry_in_s or not self._writing.acquire(blocking):
             return
         try:
             with self._lock:
@@ -81,11 +91,15 @@ class Sealer:
             try:
                 if records:
                     self._store.seal(records)
-            except BaseException:
+                    self._space.note_written()
+            except BaseException as error:
                 with self._lock:  # they wait for the next try, before what came meanwhile
                     self._group_ids = group_ids + self._group_ids
                     self._records = records + self._records
-                raise
+                if not isinstance(error, OSError):
+                    raise
+                self._space.note(error)
+                return
             if group_ids:
                 with self._lock:
                     self._unsealed.difference_update(group_ids)

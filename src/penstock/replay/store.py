@@ -13,6 +13,7 @@ files.
 import math
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +23,15 @@ import pyarrow.parquet as pq
 
 from penstock.replay.compaction import GRACE_S, Compactor
 from penstock.replay.config import StoreConfig
+from penstock.replay.damage import DamagedFiles
+from penstock.replay.disk_space import DiskSpace
 from penstock.replay.formats import LANGUAGE, ExperienceFormat
 from penstock.replay.history import History
 from penstock.replay.inventory import Inventory
 from penstock.replay.ledger import Ledger
 from penstock.replay.lineages import Lineages
 from penstock.replay.retention import Retention
+from penstock.replay.salvage import OnDamage, salvage_logs
 from penstock.replay.stored_rows import groups_of_part, ids_of_part, read_history, stem_of
 from penstock.rundir import JsonLinesLog, RunDirectory
 from penstock.rundir.live_files import opened_part, read_live
@@ -93,6 +97,8 @@ class RolloutStore:
         clock: Stamps names and lines; files age by it.
         experience: The row format.
         grace_s: How long a file that was merged into another stays for those who read it.
+        on_damage: Files and log lines that cannot be read any more are put aside in ``damaged/``, and this is told
+            where, and why; for the run's one writer. None makes them errors.
 
     Raises:
         ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows.
@@ -105,6 +111,7 @@ class RolloutStore:
         clock: Clock = time.time,
         experience: ExperienceFormat = LANGUAGE,
         grace_s: float = GRACE_S,
+        on_damage: OnDamage | None = None,
     ) -> None:
         self._directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
         self._config = config
@@ -117,11 +124,19 @@ class RolloutStore:
                 (self._directory.path / folder).mkdir(parents=True, exist_ok=True)
             self._directory.path.mkdir(parents=True, exist_ok=True)
         self._inventory = Inventory(self._folders, self._storage.files)
+        self._damaged = (
+            None if on_damage is None else DamagedFiles(self._storage, experience, self._inventory, on_damage)
+        )
+        self._set_aside = None if self._damaged is None else self._damaged.set_aside
         self._names = PartNames(experience.folder, clock, lambda: self._inventory.names(experience.folder))
         self._unsure: dict[str, frozenset[str]] = {}
-        self._compactor = Compactor(self._storage, experience, self._inventory, self._names, config, clock, grace_s)
+        self._compactor = Compactor(
+            self._storage, experience, self._inventory, self._names, config, clock, grace_s, self._set_aside
+        )
         self._retention = Retention(self._storage, experience, self._inventory, config, clock)
         self._logs: list[JsonLinesLog] = []
+        if on_damage is not None:
+            salvage_logs(self._directory, on_damage)
         self.lineages = Lineages(self._directory.lineages_path)
 
     def open_ledger(self, lineage: int = 0) -> Ledger:
@@ -143,7 +158,7 @@ class RolloutStore:
         tickets = JsonLinesLog(path)
         fates = JsonLinesLog(self._directory.fates_path)
         self._logs += [tickets, fates]
-        return Ledger(lineage, tickets, fates, self._clock, past)
+        return Ledger(lineage, tickets, fates, self._clock, past, DiskSpace(self._config.full_disk_s))
 
     def close(self) -> None:
         """Ends a round of compaction that is under way; flushes and closes the logs."""
@@ -174,10 +189,15 @@ class RolloutStore:
 
     def _write(self, name: str, table: pa.Table) -> None:
         self._inventory.begin()
-        with self._storage.writing(name) as path:
-            with parquet_writer(path, table.schema, self._config.compression) as writer:
-                writer.write_table(table)
-            size_bytes = path.stat().st_size
+        try:
+            with self._storage.writing(name) as path:
+                with parquet_writer(path, table.schema, self._config.compression) as writer:
+                    writer.write_table(table)
+                size_bytes = path.stat().st_size
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror or str(error), self._storage.locate(name)) from error
         self._inventory.add(StoredFile(name, size_bytes, self._clock()), table.num_rows)
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -197,7 +217,7 @@ class RolloutStore:
             table = read_columns(file)
             return list(zip(ids_of_part(table, name), self._experience.from_table(table, stem_of(name)), strict=True))
 
-        parts = read_live(self._storage, self._experience.folder, read)
+        parts = read_live(self._storage, self._experience.folder, read, self._set_aside)
         first: dict[str, Any] = {}
         for rollout_id, record in chain.from_iterable(parts.values()):
             if wanted is None or record.group_id in wanted:
@@ -226,7 +246,8 @@ class RolloutStore:
             SchemaVersionError: a newer Penstock wrote a file.
             RunDirectoryError: a file is not one of ours.
         """
-        return read_history(self._directory, self._storage, self._experience)
+        history = read_history(self._directory, self._storage, self._experience, self._set_aside)
+        return history if self._damaged is None else replace(history, damage=self._damaged.damage)
 
     # --- keeping house -------------------------------------------------------------------------------------------
 

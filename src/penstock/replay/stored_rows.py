@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,8 +18,19 @@ from penstock.rundir.storage import Storage
 from penstock.types import RunDirectoryError, WeightVersion
 
 
-def read_history(directory: RunDirectory, storage: Storage, experience: ExperienceFormat) -> History:
+def read_history(
+    directory: RunDirectory,
+    storage: Storage,
+    experience: ExperienceFormat,
+    on_damage: Callable[[str, Exception], None] | None = None,
+) -> History:
     """What all files say about every rollout; safe while they are written, merged and deleted.
+
+    Args:
+        directory: The run's.
+        storage: Where its rollouts and batches are.
+        experience: Which they are.
+        on_damage: Told of files that cannot be read, which do not count then; None makes that an error.
 
     Raises:
         SchemaVersionError: a newer Penstock wrote a file.
@@ -29,8 +40,8 @@ def read_history(directory: RunDirectory, storage: Storage, experience: Experien
     def read_batch(file: pq.ParquetFile, name: str) -> StoredBatch:
         return _stored_batch(file, name, storage.locate(name))
 
-    parts = read_live(storage, experience.folder, lambda file, _: list(_sealed(file)))
-    batches = read_live(storage, experience.batch_folder, read_batch)
+    parts = read_live(storage, experience.folder, lambda file, _: list(_sealed(file)), on_damage)
+    batches = read_live(storage, experience.batch_folder, read_batch, on_damage)
     return History(
         started={str(row["ticket_id"]): int(row["rollouts"]) for row in read_json_lines(directory.tickets_path)},
         sealed={sealed.rollout_id: sealed for rows in parts.values() for sealed in rows},

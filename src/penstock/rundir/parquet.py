@@ -45,6 +45,7 @@ def parquet_writer(path: Path, schema: pa.Schema, compression: str = "zstd") -> 
         path,
         schema,
         compression=compression,
+        write_page_checksum=True,
         use_dictionary=strings,  # pyright: ignore[reportArgumentType]  # a list of columns is allowed too
         use_byte_stream_split=floats,  # pyright: ignore[reportArgumentType]
     )
@@ -78,7 +79,7 @@ def opened_parquet(source: "Path | BinaryIO", name: str) -> Generator[pq.Parquet
         RunDirectoryError: it is not a Parquet file.
     """
     try:
-        with pq.ParquetFile(source, pre_buffer=True) as file:
+        with pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True) as file:
             version = schema_version(file.schema_arrow)
             if version > SCHEMA_VERSION:
                 raise SchemaVersionError(
@@ -93,9 +94,15 @@ def opened_parquet(source: "Path | BinaryIO", name: str) -> Generator[pq.Parquet
 
 
 def read_columns(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of an opened file: all columns, or those of the named ones that it has."""
+    """All rows of an opened file: all columns, or those of the named ones that it has.
+
+    Raises:
+        pyarrow.ArrowException: the columns are damaged: text that is no UTF-8, lists that reach outside their values.
+    """
     present = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-    return file.read(columns=present)
+    table = file.read(columns=present)
+    table.validate(full=True)
+    return table
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

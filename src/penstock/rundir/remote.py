@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.rundir.storage import SUFFIX, StoredFile, open_filesystem
+from penstock.rundir.storage import DAMAGED, SUFFIX, StoredFile, open_filesystem
 from penstock.types import ConfigError
 
 _ATOMIC_UPLOAD = frozenset("s3 s3a gs gcs abfs abfss az adl oss obs tos memory".split())
@@ -69,6 +69,13 @@ class RemoteStorage:
             self._filesystem.rm_file(f"{self._root}/{name}")
         except FileNotFoundError:
             return
+
+    def set_aside(self, name: str) -> str:
+        """See `Storage.set_aside`."""
+        target = f"{DAMAGED}/{name}"
+        self._make_folder(target.rpartition("/")[0])
+        self._filesystem.mv(f"{self._root}/{name}", f"{self._root}/{target}")
+        return self.locate(target)
 
     def prepare(self, folders: Sequence[str]) -> None:
         """See `Storage.prepare`."""

@@ -14,6 +14,8 @@ from penstock.rundir.atomic import UNFINISHED_PATTERN, replaced_atomically
 from penstock.types import ConfigError
 
 SUFFIX = ".parquet"
+DAMAGED = "damaged"
+"""Folder of what was put aside because it could not be read."""
 
 
 class StoredFile(NamedTuple):
@@ -51,6 +53,10 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Deletes a file; nothing happens where it is gone already."""
+        ...
+
+    def set_aside(self, name: str) -> str:
+        """Moves a damaged file where no reader looks; returns where that is, for people."""
         ...
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -110,6 +116,13 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
         (self.root / name).unlink(missing_ok=True)
+
+    def set_aside(self, name: str) -> str:
+        """See `Storage.set_aside`."""
+        target = self.root / DAMAGED / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.root / name, target)
+        return str(target)
 
     def prepare(self, folders: Sequence[str]) -> None:
         """See `Storage.prepare`."""

@@ -111,7 +111,12 @@ class Tokenizer:
         return self._fast.chat_template is not None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n], without special tokens added; special tokens written in the text are recognised."""
+        """int32 [n], without special tokens added; special tokens written in the text are recognised.
+
+        Half of a surrogate pair, which is no character, is read as its escape.
+        """
+        if not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode()
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:

@@ -9,8 +9,7 @@ description; the frames, one after the other.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,10 +26,10 @@ from penstock.weights.manifest import (
     read_json,
     version_from_values,
 )
+from penstock.weights.threads import in_parallel
 
 _FORMAT = 1
 _PREFIX_BYTES = 8
-_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +74,7 @@ def encode_delta(
         for old, new in ((bits(base[spec.name]), bits(arrays[spec.name])) for spec in manifest.arrays)
         for where in blocks_of(new.size)
     ]
-    blocks = _in_parallel(lambda pair: encode_block(*pair), pairs)
+    blocks = in_parallel(lambda pair: encode_block(*pair), pairs, manifest.nbytes)
     version = base_manifest.version
     description = {
         "format": _FORMAT,
@@ -123,7 +122,7 @@ def decode_delta(
         for spec in changed
         for block in blocks[spec.name]
     ]
-    _in_parallel(lambda arguments: decode_block(*arguments), work)
+    in_parallel(lambda arguments: decode_block(*arguments), work, sum(spec.nbytes for spec in changed))
     _verify(changed, arrays)
     return manifest, arrays
 
@@ -203,14 +202,9 @@ def _room(spec: ArraySpec, blocks: Iterable[_PlacedBlock], held_digest: str, hel
 
 
 def _verify(specs: Sequence[ArraySpec], arrays: Mapping[str, np.ndarray]) -> None:
-    digests = _in_parallel(lambda spec: array_digest(arrays[spec.name]), specs)
+    digests = in_parallel(lambda spec: array_digest(arrays[spec.name]), specs, sum(spec.nbytes for spec in specs))
     damaged = [spec.name for spec, digest in zip(specs, digests, strict=True) if digest != spec.digest]
     if damaged:
         raise WeightsError(f"arrays are damaged after a delta was applied: {damaged}")
     for spec in specs:
         arrays[spec.name].flags.writeable = False
-
-
-def _in_parallel(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-delta") as pool:
-        return list(pool.map(work, items))

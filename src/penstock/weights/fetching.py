@@ -157,6 +157,8 @@ class FetchingClient:
             check_layout(self._layout, manifest.layout, "fetched arrays")
         self._layout = manifest.layout
         self._held = _Held(manifest, arrays if self._config.encoding == "delta" else None)
+        if self._newest is None:
+            self._newest = Announcement(manifest.incarnation, version)
         self._note(received, time.perf_counter() - began)
         return arrays
 

@@ -1,7 +1,7 @@
 """A client's connections to one Flight server of weights: one for questions, one for each stream of a fetch.
 
-Every call has a deadline. Streams are received into memory that is allocated once per array, after its size was
-checked; a stream that delivers nothing for too long is given up long before the deadline, where the caller asks so.
+Every call has a deadline. A stream that delivers nothing for too long is given up long before it, where the caller asks
+for that.
 """
 
 import logging
@@ -22,8 +22,6 @@ from penstock.weights.streams import Piece, cut
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
-_ALIGNMENT = 64
-"""Bytes; XLA takes arrays on the host by reference only if they are aligned so."""
 
 
 class Channel:
@@ -74,25 +72,21 @@ class Channel:
             self._pool.submit(ask)
 
     def fetch(
-        self, ticket: StreamTicket, sizes: Sequence[int], deadline: float, stall_s: float | None
-    ) -> list[np.ndarray]:
+        self, ticket: StreamTicket, buffers: Sequence[np.ndarray], deadline: float, stall_s: float | None
+    ) -> None:
         """Receives a payload over parallel streams.
 
         Args:
             ticket: What; the numbers of the streams are filled in here.
-            sizes: Bytes of each of its buffers, which the caller found acceptable.
+            buffers: uint8 [size] each: where its buffers go.
             deadline: Monotonic seconds.
             stall_s: Give up when nothing came for so long; None waits until the deadline.
-
-        Returns:
-            uint8 [size] for each buffer, aligned to 64 bytes.
 
         Raises:
             UnreachableError: the server died, or was too slow.
             WeightsError: it refused, or sent something else.
         """
-        buffers = [_room(size) for size in sizes]
-        plan = cut(sizes, self._streams, self._chunk_bytes)
+        plan = cut([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
         fetch = _Fetch(self.address, buffers, deadline, self._closed)
         tickets = [ticket.model_copy(update=numbers | {"stream": stream}) for stream in range(self._streams)]
@@ -102,7 +96,6 @@ class Channel:
             if pieces
         ]
         fetch.wait(futures, stall_s)
-        return buffers
 
     def close(self) -> None:
         """Ends every call that runs; may be called twice."""
@@ -115,7 +108,7 @@ class Channel:
 class _Fetch:
     """The streams of one fetch that runs: all end when one fails."""
 
-    def __init__(self, address: str, buffers: list[np.ndarray], deadline: float, closed: threading.Event) -> None:
+    def __init__(self, address: str, buffers: Sequence[np.ndarray], deadline: float, closed: threading.Event) -> None:
         self._address, self._buffers, self._deadline, self._closed = address, buffers, deadline, closed
         self._readers: list[flight.FlightStreamReader] = []
         self._lock = threading.Lock()
@@ -181,9 +174,3 @@ class _Fetch:
             readers = list(self._readers)
         for reader in readers:
             reader.cancel()
-
-
-def _room(size: int) -> np.ndarray:
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size]

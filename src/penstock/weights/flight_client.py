@@ -30,6 +30,7 @@ from penstock.weights.flight_messages import (
 )
 from penstock.weights.manifest import Manifest, from_raw_bytes
 from penstock.weights.relay import Relay
+from penstock.weights.warm_memory import WarmMemory, plain_memory
 
 STALL_S = 30.0
 """A client that gives nothing to another for so long is given up."""
@@ -72,6 +73,7 @@ class FlightReader:
         self._who = {"job": endpoint["job"], "client": client_id}
         self._config, self._access, self._relay, self._tls = config, access, relay, tls
         self._server_name = host_of(address)
+        self._memory = WarmMemory()
         self._root = Channel(address, tls, access, config.streams, config.chunk_bytes)
         self._parent: Channel | None = None
         self._came: _Came | None = None
@@ -185,7 +187,9 @@ class FlightReader:
             streams=1,
             chunk_bytes=self._config.chunk_bytes,
         )
-        buffers = channel.fetch(ticket, sizes, deadline, stall_s)
+        take = self._memory.take if deltas is None else plain_memory
+        buffers = [take(size) for size in sizes]
+        channel.fetch(ticket, buffers, deadline, stall_s)
         self._numbers["weights/bytes_received"] += sum(sizes)
         self._came = _Came(manifest, start, buffers if deltas is not None else (), offer.keep)
         if deltas is not None:

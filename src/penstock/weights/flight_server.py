@@ -94,9 +94,10 @@ class FlightStore:
     def metrics(self) -> dict[str, float]:
         """See `publishing.Store.metrics`."""
         with self._changed:
+            clients = self._fan_out.clients
+            self._held = {name: version for name, version in self._held.items() if self._fan_out.knows(name)}
             newest = None if self._newest is None else self._newest[1]
             behind = [newest[1] - held[1] for held in self._held.values() if newest is not None]
-            clients = self._fan_out.clients
         return self._service.metrics() | {
             "weights/clients": float(clients),
             "weights/lag": float(max(behind, default=0)),
@@ -122,7 +123,7 @@ class FlightStore:
         self._service.check_job(request.job)
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
-            self._hear(request.client)
+            self._fan_out.hear(request.client)
             self._changed.wait_for(
                 lambda: self._closed or self._newest != request.known, max(0.0, deadline - time.monotonic())
             )
@@ -134,7 +135,7 @@ class FlightStore:
         self._service.check_job(request.job)
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
-            self._hear(request.client)
+            self._fan_out.hear(request.client)
             if request.failed:
                 self._fan_out.failed(request.version, request.client)
                 self._changed.notify_all()
@@ -158,17 +159,12 @@ class FlightStore:
         request = read_request(FinishedRequest, body)
         self._service.check_job(request.job)
         with self._changed:
-            self._hear(request.client)
+            self._fan_out.hear(request.client)
             location = None if request.port is None else join_address(host, request.port)
             self._held[request.client] = request.version
             if self._fan_out.finished(request.version, request.client, location):
                 self._changed.notify_all()
         return FinishedAnswer().to_bytes()
-
-    def _hear(self, client: str) -> None:
-        self._fan_out.hear(client)
-        for gone in [name for name in self._held if not self._fan_out.knows(name)]:
-            del self._held[gone]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,7 +10,6 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from penstock.types import WeightsError, WeightVersion
+from penstock.weights.threads import in_parallel
 
 Layout = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype by name."""
@@ -34,7 +34,6 @@ MAX_ARRAYS = 100_000
 MAX_NAME_CHARACTERS = 512
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 _MAX_DIMENSIONS = 16
-_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +233,8 @@ def read_json(text: bytes) -> Any:
 
 
 def _digests(arrays: Iterable[np.ndarray]) -> list[str]:
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-digest") as pool:
-        return list(pool.map(array_digest, arrays))
+    listed = list(arrays)
+    return in_parallel(array_digest, listed, sum(array.nbytes for array in listed))
 
 
 def _check_sendable(arrays: Mapping[str, np.ndarray]) -> None:

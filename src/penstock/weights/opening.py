@@ -55,11 +55,18 @@ def open_client(endpoint: Mapping[str, Any], config: WeightsConfig, token: str |
         from penstock.weights.checkpoint import CheckpointFolder
 
         return FetchingClient(
-            endpoint, config, lambda place: ShelfReader(CheckpointFolder(place["url"], job), job, token, most)
+            endpoint, config, lambda place: ShelfReader(CheckpointFolder(_url(place), job), job, token, most)
         )
     from penstock.weights.flight_client import FlightClient
 
     return FlightClient(endpoint, config, token, client_id)
+
+
+def _url(endpoint: Mapping[str, Any]) -> str:
+    url = endpoint.get("url")
+    if not isinstance(url, str):
+        raise WeightsError(f"an endpoint of transport checkpoint has a url, this one {sorted(endpoint)}")
+    return url
 
 
 def _store(config: WeightsConfig, job: str, token: str | None, default_url: str, incarnation: str) -> Store:

@@ -19,8 +19,6 @@ from penstock.weights.delta_history import DeltaHistory
 from penstock.weights.host import host_arrays
 from penstock.weights.manifest import Layout, Manifest, check_layout, describe, layout_of
 
-MIB = 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication:
@@ -79,6 +77,7 @@ class PublishingBroadcaster:
         self._layout: Layout | None = None
         self._history = DeltaHistory() if config.encoding == "delta" else None
         self._numbers: dict[str, float] = {}
+        self._closed = False
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """See `Broadcaster.publish`."""
@@ -117,10 +116,15 @@ class PublishingBroadcaster:
         return dict(self._numbers) | self._store.metrics()
 
     def close(self) -> None:
-        """See `Broadcaster.close`."""
-        self._store.close()
+        """See `Broadcaster.close`; waits for a publication that is under way."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._store.close()
 
     def _check(self, version: WeightVersion, layout: Layout) -> None:
+        if self._closed:
+            raise WeightsError("the broadcaster was closed: nothing can be published")
         if self._version is not None and version <= self._version:
             raise WeightsError(f"{version} is not newer than the published {self._version}")
         if self._layout is not None:

@@ -1,7 +1,7 @@
 """Weights in memory that the processes of one machine share: one copy in, none out.
 
 Each version is copied into a segment that nobody reads; readers map it. Segments are used again in turn, since memory
-that was touched before is written several times as fast as fresh memory: two of them suffice while every client has let
+that was touched before is written many times as fast as fresh memory: two of them suffice while every client has let
 the version before go, and each version that a client keeps longer costs one more. Only the newest is offered.
 
 Access is by the file system's rights (this user alone) and the signed marker. Not covered: other machines. On machines
@@ -24,8 +24,6 @@ from penstock.weights.segments import Segment, mapped_arrays, segment_bytes
 
 _MARKER = "marker.json"
 _TAKEOVER_S = 10.0
-WARM_SEGMENTS = 2
-"""Segments that are kept although nobody needs more than one."""
 
 
 class SharedMemory:
@@ -41,6 +39,7 @@ class SharedMemory:
     def __init__(self, job: str) -> None:
         self._folder = OwnedFolder(job, _TAKEOVER_S)
         self._segments: dict[str, Segment] = {}
+        self._offered = ""
 
     def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
         """See `WritableShelf.write_arrays`."""
@@ -49,6 +48,7 @@ class SharedMemory:
             segment.write(manifest, arrays)
         finally:
             segment.give()
+        self._offered = name
         return name
 
     def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
@@ -60,12 +60,12 @@ class SharedMemory:
         self._write(_MARKER, content)
 
     def discard(self, names: set[str]) -> None:
-        """See `WritableShelf.discard`; segments stay for the next version, and go where there are too many."""
+        """See `WritableShelf.discard`. One segment that nobody reads stays for the next version."""
         for name in names - self._segments.keys():
             (self._folder.path / name).unlink(missing_ok=True)
-        for name in names & self._segments.keys():
-            if len(self._segments) > WARM_SEGMENTS:
-                self._segments.pop(name).remove()
+        idle = [name for name in sorted(self._segments) if name != self._offered and self._is_idle(name)]
+        for name in idle[1:]:
+            self._segments.pop(name).remove()
 
     def endpoint(self) -> dict[str, Any]:
         """See `WritableShelf.endpoint`."""
@@ -77,6 +77,12 @@ class SharedMemory:
             segment.remove()
         self._segments.clear()
         self._folder.remove()
+
+    def _is_idle(self, name: str) -> bool:
+        idle = self._segments[name].take()
+        if idle:
+            self._segments[name].give()
+        return idle
 
     def _taken_segment(self, nbytes: int, offered: set[str]) -> tuple[str, Segment]:
         """A segment that nobody reads, claimed; a new one where there is none."""

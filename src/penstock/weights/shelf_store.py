@@ -64,7 +64,6 @@ class ShelfStore:
         self._marker = found
         self._messages: dict[tuple[_Content, _Content], str] = {}
         self._numbers: dict[str, float] = {}
-        self._closed = False
 
     def put(self, publication: Publication) -> None:
         """See `Store.put`."""
@@ -93,14 +92,10 @@ class ShelfStore:
 
     def close(self) -> None:
         """See `Store.close`."""
-        if not self._closed:
-            self._closed = True
-            self._shelf.close()
+        self._shelf.close()
 
     def _older_offers(self, manifest: Manifest) -> list[Offer]:
         """What is offered beside the next publication."""
-        if self._closed:
-            raise WeightsError("the broadcaster was closed: nothing can be published")
         offers = self._marker.offers if self._marker is not None else ()
         if offers and manifest.version < offers[0].manifest.version:
             newest = offers[0].manifest.version

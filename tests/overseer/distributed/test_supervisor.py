@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.overseer.distributed.records import Condition
+from penstock.overseer.distributed.records import Condition, Identity, Report
 from penstock.types import ConfigError, RunFailed, UnreachableError
 from tests.overseer.distributed.world import World, spec
 
@@ -30,7 +30,9 @@ def test_everybody_is_told_of_a_change_at_once_and_otherwise_once_in_an_interval
     world.advance(10.0)
     assert len(world.newest("rollout-0").views) - before == 10
     world.supervisor.set_lineage(4)
-    world.advance(0.5)
+    world.advance(0.1, tick_s=0.1)
+    world.advance(0.1, tick_s=0.1)
+    assert len(world.newest("rollout-0").views) - before == 11
     assert world.newest("rollout-0").views[-1].lineage == 4
 
 
@@ -152,6 +154,21 @@ def test_waits_double_up_to_a_limit_and_one_restart_too_many_ends_the_run():
     assert world.started("rollout-0") == [0, 1, 2, 3]
 
 
+def test_the_end_of_the_budget_of_one_hides_nothing_of_the_others():
+    world = World(max_restarts=0)
+    world.add("rollout-0", "rollout-1", "learner-0")
+    world.newest("learner-0").say("last")
+    world.newest("rollout-0").die()
+    world.newest("rollout-1").die()
+    world.now += 1.0
+    with pytest.raises(RunFailed, match="rollout-0 died 1 times"):
+        world.supervisor.tick()  # asks them all
+        world.now += 1.0
+        world.supervisor.tick()
+    assert [fields["component"] for fields in world.told("component_death")] == ["rollout-0", "rollout-1"]
+    assert world.messages == [("learner-0#0", "last")]
+
+
 def test_deaths_outside_of_the_window_are_forgiven():
     world = World()
     world.add("rollout-0")
@@ -214,6 +231,17 @@ def test_a_loss_may_be_answered_from_within():
     assert world.started("replay-0") == world.started("learner-0") == [0, 1]
     assert [who for who, _ in world.losses] == ["replay-0#0"]  # the learner was ended by request
     assert world.spawned[0].killed and world.newest("learner-0").settings == {"lineage": 1}
+
+
+def test_the_death_of_one_that_was_started_anew_by_request_is_a_loss_again():
+    world = World()
+    world.add("learner-0", essential=True)
+    world.supervisor.respawn("learner-0")
+    world.advance(2.0)
+    assert world.started("learner-0") == [0, 1] and world.losses == []
+    world.newest("learner-0").die()
+    world.advance(5.0)
+    assert world.losses == [("learner-0#1", "learner-0#1 is dead")] and world.started("learner-0") == [0, 1]
 
 
 def test_a_respawn_after_a_death_waits_its_time():
@@ -284,6 +312,18 @@ def test_messages_of_the_dead_are_dropped_and_counted():
     assert report is not None and report.identity.incarnation == 1
 
 
+def test_a_report_of_another_incarnation_is_dropped():
+    world = World()
+    world.add("rollout-0")
+    world.newest("rollout-0").say("of another")
+    world.newest("rollout-0").report = lambda: Report(  # type: ignore[method-assign]
+        Identity("rollout", 0, 7), 1, "", Condition("failed", ""), tuple(world.newest("rollout-0").outbox)
+    )
+    world.advance(3.0)
+    assert world.messages == [] and world.told("component_death") == []
+    assert world.supervisor.metrics()["overseer/late_messages_total"] >= 2
+
+
 def test_time_in_which_the_overseer_stood_still_is_held_against_nobody():
     world = World()
     world.add("rollout-0")
@@ -346,6 +386,15 @@ def test_scaling_down_who_is_dying_does_not_bring_it_back():
     assert [world.started(f"rollout-{index}") for index in range(4)] == [[0]] * 4
     assert [peer.identity.name for peer in world.supervisor.view.peers] == ["rollout-0"]
     assert world.newest("rollout-3").killed
+
+
+def test_the_death_of_one_that_leaves_is_no_restart_too_many():
+    world = World(max_restarts=0)
+    world.add("rollout-0")
+    world.supervisor.drain("rollout-0")
+    world.newest("rollout-0").die()
+    world.advance(3.0)
+    assert world.supervisor.names("rollout") == [] and world.told("restart_budget_exhausted") == []
 
 
 def test_scaling_down_who_is_starting_ends_it():
@@ -451,14 +500,14 @@ def test_counters_move_with_progress_starts_and_deaths_only():
 def test_the_description_of_the_components_for_the_status():
     world = World()
     world.add("rollout-0", "learner-0")
-    world.change("rollout-0", busy_s=1.0, idle_s=3.0)
+    world.change("rollout-0", busy_s=1.0, idle_s=3.0, facts={"version": [2, 7], "tasks": {}})
     world.newest("learner-0").die()
     world.advance(1.5)
     told = world.supervisor.describe()
     assert list(told) == ["learner-0", "rollout-0"]
     assert told["rollout-0"] == {
-        "phase": "living", "incarnation": 0, "deaths": 0, "state": "running", "doing": "working", "pid": 1000,
-        "host": "host-a", "busy_s": 1.0, "idle_s": 3.0, "stuck_s": 0.0,
+        "phase": "living", "incarnation": 0, "deaths": 0, "version": [2, 7], "state": "running", "doing": "working",
+        "pid": 1000, "host": "host-a", "busy_s": 1.0, "idle_s": 3.0, "stuck_s": 0.0,
     }  # fmt: skip
     assert told["learner-0"]["phase"] == "waiting" and told["learner-0"]["last_death"] == "learner-0#0 is dead"
 

@@ -20,7 +20,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Component:
-    """One incarnation. Tests set `condition`, `mode` and `stuck_kills`; `calls` and `killed` say what was done to it."""
+    """One incarnation. Tests set `condition`, `mode`, `stuck_kills`; `calls` and `killed` say what was done to it."""
 
     def __init__(self, identity: Identity, settings: Any, view: View) -> None:
         self.identity = identity

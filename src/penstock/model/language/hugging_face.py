@@ -160,6 +160,11 @@ def _tensor_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_tensors(
     directory: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], files: TensorFiles
 ) -> None:
+    if config.num_hidden_layers > len(files.shapes):
+        raise CheckpointError(
+            f"{directory} does not fit its config.json: num_hidden_layers is {config.num_hidden_layers}, but there are "
+            f"{len(files.shapes)} tensors"
+        )
     expected = {
         tensor: _tensor_shape(name, shape)
         for name, shape in shapes.items()

@@ -4,6 +4,7 @@ Both the older form (`rope_theta`, `rope_scaling`) and that of transformers 5 (`
 field that would change the mathematics beyond what the decoder does is refused by name.
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.types.errors import ConfigError
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "rope_theta", "rms_norm_eps")
 _DEFAULT_EPS = 1e-6
 _MAX_POSITIONS = 2048
 
@@ -22,10 +24,11 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: naming a field that is missing or asks for something the decoder does not do.
     """
+    _check_kinds(config)
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type is {model_type!r}: supported are {known}")
+        raise ConfigError(f"config.json: model_type is {_shown(model_type)}: supported are {known}")
     for name in _REQUIRED:
         if config.get(name) is None:
             raise ConfigError(f"config.json: {name} is missing")
@@ -44,6 +47,23 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises where a number or a section of keys is something else; ranges are `ModelConfig`'s to check."""
+    for name in (*_REQUIRED, *_NUMBERS):
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"config.json: {name} is {_shown(value)}: it must be a number")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), Mapping | None):
+            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be a section of keys")
+    if config.get("num_attention_heads") == 0:
+        raise ConfigError("config.json: num_attention_heads is 0: it must be at least 1")
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
 def _default_head_dim(config: Mapping[str, Any]) -> int:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if hidden % heads:
@@ -57,7 +77,7 @@ def _default_head_dim(config: Mapping[str, Any]) -> int:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises on whatever would make the decoder compute something else than transformers does."""
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act is {config['hidden_act']!r}: only silu is supported")
+        raise ConfigError(f"config.json: hidden_act is {_shown(config['hidden_act'])}: only silu is supported")
     # In these two families the flag adds a bias to the output projection too, which the decoder has not.
     if config["model_type"] != "qwen2" and config.get("attention_bias"):
         raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
@@ -89,7 +109,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ConfigError(f"config.json: rope type is {kind!r}: supported are default and llama3")
+        raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are default and llama3")
     missing = [name for name in _LLAMA3_KEYS if name not in parameters]
     if missing:
         raise ConfigError(f"config.json: llama3 rope scaling lacks {', '.join(missing)}")

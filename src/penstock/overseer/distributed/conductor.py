@@ -19,7 +19,7 @@ from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.numbers import IdleShares, merge
 from penstock.overseer.distributed.plan import Plan
-from penstock.overseer.distributed.records import Identity, Message, View
+from penstock.overseer.distributed.records import Identity, Message, Report, View
 from penstock.overseer.distributed.script import Stage, Turns
 from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.evaluator import metrics_of
@@ -57,6 +57,8 @@ class DistributedConductor:
         self._stopping = threading.Event()
         self._lost: list[str] = []
         self._idle = IdleShares()
+        self._last_reports: dict[str, Report] = {}
+        self._last_description: dict[str, dict[str, Any]] = {}
         self._bottleneck = ""
         self._step = 0
         self._phases = 0
@@ -155,7 +157,7 @@ class DistributedConductor:
             "steps": self._config.steps,
             "lineage": self.lineage,
             "runtime": "ray",
-            "components": self._supervisor.describe(),
+            "components": self._last_description or self._supervisor.describe(),
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
             "waiting_for": replay.get("waiting_for", ""),
@@ -293,6 +295,7 @@ class DistributedConductor:
                 continue  # told already
 
     def _shut_down(self) -> None:
+        self._last_reports, self._last_description = dict(self._supervisor.reports), self._supervisor.describe()
         left = self._supervisor.stop(self._config.overseer.stop_timeout_s)
         if left:
             self._log.event("still_running", components=left)
@@ -329,11 +332,11 @@ class DistributedConductor:
         progress.step_s = values["time/wait_for_batch"] + values["time/update"]
         progress.lines.append(step_line(progress))
 
-    def _reports(self) -> Mapping[str, Any]:
-        return self._supervisor.reports
+    def _reports(self) -> Mapping[str, Report]:
+        return self._last_reports or self._supervisor.reports
 
     def _facts(self, name: str) -> Mapping[str, Any]:
-        report = self._supervisor.reports.get(name)
+        report = self._reports().get(name)
         return report.condition.facts if report is not None else {}
 
     def _worker_facts(self) -> list[Mapping[str, Any]]:

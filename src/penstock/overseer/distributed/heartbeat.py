@@ -31,9 +31,7 @@ class Heartbeat:
         """Asks where that is due, or where the view is new to it; not while an answer is outstanding."""
         if self._asked is not None or (now_s < self._due_at and self._told == view.number):
             return
-        if self.answered_at is not None:  # until its first answer the limit counts from its start
-            self._asked_at = now_s
-        self._due_at, self._told = now_s + self._config.heartbeat_s, view.number
+        self._asked_at, self._due_at, self._told = now_s, now_s + self._config.heartbeat_s, view.number
         self._asked = self.handle.beat(view, self.acknowledged)
 
     def collect(self, now_s: float) -> Report | None:

@@ -126,7 +126,7 @@ class Member:
 
     def note_progress(self, progress: float | None, now_s: float) -> None:
         """Takes a counter; None says that it waits for others."""
-        if progress is None or progress != self.progress:
+        if progress != self.progress:  # None never equals what is kept
             self.progress_at = now_s
         if progress is not None:
             self.progress = progress
@@ -173,6 +173,8 @@ class Member:
         if self.report is None:
             return told | {"doing": self.in_words(now_s)}
         condition = self.report.condition
+        if "version" in condition.facts:
+            told["version"] = condition.facts["version"]
         return told | {
             "state": condition.state,
             "doing": condition.doing,

@@ -42,15 +42,22 @@ def stop_all(
 
     _settle(order, [stopping(handle) for handle in order], stop_s, tell)
     answers = [handle.beat(view, acknowledged) for handle, acknowledged in handles]
-    for answer in _settle(order, answers, timeout_s * HEAR_SHARE, tell):
-        if answer is not None:
-            hear(answer.result())
-    kill_s = max(0.1, deadline - time.monotonic())
+    try:
+        for answer in _settle(order, answers, timeout_s * HEAR_SHARE, tell):
+            if answer is not None:
+                hear(answer.result())
+    finally:  # whatever the log says to it, nobody is left behind
+        left = _end_all(order, max(0.1, deadline - time.monotonic()), background, tell)
+    return left
 
+
+def _end_all(
+    order: Sequence[Handle], limit_s: float, background: Background, tell: Callable[[str, str], None]
+) -> list[str]:
     def ending(handle: Handle) -> "Future[None]":
-        return background(lambda: handle.kill(kill_s))
+        return background(lambda: handle.kill(limit_s))
 
-    ended = _settle(order, [ending(handle) for handle in order], kill_s, tell)
+    ended = _settle(order, [ending(handle) for handle in order], limit_s, tell)
     return [str(handle.identity) for handle, gone in zip(order, ended, strict=True) if gone is None]
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from penstock.inference import HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, with_named_arrays
@@ -97,7 +99,9 @@ class InferenceRole(ThreadedComponent):
             if time.monotonic() < self._leased_until:
                 return  # the lease began during the fetch
             started = time.perf_counter()
-            self._engine.set_weights(version, with_named_arrays(self._decoder, arrays))
+            # Copied: the client may use its own memory again.
+            owned = {name: jnp.array(array) for name, array in arrays.items()}
+            self._engine.set_weights(version, with_named_arrays(self._decoder, owned))
             self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
             self._swap_s = time.perf_counter() - started
             self._held = version

@@ -1,7 +1,7 @@
 """What every component of a distributed run is told at its start, as plain values on the way."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class Settings:
 
     config: RunConfig
     directory: RunDirectory
-    token: str
+    token: str = field(repr=False)
     lineage: int = 0
     checkpoint: Path | None = None
 

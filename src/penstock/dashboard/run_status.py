@@ -1,0 +1,126 @@
+"""How a run is, from its directory alone: it may go on, have ended, or be dead.
+
+A run that says it goes on is believed while its status.json is young and, on the same machine, its process is there.
+What a process wrote that was killed in between is still shown, with its age.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.rundir import RunDirectory, read_status
+from penstock.types import RunDirectoryError
+
+STATUS_S = 2.0
+"""Of `overseer.status_s`, where the run's config does not say it."""
+INTERVALS, LEAST_S = 10.0, 30.0
+"""A status that is older than so many intervals, and than so many seconds, is a dead run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One look.
+
+    Attributes:
+        path: The run directory.
+        state: `starting`, `running`, `finished`, `stopped`, `failed` or `dead`.
+        why: For a dead run: what tells so; empty otherwise.
+        age_s: Of status.json; None before the first.
+        runtime: `local` or `ray`.
+        content: What status.json says.
+    """
+
+    path: Path
+    state: str
+    why: str
+    age_s: float | None
+    runtime: str
+    content: Mapping[str, Any]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run goes on."""
+        return self.state in ("starting", "running")
+
+    def to_json(self) -> dict[str, Any]:
+        """As one object: what status.json says, with the state as it is now."""
+        told = {"run_dir": str(self.path), "why": self.why, "age_s": self.age_s, "runtime": self.runtime}
+        return {**self.content, **told, "state": self.state, "components": components(self.content)}
+
+
+def read_run_status(
+    path: Path, clock: Callable[[], float] = time.time, process_lives: Callable[[int], bool] | None = None
+) -> RunStatus:
+    """Looks at a run directory; changes nothing in it.
+
+    Args:
+        path: The directory.
+        clock: Unix seconds.
+        process_lives: Whether a process of this machine is there.
+
+    Raises:
+        RunDirectoryError: there is no run.
+    """
+    directory = RunDirectory(path)
+    if not directory.config_path.is_file():
+        raise RunDirectoryError(f"{path} is not a run directory: it has no config.yaml")
+    config = directory.read_config()
+    content = read_status(directory.status_path)
+    runtime = str(config.get("runtime", "local"))
+    if content is None:
+        old = clock() - directory.config_path.stat().st_mtime > _limit_s(config)
+        why = "it has written no status that can be read" if old else ""
+        return RunStatus(path, "dead" if old else "starting", why, None, runtime, {})
+    age_s = clock() - _number(content.get("time"), 0.0)
+    state, why = str(content.get("state", "running")), ""
+    if state == "running":
+        why = _why_dead(content, age_s, _limit_s(config), process_lives or _process_lives)
+    return RunStatus(path, "dead" if why else state, why, age_s, runtime, content)
+
+
+def components(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name → what status.json says of a component, and how many updates its weights are behind."""
+    told: Any = content.get("components", {})
+    found: dict[str, dict[str, Any]] = {}
+    for name, fields in told.items() if isinstance(told, Mapping) else ():
+        row = dict(fields) if isinstance(fields, Mapping) else {}
+        version, step = row.get("version"), content.get("step")
+        if isinstance(version, list) and len(version) == 2 and isinstance(step, int):
+            row["lag_steps"] = max(0, step - int(_number(version[1], step)))
+        found[str(name)] = row
+    return found
+
+
+def _why_dead(content: Mapping[str, Any], age_s: float, limit_s: float, process_lives: Callable[[int], bool]) -> str:
+    pid, host = content.get("pid"), content.get("host")
+    if isinstance(pid, int) and host in (None, socket.gethostname()) and not process_lives(pid):
+        return f"its process {pid} is gone"
+    return f"its status is {age_s:.0f} s old, and a new one is written every few seconds" if age_s > limit_s else ""
+
+
+def _limit_s(config: Mapping[str, Any]) -> float:
+    overseer = config.get("overseer")
+    interval_s = _number(overseer.get("status_s"), STATUS_S) if isinstance(overseer, Mapping) else STATUS_S
+    return max(LEAST_S, INTERVALS * interval_s)
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+def _process_lives(pid: int) -> bool:
+    """Whether there is such a process on this machine, and not only its entry that nobody collected."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # it is another user's
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return True  # no such file system here

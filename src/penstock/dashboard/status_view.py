@@ -1,0 +1,103 @@
+"""What `penstock status` prints: a few lines, and a table of components where a run has several."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.dashboard.run_status import RunStatus, components
+from penstock.dashboard.safe_text import shortened
+from penstock.rundir.json_text import to_json
+
+STYLES = {"running": "bold green", "starting": "bold green", "finished": "bold blue", "stopped": "bold yellow"}
+"""Of states; all others are bad news."""
+LONGEST = 200
+THROUGHPUT = (
+    ("tokens/s", "inference/tokens_per_s", "{:,.0f}"),
+    ("running requests", "inference/running", "{:,.0f}"),
+    ("waiting requests", "inference/waiting", "{:,.0f}"),
+    ("groups running", "rollout/groups_running", "{:,.0f}"),
+    ("weights MiB/s", "weights/mib_per_s", "{:,.0f}"),
+)
+"""What is shown, by which number, and how."""
+
+
+def print_status(status: RunStatus, console: Console) -> None:
+    """Prints a run's status; a number that is not there is left out."""
+    content = status.content
+    console.print(Text.assemble(f"{shortened(str(status.path), LONGEST)}  ", _state(status)))
+    lines = Table.grid(padding=(0, 2))
+    for name, text in _lines(content):
+        lines.add_row(Text(name, style="dim"), Text(shortened(text, LONGEST)))
+    if lines.row_count:
+        console.print(lines)
+    table = _components(content)
+    if table.row_count:
+        console.print(table)
+
+
+def print_status_json(status: RunStatus) -> None:
+    """Prints a run's status as one JSON object."""
+    print(to_json(status.to_json(), indent=2, allow_nan=True))
+
+
+def _state(status: RunStatus) -> Text:
+    text = Text(f"«{shortened(status.state, 40)}»", style=STYLES.get(status.state, "bold red"))
+    if status.why:
+        text.append(f" {status.why}", style="red")
+    elif status.age_s is not None:
+        text.append(f" {max(0.0, status.age_s):.0f} s ago", style="dim")
+    return text
+
+
+def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Heading and text of what is known."""
+    step, steps = content.get("step"), content.get("steps")
+    numbers = {**_mapping(content.get("engine")), **_mapping(content.get("numbers"))}
+    throughput = [
+        f"{form.format(numbers[name])} {title}"
+        for title, name, form in THROUGHPUT
+        if isinstance(numbers.get(name), int | float)
+    ]
+    ledger = [f"{state} {count}" for state, count in _mapping(content.get("ledger")).items() if count]
+    lessons = [f"{lesson}: {state}" for lesson, state in _mapping(content.get("lessons")).items()]
+    lines = [
+        ("phase", str(content.get("phase", ""))),
+        ("step", f"{step} of {steps}, lineage {content.get('lineage', 0)}" if step is not None else ""),
+        ("bottleneck", str(content.get("bottleneck", ""))),
+        ("throughput", ", ".join(throughput)),
+        ("rollouts", ", ".join(ledger)),
+        ("lessons", "; ".join(lessons)),
+        ("learner", str(content.get("learner", ""))),
+        ("waiting", str(content.get("waiting_for", ""))),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def _components(content: Mapping[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("component", "state", "deaths", "weights", "idle", "where", "doing"):
+        table.add_column(title, justify="right" if title in ("deaths", "idle") else "left", no_wrap=title != "doing")
+    for name, fields in components(content).items():
+        table.add_row(*(Text(shortened(cell, LONGEST)) for cell in _row(name, fields)))
+    return table
+
+
+def _row(name: str, fields: Mapping[str, Any]) -> list[str]:
+    version, lag = fields.get("version"), fields.get("lag_steps")
+    held = f"{version[1]}" + (f", {lag} behind" if lag else "") if isinstance(version, list) and lag is not None else ""
+    busy_s, idle_s = fields.get("busy_s", 0.0), fields.get("idle_s", 0.0)
+    known = isinstance(busy_s, int | float) and isinstance(idle_s, int | float) and busy_s + idle_s > 0
+    where = f"{fields['host']}:{fields.get('pid')}" if "host" in fields else ""
+    doing = str(fields.get("doing", ""))
+    if fields.get("last_death"):
+        doing += f" (last death: {fields['last_death']})"
+    state = str(fields.get("state", fields.get("phase", ""))) + (", leaving" if fields.get("leaving") else "")
+    idle = f"{idle_s / (busy_s + idle_s):.0%}" if known else ""
+    return [f"{name}#{fields.get('incarnation', 0)}", state, str(fields.get("deaths", 0)), held, idle, where, doing]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

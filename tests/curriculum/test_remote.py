@@ -1,0 +1,188 @@
+"""The curriculum in another process: nobody waits for it, and its death costs nothing but news."""
+
+import threading
+import time
+
+import pytest
+
+from penstock.curriculum import Curriculum, CurriculumService, RemoteCurriculum
+from penstock.types import (
+    Checkpointable,
+    CheckpointError,
+    CurriculumRecord,
+    LessonChooser,
+    NoProgressError,
+    PenstockError,
+    UnreachableError,
+    fold,
+)
+
+from .conftest import a_way_through, two_lessons
+
+LIMIT_S = 10.0
+
+
+class Wire:
+    """Calls a service of this process; loses what `fault` says, waits while `open` is clear."""
+
+    def __init__(self, service=None, fault=lambda: None):
+        self.service, self.fault = service, fault
+        self.open = threading.Event()
+        self.open.set()
+        self.calls = 0
+
+    def call(self, method, *args, timeout_s):
+        self.calls += 1
+        assert self.open.wait(LIMIT_S)
+        service, fault = self.service, self.fault()
+        if service is None or fault == "request":
+            raise UnreachableError("the request was lost")
+        answer = getattr(service, method)(*args)
+        if fault == "answer":
+            raise UnreachableError("the answer was lost")
+        return answer
+
+
+@pytest.fixture
+def remote_of():
+    made = []
+
+    def make(caller, lineage=0, **fields):
+        made.append(RemoteCurriculum(two_lessons(), caller, lineage, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if isinstance(each._calls._caller, Wire):
+            each._calls._caller.open.set()
+        assert each.stop(LIMIT_S)
+
+
+def until(condition):
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def tell(target, updates):
+    for update in updates:
+        if update.evaluation_step is None:
+            target.update_training(update.stats)
+        else:
+            target.update_evaluation(update.stats, update.evaluation_step)
+
+
+def local(count=16):
+    curriculum = Curriculum(two_lessons())
+    tell(curriculum, a_way_through()[:count])
+    return curriculum
+
+
+def test_it_is_what_replay_asks_for(remote_of):
+    remote = remote_of(Wire())
+    for protocol in (LessonChooser, CurriculumRecord, Checkpointable):
+        assert isinstance(remote, protocol)
+
+
+def test_it_draws_and_reports_as_the_curriculum_itself(remote_of):
+    events, news = [], threading.Event()
+    remote = remote_of(Wire(CurriculumService(two_lessons())), on_event=lambda e: events.append((e.kind, e.lesson_id)))
+    seeds = [fold(7, "lesson", i) for i in range(64)]
+    assert [remote.sample_lesson(s) for s in seeds] == [local(0).sample_lesson(s) for s in seeds]  # before any answer
+    remote.start(news.set)
+    tell(remote, a_way_through())
+    until(lambda: remote.behind == 0)
+    expected = local()
+    assert [remote.sample_lesson(s) for s in seeds] == [expected.sample_lesson(s) for s in seeds]
+    assert remote.metrics() == {**expected.metrics(), "curriculum/behind": 0.0}
+    assert (remote.describe(), remote.complete) == (expected.describe(), False)
+    assert remote.probabilities() == expected.probabilities()
+    assert remote.state() == expected.state()
+    assert events == [("unlocked", "b"), ("graduated", "a"), ("regressed", "a")] and news.is_set()
+
+
+def test_nobody_waits_for_a_slow_curriculum_but_where_it_is_strict(remote_of):
+    wire = Wire(CurriculumService(two_lessons()))
+    wire.open.clear()
+    loose, strict = remote_of(wire), remote_of(wire, strict=True)
+    for remote in (loose, strict):
+        remote.start()
+        tell(remote, a_way_through())
+        assert remote.behind == 16 and remote.sample_lesson(3) == "a"
+        assert remote.state() == local().state()  # a checkpoint knows what was recorded, answered or not
+    assert loose.may_draw() and not strict.may_draw()
+    wire.open.set()
+    until(strict.may_draw)
+    assert strict.probabilities() == local().probabilities()
+
+
+def test_a_curriculum_that_died_is_told_the_log_again_and_events_are_told_once(remote_of):
+    events, lost = [], ["answer", "request", None, "answer"]
+    wire = Wire(CurriculumService(two_lessons()), lambda: lost.pop(0) if lost else None)
+    remote = remote_of(wire, on_event=lambda event: events.append(event.kind))
+    remote.start()
+    way = a_way_through()
+    for cut in (5, 6, 9, 16):
+        tell(remote, way[:cut][remote._log.number :])
+        until(lambda: remote.behind == 0)
+        if cut == 6:
+            remote.state()  # a checkpoint: the base moves on
+        assert remote.metrics()["curriculum/behind"] == 0.0
+        assert {**remote.metrics()} == {**local(cut).metrics(), "curriculum/behind": 0.0}
+        wire.service = CurriculumService(two_lessons())  # the old one is dead
+    assert events == ["unlocked", "graduated", "regressed"]
+
+
+def test_events_of_what_was_checkpointed_unanswered_are_not_lost(remote_of):
+    events = []
+    remote = remote_of(wire := Wire(), on_event=lambda event: events.append(event.kind))
+    remote.start()
+    tell(remote, a_way_through()[:8])
+    assert remote.state() == local(8).state()
+    wire.service = CurriculumService(two_lessons())
+    until(lambda: remote.behind == 0)
+    assert events == ["unlocked", "graduated", "regressed"]
+
+
+def test_a_resumed_run_goes_on_from_the_checkpoint(remote_of):
+    service = CurriculumService(two_lessons())
+    first = remote_of(Wire(service))
+    first.start()
+    tell(first, a_way_through()[:7])
+    until(lambda: first.behind == 0)
+    state = first.state()
+    second = remote_of(Wire(service), lineage=1)
+    second.restore(state)
+    assert second.probabilities() == local(7).probabilities()
+    second.start()
+    tell(second, a_way_through()[7:])
+    until(lambda: second.behind == 0)
+    assert second.state() == local().state()
+    with pytest.raises(CheckpointError):
+        remote_of(Wire()).restore({})
+
+
+def test_lessons_that_were_added_since_the_checkpoint_are_told(remote_of):
+    events = []
+    state = Curriculum(two_lessons()).state()
+    del state["lessons"]["b"]
+    remote = remote_of(Wire(), on_event=lambda event: events.append((event.kind, event.lesson_id)))
+    remote.restore(state)
+    assert events == [("added", "b")]
+
+
+def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):
+    failures = []
+    remote = remote_of(Wire(), on_failure=failures.append, limit_s=0.0)
+    remote.start()
+    until(lambda: failures)
+    assert isinstance(failures[0], NoProgressError) and "curriculum-0 has not answered" in str(failures[0])
+    assert remote.failure is failures[0]
+
+
+def test_an_unknown_lesson_is_refused_where_it_is_recorded(remote_of):
+    from .conftest import results
+
+    with pytest.raises(PenstockError, match="lesson 'z' is unknown: there are a, b"):
+        remote_of(Wire()).update_training(results("z", [1.0]))

@@ -1,0 +1,64 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock.dashboard import RunStatus, print_status, print_status_json
+
+CONTENT: dict[str, Any] = {
+    "phase": "training", "step": 12, "steps": 50, "lineage": 1, "waiting_for": "the learner waits for 3 groups",
+    "bottleneck": "learner idle 41%: rollout workers are busy 97%: add rollout workers (rollout.workers)",
+    "ledger": {"started": 96, "trained": 80, "waiting": 16, "aborted": 0},
+    "numbers": {"inference/tokens_per_s": 1234.4, "inference/waiting": None},
+    "lessons": {"cats": "active"},
+    "components": {
+        "inference-0": {"incarnation": 2, "state": "running", "deaths": 2, "version": [1, 11], "doing": "serving",
+                        "pid": 77, "host": "a", "busy_s": 30.0, "idle_s": 10.0, "last_death": "no answer for 30 s"},
+        "learner-0": {"incarnation": 0, "phase": "starting", "deaths": 0, "doing": "learner-0#0 has not answered"},
+        "rollout-3": {"incarnation": 0, "state": "running", "deaths": 0, "leaving": True, "doing": "group 7"},
+    },
+}  # fmt: skip
+
+
+def shown(content: dict[str, Any], state: str = "running", why: str = "", age_s: float | None = 3.0) -> str:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    print_status(RunStatus(Path("runs/x"), state, why, age_s, "ray", content), console)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_everything_that_is_known_is_shown():
+    text = shown(CONTENT)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert lines[0] == "runs/x  «running» 3 s ago"
+    assert "step        12 of 50, lineage 1" in lines
+    assert "bottleneck  learner idle 41%: rollout workers are busy 97%: add rollout workers (rollout.workers)" in lines
+    assert "throughput  1,234 tokens/s" in lines
+    assert "rollouts    started 96, trained 80, waiting 16" in lines
+    assert "waiting     the learner waits for 3 groups" in lines
+    (server,) = [line.split() for line in lines if line.startswith("inference-0")]
+    assert server == ("inference-0#2 running 2 11, 1 behind 25% a:77 serving (last death: no answer for 30 s)".split())
+    assert any("learner-0#0    starting" in line for line in lines)
+    assert any("rollout-3#0" in line and "running, leaving" in line for line in lines)
+
+
+def test_a_dead_run_says_why():
+    assert shown(CONTENT, "dead", "its process 77 is gone").startswith("runs/x  «dead» its process 77 is gone\n")
+
+
+def test_little_is_shown_where_little_is_known():
+    assert shown({}, "starting", age_s=None) == "runs/x  «starting»\n"
+
+
+def test_what_a_run_wrote_cannot_act_on_the_terminal():
+    text = shown({"phase": "\x1b[2J[bold]x", "components": {"a\x1b": {"doing": "b\rc"}}, "ledger": [1], "numbers": 7})
+    assert "\x1b" not in text and "\r" not in text and "[bold]x" in text
+
+
+def test_the_json_form_is_one_object(capsys):
+    print_status_json(RunStatus(Path("runs/x"), "dead", "gone", 3.0, "ray", CONTENT))
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "dead" and told["components"]["inference-0"]["lag_steps"] == 1

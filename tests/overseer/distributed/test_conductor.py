@@ -1,0 +1,196 @@
+"""Whole distributed runs in threads: every component hosted as in a process of its own, weights over real sockets."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+from transformers import PreTrainedTokenizerFast
+
+from penstock.overseer.distributed.conductor import DistributedConductor
+from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import Progress
+from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
+from penstock.types import RunFailed
+from tests.overseer.conftest import merged, tiny
+from tests.overseer.thread_launcher import ThreadLauncher
+
+LIMIT_S = 120.0
+assert PreTrainedTokenizerFast  # imported before several threads would do so at once, which that library does not bear
+QUICK: dict[str, Any] = {
+    "runtime": "ray",
+    "rollout": {"workers": 2},
+    "inference": {"servers": 2},
+    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 5.0, "backoff_s": 0.05, "checkpoint_every": 2},
+}
+
+
+class Run:
+    """A run in the making: its conductor in a thread, its launcher at hand."""
+
+    def __init__(self, path: Path, changes: dict[str, Any]) -> None:
+        config = tiny(merged(QUICK, changes))
+        self.directory = RunDirectory.create(path, config.dump())
+        self.launcher = ThreadLauncher()
+        self.log = RunLog(self.directory, config, Progress("test", config.steps, config.replay.staleness_budget))
+        settings = Settings(config, self.directory, "a token for this test")
+        self.conductor = DistributedConductor(Plan(settings), self.launcher, self.log)
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="conductor")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.conductor.run()
+        except BaseException as error:  # the test looks at it
+            self.failure = error
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not reached():
+            assert time.monotonic() < limit, f"no {what}: {self.conductor.who_owes_progress()}"
+            assert self._thread.is_alive(), f"ended before {what}: {self.failure!r}"
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), self.conductor.who_owes_progress()
+        self.log.close()
+        if self.failure is not None:
+            raise self.failure
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.directory.events_path) if event["event"] == kind]
+
+    def fates(self) -> dict[str, str]:
+        return {row["rollout_id"]: row["fate"] for row in read_json_lines(self.directory.fates_path)}
+
+    def trained(self) -> list[str]:
+        """Ids of all rollouts of all batches that count, update by update."""
+        steps: dict[int, list[str]] = {}
+        for path in sorted(self.directory.batches.glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns):
+            table = pq.read_table(path, columns=["step", "rollout_id"])
+            steps[table["step"][0].as_py()] = table["rollout_id"].to_pylist()  # a later life's batch replaces it
+        return [rollout_id for step in sorted(steps) for rollout_id in steps[step]]
+
+
+@contextmanager
+def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
+    run = Run(path, changes)
+    run.start()
+    try:
+        yield run
+    finally:
+        run.conductor.stop()
+        run._thread.join(LIMIT_S)
+        run.launcher.close(5.0)
+
+
+def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path):
+    with running(run_dir, {"steps": 4}) as run:
+        run.end()
+    conductor = run.conductor
+    assert conductor.complete and conductor.step == 4
+    assert conductor.results["untrained"]["cats"].groups == conductor.results["after"]["cats"].groups == 4
+    ledger = conductor.status()["ledger"]
+    assert ledger["trained"] == 4 * 3 * 3
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    updates = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in updates] == [1, 2, 3, 4]
+    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates if "train/mismatch_max" in row)
+    assert any("rollout/cats/reward_mean" in row for row in rows)
+    assert any("eval/cats/reward_mean" in row for row in rows)
+    (parity,) = run.events("parity")
+    assert parity["largest_difference"] <= 1e-4
+    assert (run_dir / "checkpoints" / "step-4" / "model" / "config.json").is_file()
+    assert len(set(run.trained())) == len(run.trained()) == 36
+    secret = "a token for this test"
+    texts = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
+    assert not any(secret.encode() in text for text in texts)
+
+
+def test_weights_cross_a_socket_at_every_update(run_dir: Path):
+    with running(run_dir, {"steps": 4}) as run:
+        run.end()
+    last = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row][-1]
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
+    size = sum(array.nbytes for array in arrays.values())
+    assert last["weights/bytes_served"] >= 3 * size  # two servers; a slow one may leave a version out
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "inference-1", "curriculum-0", "evaluator-0"])
+def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Path, name: str):
+    with running(run_dir, {"steps": 12}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        run.launcher.die(name)
+        run.until(lambda: run.launcher.incarnations(name) == [0, 1], "replacement")
+        run.end()
+    assert run.conductor.complete and run.conductor.lineage == 0
+    assert not run.events("rewind")
+    trained = run.trained()
+    assert len(trained) == len(set(trained)) == 12 * 9
+    # Nothing is skipped: the tickets of each lesson are trained without gaps, up to what was in flight at the end.
+    indexes = sorted({int(rollout_id.split("/")[0].rsplit("-", 1)[-1]) for rollout_id in trained})
+    assert len(indexes) == 36
+    ledger = run.conductor.status()["ledger"]
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
+def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
+    with running(run_dir, {"steps": 10}) as run:
+        run.until(lambda: run.conductor.step >= 5, "fifth update")
+        run.launcher.die(name)
+        run.end()
+    assert run.conductor.complete and run.conductor.step == 10
+    (rewind,) = run.events("rewind")
+    assert rewind["lineage"] == run.conductor.lineage == 1
+    assert rewind["checkpoint"] in ("step-4", "step-6", "step-8")
+    trained = run.trained()
+    assert len(trained) == len(set(trained)) == 10 * 9
+    fates = run.fates()
+    assert all(fates[rollout_id] == "trained" for rollout_id in trained)
+    ledger = run.conductor.status()["ledger"]
+    assert ledger["trained"] == 90
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(run_dir: Path):
+    with running(run_dir, {"steps": 1000, "overseer": {"max_restarts": 1, "checkpoint_every": 500}}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        for incarnations in ([0], [0, 1]):
+            run.until(lambda n=incarnations: run.launcher.incarnations("rollout-1") == n, "incarnation")
+            run.launcher.die("rollout-1")
+        with pytest.raises(RunFailed, match="rollout-1"):
+            run.end()
+    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest >= 2
+
+
+def test_a_stop_request_ends_the_run_with_a_checkpoint(run_dir: Path):
+    with running(run_dir, {"steps": 1000, "overseer": {"checkpoint_every": 500}}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        run.conductor.stop()
+        run.end()
+    assert not run.conductor.complete
+    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest == run.conductor.step >= 2
+
+
+def test_staleness_zero_trains_on_nothing_but_the_newest_version(run_dir: Path):
+    with running(run_dir, {"steps": 4, "async": False}) as run:
+        run.end()
+    updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in updates] == [1, 2, 3, 4]
+    assert all(row["replay/staleness_max"] == 0 for row in updates)
+    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates)

@@ -1,0 +1,114 @@
+"""Components on a Ray cluster of two machines, both of which are this one."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from penstock.overseer.config import RayConfig, RoleConfig
+from penstock.overseer.distributed.records import Identity, Peer, View
+from penstock.types import ConfigError, UnreachableError
+from tests.overseer import plain_component
+from tests.overseer.ray_waiting import eventually, running
+
+pytestmark = pytest.mark.ray
+FAR = RoleConfig(resources={"far": 0.1})
+NEAR = RoleConfig(resources={"near": 0.1})
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+    from ray.cluster_utils import Cluster
+
+    assert not ray.is_initialized(), "another test left Ray running"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"near": 1}})
+    cluster.add_node(num_cpus=1, resources={"far": 1})
+    cluster.wait_for_nodes(timeout=60)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def launcher(cluster, tmp_path_factory):
+    from penstock.overseer.ray import RayLauncher
+
+    launcher = RayLauncher(RayConfig(address=cluster.address), "cluster", tmp_path_factory.mktemp("run"))
+    yield launcher
+    launcher.close(30)
+
+
+def spawn(launcher, identity, roles, *others):
+    peers = tuple(Peer(peer, {}) for peer in (identity, *others))
+    return launcher.spawn(identity, plain_component.make, {}, roles, View(1, 0, peers))
+
+
+def test_components_of_two_machines_call_each_other(launcher):
+    near, far = Identity("replay", 0, 0), Identity("rollout", 0, 0)
+    keeper, worker = spawn(launcher, near, NEAR, far), spawn(launcher, far, FAR, near)
+    running(keeper), running(worker)
+    assert keeper.place.node_id != worker.place.node_id
+    assert worker.call("ask", "replay-0", "where", (), 20.0, timeout_s=30)[1] == "replay-0#0"
+    content = os.urandom(2_000_000)
+    assert worker.call("ask", "replay-0", "echo", (content,), 20.0, timeout_s=30) == content
+    keeper.kill(30), worker.kill(30)
+
+
+def test_a_stopped_process_of_another_machine_is_killed_there(launcher):
+    handle = spawn(launcher, Identity("rollout", 1, 0), FAR)
+    running(handle)
+    process = handle.place.process
+    assert handle.place.node_id != launcher._node_id
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    handle.kill(30)
+    assert not process.alive
+    assert time.monotonic() - began < 15
+
+
+def test_spread_uses_both_machines(launcher):
+    handles = [spawn(launcher, Identity("inference", index, 0), RoleConfig(spread=True)) for index in range(4)]
+    for handle in handles:
+        running(handle)
+    assert len({handle.place.node_id for handle in handles}) == 2
+    for handle in handles:
+        handle.kill(30)
+
+
+def test_what_only_both_machines_together_have_is_refused(launcher):
+    both = RoleConfig(resources={"near": 1, "far": 1})
+    with pytest.raises(ConfigError, match="roles.learner asks for 1 near, 1 far, and no single machine"):
+        spawn(launcher, Identity("learner", 0, 0), both)
+
+
+def test_a_cluster_that_is_not_there_is_told(tmp_path, monkeypatch):
+    from penstock.overseer import ray as module
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(module.ray, "init", refuse)
+    with pytest.raises(
+        ConfigError, match="join the cluster at ray.address 10.0.0.1:1: ConnectionError: nobody listens"
+    ):
+        module.RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
+
+
+def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cluster, launcher):
+    node = cluster.add_node(num_cpus=1, resources={"doomed": 1, "far": 1})
+    cluster.wait_for_nodes(timeout=60)
+    name = Identity("rollout", 2, 0)
+    handle = spawn(launcher, name, RoleConfig(resources={"doomed": 1}))
+    running(handle)
+    process = handle.place.process
+    os.kill(process.pid, signal.SIGSTOP)
+    cluster.remove_node(node, allow_graceful=False)
+    eventually(lambda: not process.alive, "what ran on the machine is gone", 30)
+    with pytest.raises(UnreachableError):
+        handle.beat(View(), 0).result(60)
+    handle.kill(60)
+    successor = spawn(launcher, Identity("rollout", 2, 1), FAR)
+    running(successor)
+    successor.kill(30)

@@ -1,0 +1,155 @@
+"""Streams from servers that misbehave: every fetch ends, whole or with an error that says what came."""
+
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from penstock.types import UnreachableError, WeightsError
+from penstock.weights.flight_access import Access, serving_options
+from penstock.weights.flight_channel import Channel
+from penstock.weights.flight_messages import SCHEMA, FinishedAnswer, FinishedRequest, StreamTicket
+
+ACCESS = Access("token")
+LIMIT_S = 20.0
+TICKET = StreamTicket(
+    job="j", client="c", incarnation="i", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
+)
+
+
+class Server(flight.FlightServerBase):
+    """Streams what it was given; an Event among the batches is waited for."""
+
+    def __init__(self, batches, schema=SCHEMA, answers=(b"{}",)):
+        self.batches, self.schema, self.answers, self.tickets = batches, schema, answers, []
+        super().__init__(**serving_options(ACCESS, "127.0.0.1", 0))
+
+    def do_get(self, context, ticket):
+        self.tickets.append(StreamTicket.model_validate_json(ticket.ticket))
+        return flight.GeneratorStream(self.schema, self._batches())
+
+    def do_action(self, context, action):
+        return list(self.answers)
+
+    def _batches(self):
+        for batch in self.batches:
+            if isinstance(batch, threading.Event):
+                batch.wait(LIMIT_S)
+            else:
+                yield batch
+
+
+def batch(text, schema=SCHEMA):
+    return pa.RecordBatch.from_arrays([pa.array(list(text), schema.field(0).type)], schema=schema)
+
+
+def fetch(server, sizes, streams=1, deadline_s=LIMIT_S, stall_s=None, channel=None):
+    channel = channel or Channel(f"127.0.0.1:{server.port}", False, ACCESS, streams, 4096)
+    buffers = [np.zeros(size, np.uint8) for size in sizes]
+    try:
+        channel.fetch(TICKET, buffers, time.monotonic() + deadline_s, stall_s)
+    finally:
+        channel.close()
+    return [buffer.tobytes() for buffer in buffers]
+
+
+def test_each_message_goes_to_its_place():
+    with Server([batch(b"abc"), batch(b"de")]) as server:
+        assert fetch(server, [3, 0, 2]) == [b"abc", b"", b"de"]
+        assert (server.tickets[0].streams, server.tickets[0].chunk_bytes) == (1, 4096)
+
+
+def test_every_stream_asks_for_its_own_share():
+    with Server([batch(b"xy")]) as server:
+        assert fetch(server, [6], streams=3) == [b"xyxyxy"]
+        assert sorted(ticket.stream for ticket in server.tickets) == [0, 1, 2]
+
+
+def test_nothing_to_fetch_asks_for_nothing():
+    with Server([]) as server:
+        assert fetch(server, [0, 0]) == [b"", b""] and fetch(server, []) == []
+        assert server.tickets == []
+
+
+other = pa.schema([pa.field("bytes", pa.int8(), nullable=False)])
+two = pa.schema([pa.field("a", pa.uint8()), pa.field("b", pa.uint8())])
+null = pa.RecordBatch.from_arrays([pa.array([1, None], pa.uint8())], names=["bytes"])
+
+
+@pytest.mark.parametrize(
+    ("batches", "schema", "message"),
+    [
+        ([], SCHEMA, "less than"),
+        ([batch(b"a"), batch(b"b")], SCHEMA, "other things than 2 bytes"),
+        ([batch(b"ab"), batch(b"c")], SCHEMA, "more than"),
+        ([batch(b"abc")], SCHEMA, "other things"),
+        ([batch(b"ab", other)], other, "other things"),
+        ([pa.RecordBatch.from_arrays([pa.array([1, 2], pa.uint8())] * 2, schema=two)], two, "other things"),
+        ([null], null.schema, "other things"),
+    ],
+    ids=["nothing", "short", "more", "long", "type", "columns", "nulls"],
+)
+def test_other_bytes_than_were_due_are_refused(batches, schema, message):
+    with Server(batches, schema) as server:
+        with pytest.raises(WeightsError, match=message):
+            fetch(server, [2])
+
+
+def test_a_stream_that_stalls_is_given_up():
+    stuck = threading.Event()
+    with Server([batch(b"ab"), stuck, batch(b"cd")]) as server:
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="sent nothing for"):
+            fetch(server, [2, 2], stall_s=0.3)
+        assert time.monotonic() - began < 5.0
+        stuck.set()
+
+
+def test_a_stream_that_takes_too_long_is_given_up():
+    stuck = threading.Event()
+    with Server([batch(b"ab"), stuck, batch(b"cd")]) as server:
+        with pytest.raises(UnreachableError):
+            fetch(server, [2, 2], deadline_s=0.3)
+        stuck.set()
+
+
+def test_closing_ends_a_fetch():
+    stuck = threading.Event()
+    with Server([stuck]) as server:
+        channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
+        closing = threading.Timer(0.1, channel.close)
+        closing.start()
+        with pytest.raises((UnreachableError, WeightsError)):
+            fetch(server, [2], channel=channel)
+        stuck.set()
+        closing.join()
+
+
+def test_one_stream_that_fails_ends_the_others():
+    stuck, failed = threading.Event(), []
+
+    class Half(Server):
+        def do_get(self, context, ticket):
+            if StreamTicket.model_validate_json(ticket.ticket).stream == 1:
+                failed.append(True)
+                raise flight.FlightUnavailableError("gone")
+            return super().do_get(context, ticket)
+
+    with Half([stuck]) as server:
+        with pytest.raises(UnreachableError, match="gone"):
+            fetch(server, [4], streams=2)
+        assert failed
+        stuck.set()
+
+
+def test_answers_are_bounded_and_read():
+    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    for answers, message in (((b"{}", b"{}"), "2 answers"), ((), "0 answers"), ((b"[",), "not a FinishedAnswer")):
+        with Server([], answers=answers) as server:
+            channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
+            with pytest.raises(WeightsError, match=message):
+                channel.ask("finished", request, FinishedAnswer, LIMIT_S)
+            channel.close()

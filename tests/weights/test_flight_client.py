@@ -1,0 +1,238 @@
+"""Clients in a tree: who fetches from whom, and how every failure of a parent leads back to the root."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from penstock.types import WeightsError, WeightVersion
+from penstock.weights import WeightsConfig, flight_client, open_broadcaster, open_client
+from penstock.weights.relay import Relay
+
+SIZE = 300_000
+LIMIT_S = 20.0
+
+
+def arrays(step):
+    noise = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)
+    noise[:step] += 1.0
+    return {"w": noise, "step": np.array([step], np.int32)}
+
+
+class Job:
+    """A broadcaster and clients that all know of each other, as after the first version."""
+
+    def __init__(self, clients, **config):
+        self.config = WeightsConfig(**{"fanout": 1, "chunk_bytes": 1 << 18, "fetch_timeout_s": LIMIT_S} | config)
+        self.root = open_broadcaster(self.config, "job", "token", "unused")
+        self.clients = [
+            open_client(self.root.endpoint(), self.config, "token", f"inference-{index}") for index in range(clients)
+        ]
+        self.publish(0)
+        for client in self.clients:
+            assert client.wait_for(None, LIMIT_S) == WeightVersion(0, 0)
+        for client in self.clients:
+            client.fetch(WeightVersion(0, 0))
+
+    def publish(self, step):
+        self.root.publish(WeightVersion(0, step), arrays(step))
+
+    def fetch(self, index, step):
+        found = self.clients[index].fetch(WeightVersion(0, step))
+        for name, expected in arrays(step).items():
+            assert found[name].tobytes() == expected.tobytes()
+        return found
+
+    def number(self, index, name):
+        return self.clients[index].metrics()[f"weights/{name}"]
+
+    def served(self):
+        return self.root.metrics()["weights/bytes_served"]
+
+    def close(self):
+        for client in self.clients:
+            client.close()
+        self.root.close()
+
+
+@pytest.fixture
+def job(request):
+    made = Job(**getattr(request, "param", {"clients": 3}))
+    yield made
+    made.close()
+
+
+def test_one_client_fetches_from_the_root_and_the_others_from_it(job):
+    before = job.served()
+    job.publish(1)
+    for index in range(3):
+        job.fetch(index, 1)
+    assert job.served() - before == SIZE * 4 + 4
+    assert [job.number(index, "from_clients") for index in range(3)] == [0.0, 2.0, 2.0]
+    assert sum(job.number(index, "bytes_relayed") for index in range(3)) == 4 * (SIZE * 4 + 4)
+
+
+@pytest.mark.parametrize("job", [{"clients": 4, "fanout": 2}], indirect=True)
+def test_clients_that_fetch_at_once_load_the_root_with_its_number_only(job):
+    for step in (1, 2, 3):
+        before, failures = job.served(), []
+
+        def follow(index, step=step, failures=failures):
+            try:
+                job.fetch(index, step)
+            except Exception as error:
+                failures.append(error)
+
+        job.publish(step)
+        threads = [threading.Thread(target=follow, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert failures == [] and not any(thread.is_alive() for thread in threads)
+        assert job.served() - before <= 2 * (SIZE * 4 + 4)
+
+
+@pytest.mark.parametrize("job", [{"clients": 3, "encoding": "delta"}], indirect=True)
+def test_deltas_pass_through_the_tree(job):
+    for step in (1, 2):
+        job.publish(step)
+        for index in range(3):
+            job.fetch(index, step)
+            assert job.number(index, "bytes") < 3000
+    assert job.number(2, "from_clients") >= 2
+
+
+def kill(client):
+    """What a dead process looks like from outside: nobody listens at its address."""
+    client._relay._service.close()
+
+
+def test_a_dead_parent_leads_to_the_root(job):
+    job.publish(1)
+    job.fetch(0, 1)
+    job.fetch(1, 1)  # from client 0
+    before = job.served()
+    kill(job.clients[0])
+    kill(job.clients[1])
+    job.fetch(2, 1)
+    assert job.number(2, "parent_failures") == 1 and job.served() - before == SIZE * 4 + 4
+
+
+def test_a_parent_that_stalls_is_left(job, monkeypatch):
+    monkeypatch.setattr(flight_client, "STALL_S", 0.3)
+    release = threading.Event()
+    job.publish(1)
+    job.fetch(0, 1)
+    service = job.clients[0]._relay._service
+    monkeypatch.setattr(service, "_batches", lambda buffers, pieces: iter(lambda: release.wait(LIMIT_S), True))
+    before, began = job.served(), time.monotonic()
+    job.fetch(1, 1)
+    assert time.monotonic() - began < 10.0
+    assert job.number(1, "parent_failures") == 1 and job.served() - before == SIZE * 4 + 4
+    release.set()
+
+
+def test_damage_on_the_way_through_a_client_is_noticed_and_mended_by_the_root(job, monkeypatch):
+    keep = Relay.keep
+
+    def damaging(self, manifest, arrays, base, messages):
+        damaged = {name: array.copy() for name, array in arrays.items()}
+        damaged["w"][5] += 1.0
+        return keep(self, manifest, damaged, base, messages)
+
+    monkeypatch.setattr(Relay, "keep", damaging)
+    job.publish(1)
+    job.fetch(0, 1)
+    before = job.served()
+    job.fetch(1, 1)
+    assert job.number(1, "retries") == 1 and job.served() - before == SIZE * 4 + 4
+
+
+def test_a_parent_that_moved_on_leads_to_the_root(job, monkeypatch):
+    job.publish(1)
+    job.fetch(0, 1)
+    job.clients[0]._relay.drop()
+    job.fetch(1, 1)
+    assert job.number(1, "parent_failures") == 1
+
+
+@pytest.mark.parametrize("job", [{"clients": 2, "fanout": 4}], indirect=True)
+def test_with_few_clients_nobody_relays(job):
+    for step in (1, 2):
+        job.publish(step)
+        for index in range(2):
+            job.fetch(index, step)
+    assert [client._relay._service for client in job.clients] == [None, None]
+    assert job.served() == 6 * (SIZE * 4 + 4)
+
+
+def test_a_broadcaster_that_restarts_is_found_by_the_whole_tree(job):
+    job.publish(1)
+    for index in range(3):
+        job.fetch(index, 1)
+    job.root.close()
+    job.root = open_broadcaster(job.config, "job", "token", "unused")
+    job.root.publish(WeightVersion(0, 1), arrays(1))
+    for index, client in enumerate(job.clients):
+        client.connect(job.root.endpoint())
+        assert client.wait_for(WeightVersion(0, 1), LIMIT_S) == WeightVersion(0, 1)
+        job.fetch(index, 1)
+        assert client.wait_for(WeightVersion(0, 1), 0.0) is None
+
+
+def test_a_broadcaster_that_restarts_at_its_old_address_needs_no_new_endpoint(job):
+    port = int(job.root.endpoint()["address"].rpartition(":")[2])
+    job.publish(1)
+    job.fetch(0, 1)
+    job.root.close()
+    job.root = open_broadcaster(job.config.model_copy(update={"port": port}), "job", "token", "unused")
+    job.root.publish(WeightVersion(0, 1), arrays(1))
+    assert job.clients[0].wait_for(WeightVersion(0, 1), LIMIT_S) == WeightVersion(0, 1)
+    job.fetch(0, 1)
+
+
+def test_the_tree_speaks_tls(tls_config):
+    files = tls_config.model_dump(include={"tls_certificate", "tls_key", "tls_roots"})
+    job = Job(clients=2, **files)
+    try:
+        assert job.root.endpoint()["tls"] is True
+        job.publish(1)
+        for index in range(2):
+            job.fetch(index, 1)
+        assert job.number(1, "from_clients") >= 1 and job.number(1, "parent_failures") == 0
+    finally:
+        job.close()
+
+
+def test_a_client_without_a_certificate_fetches_and_serves_nobody(tls_config):
+    job = Job(clients=1, **tls_config.model_dump(include={"tls_certificate", "tls_key", "tls_roots"}))
+    trusting = tls_config.model_copy(update={"tls_certificate": None, "tls_key": None, "fanout": 1})
+    job.clients += [open_client(job.root.endpoint(), trusting, "token", f"only-trusts-{n}") for n in range(2)]
+    try:
+        for index in (1, 2):
+            job.clients[index].wait_for(None, LIMIT_S)
+        for step in (1, 2):
+            job.publish(step)
+            for index in (1, 2, 0):
+                job.fetch(index, step)
+        assert [job.clients[index]._relay._service for index in (1, 2)] == [None, None]
+    finally:
+        job.close()
+
+
+def test_an_endpoint_without_an_address_is_refused():
+    config = WeightsConfig()
+    for more in ({}, {"address": "h:1"}, {"address": 3, "tls": False}):
+        endpoint = {"transport": "arrow_flight", "job": "job", "incarnation": "x"} | more
+        with pytest.raises(WeightsError, match="address and tls"):
+            open_client(endpoint, config, "token", "c")
+
+
+def test_received_memory_is_used_again(job):
+    addresses = []
+    for step in range(1, 5):
+        job.publish(step)
+        addresses.append(job.fetch(0, step)["w"].ctypes.data)
+    assert len(set(addresses)) <= 3 and SIZE * 4 > 1 << 20

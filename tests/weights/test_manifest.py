@@ -1,0 +1,132 @@
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.types import WeightsError, WeightVersion
+from penstock.weights import manifest as manifests
+from penstock.weights.manifest import DTYPES, Manifest, check_layout, damaged_arrays, describe, raw_bytes
+
+LARGE = 1 << 40
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {
+        "embedding": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "norm": np.ones(3, ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 4), np.int32),
+        "scale": np.array(2.0, np.float64),
+    }
+
+
+def described() -> Manifest:
+    return describe("job", "a" * 32, WeightVersion(1, 7), arrays())
+
+
+def test_a_manifest_says_what_the_arrays_are():
+    manifest = described()
+    assert [spec.nbytes for spec in manifest.arrays] == [24, 6, 0, 8]
+    assert manifest.nbytes == 38
+    assert manifest.layout["norm"] == ((3,), "bfloat16")
+    assert manifest.arrays[2].digest == "00000000"  # CRC-32 of nothing
+
+
+def test_digests_are_crc_32():
+    manifest = describe("job", "a" * 32, WeightVersion(0, 0), {"check": np.frombuffer(b"123456789", np.uint8)})
+    assert manifest.arrays[0].digest == "cbf43926"  # the check value of its definition
+
+
+def test_a_manifest_survives_its_text():
+    assert Manifest.from_json(described().to_json(), LARGE) == described()
+
+
+def test_equal_content_has_one_digest_whoever_published_it():
+    other = describe("other", "b" * 32, WeightVersion(2, 9), arrays())
+    assert other.digest == described().digest
+
+
+@pytest.mark.parametrize("name", ["embedding", "norm", "scale"])
+def test_one_flipped_bit_is_found(name: str):
+    damaged = {key: array.copy() for key, array in arrays().items()}
+    raw_bytes(damaged[name])[-1] ^= 1
+    assert damaged_arrays(described(), damaged) == [name]
+    assert describe("job", "a" * 32, WeightVersion(1, 7), damaged).digest != described().digest
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_keeps_its_bytes(dtype: str):
+    array = (
+        np.frombuffer(bytes(range(48)), np.uint8).view(DTYPES[dtype]) if dtype != "bool" else np.array([True, False])
+    )
+    spec = describe("job", "a" * 32, WeightVersion(0, 0), {"x": array}).arrays[0]
+    back = manifests.from_raw_bytes(spec, raw_bytes(array).copy())
+    assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_a_dtype_that_does_not_travel_is_refused_by_name():
+    with pytest.raises(WeightsError, match="spin is complex64"):
+        describe("job", "a" * 32, WeightVersion(0, 0), {"spin": np.zeros(1, np.complex64)})
+
+
+def change(path: list[Any], value: Any) -> bytes:
+    values = json.loads(described().to_json())
+    place = values
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(values).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (change(["arrays", 0, 2], [1 << 30, 1 << 30]), "max_bytes"),
+        (change(["arrays", 0, 2], [-1, 3]), "not a number"),
+        (change(["arrays", 0, 2], [2.0, 3]), "not a number"),
+        (change(["arrays", 0, 2], [3, 2]), "damaged"),
+        (change(["arrays", 0, 1], "object"), "does not travel"),
+        (change(["arrays", 0, 0], "norm"), "two arrays"),
+        (change(["arrays", 0, 0], ""), "not a text"),
+        (change(["arrays", 0, 3], "0"), "8 digits"),
+        (change(["arrays", 0], [1]), "TypeError"),
+        (change(["version"], [1]), "lineage, step"),
+        (change(["version"], [True, 2]), "not a number"),
+        (change(["digest"], "0" * 32), "damaged"),
+        (b"{}", "KeyError"),
+        (b"[]", "TypeError"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_malformed_manifest_is_refused(text: bytes, message: str):
+    with pytest.raises(WeightsError, match=message):
+        Manifest.from_json(text, LARGE)
+
+
+def test_a_manifest_of_too_many_bytes_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10)
+    with pytest.raises(WeightsError, match="at most 10 are read"):
+        Manifest.from_json(described().to_json(), LARGE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_damage_to_the_text_is_noticed_or_harmless(data: st.DataObject):
+    text = bytearray(described().to_json())
+    for _ in range(data.draw(st.integers(1, 3))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        read = Manifest.from_json(bytes(text), LARGE)
+    except WeightsError:
+        return
+    assert read.arrays == described().arrays
+
+
+def test_another_layout_is_refused_by_name():
+    expected = {"a": ((1,), "float32"), "b": ((2,), "float32")}
+    with pytest.raises(WeightsError, match=r"missing \['b'\], extra \['c'\], changed \[.a .*float32.* became .*int8"):
+        check_layout(expected, {"a": ((1,), "int8"), "c": ((2,), "float32")}, "arrays")

@@ -1,0 +1,96 @@
+import gc
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.types import WeightsError, WeightVersion
+from penstock.weights.manifest import Manifest, describe
+from penstock.weights.segments import Segment, mapped_arrays, memory_folder, segment_bytes
+
+
+def arrays(value: float) -> dict[str, np.ndarray]:
+    return {"small": np.full(3, value, np.float32), "large": np.full((100, 100), value, np.float64)}
+
+
+def described(value: float) -> Manifest:
+    return describe("job", "a" * 32, WeightVersion(0, 0), arrays(value))
+
+
+def written(path: Path, value: float) -> Segment:
+    segment = Segment(path, segment_bytes(described(value)))
+    assert segment.take()
+    segment.write(described(value), arrays(value))
+    segment.give()
+    return segment
+
+
+@pytest.fixture
+def path():
+    path = memory_folder() / f"penstock-test-{uuid.uuid4().hex}"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_what_is_written_is_mapped_aligned_and_read_only(path: Path):
+    segment = written(path, 1.5)
+    found = mapped_arrays(path, described(1.5))
+    np.testing.assert_array_equal(found["large"], arrays(1.5)["large"])
+    assert all(array.ctypes.data % 64 == 0 and not array.flags.writeable for array in found.values())
+    segment.remove()
+
+
+def test_it_is_not_written_over_while_one_of_its_arrays_lives(path: Path):
+    segment = written(path, 1.0)
+    kept = mapped_arrays(path, described(1.0))["small"]
+    gc.collect()
+    assert not segment.take()
+    del kept
+    gc.collect()
+    assert segment.take()
+    segment.remove()
+
+
+def test_it_is_not_mapped_while_it_is_written(path: Path):
+    segment = written(path, 1.0)
+    assert segment.take()
+    with pytest.raises(WeightsError, match="being written"):
+        mapped_arrays(path, described(1.0))
+    segment.remove()
+
+
+def test_arrays_outlive_the_name(path: Path):
+    segment = written(path, 2.0)
+    found = mapped_arrays(path, described(2.0))
+    segment.remove()
+    assert not path.exists()
+    assert float(found["large"].sum()) == 20_000.0
+    with pytest.raises(WeightsError, match="cannot be opened"):
+        mapped_arrays(path, described(2.0))
+
+
+def test_a_segment_that_is_too_small_is_not_mapped(path: Path):
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(WeightsError, match="too few"):
+        mapped_arrays(path, described(1.0))
+
+
+def test_a_link_is_not_followed(path: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    other.write_bytes(bytes(segment_bytes(described(1.0))))
+    path.symlink_to(other)
+    with pytest.raises(WeightsError, match="cannot be opened"):
+        mapped_arrays(path, described(1.0))
+
+
+def test_too_little_memory_is_told_with_the_remedy_and_leaves_nothing(path: Path):
+    with pytest.raises(WeightsError, match=r"no shared memory for .* Make it larger"):
+        Segment(path, 1 << 50)
+    assert not path.exists()
+
+
+def test_only_this_user_may_read_it(path: Path):
+    segment = written(path, 1.0)
+    assert path.stat().st_mode & 0o777 == 0o600
+    segment.remove()

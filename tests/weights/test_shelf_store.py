@@ -1,0 +1,147 @@
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.types import WeightsError, WeightVersion
+from penstock.weights.manifest import Manifest
+from penstock.weights.marker import Marker, free_name
+from penstock.weights.shelf_store import ShelfStore
+from tests.weights.publications import JOB, arrays_of, manifest_of, publications
+
+LARGE = 1 << 40
+
+
+class FakeShelf:
+    """Keeps files in a dict, and writes down what happens in which order."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Any] = {}
+        self.content = b""
+        self.log: list[str] = []
+        self.full = False
+
+    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        name = free_name("weights", "", taken)
+        self.files[name] = manifest
+        self.log.append(name)
+        return name
+
+    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
+        self.files[name] = b"".join(buffers)
+        self.log.append(name)
+
+    def write_marker(self, content: bytes) -> None:
+        if self.full:
+            raise WeightsError("no room")
+        self.content = content
+        self.log.append("marker")
+
+    def discard(self, names: set[str]) -> None:
+        for name in names:
+            del self.files[name]
+        self.log += [f"-{name}" for name in sorted(names)]
+
+    def endpoint(self) -> dict[str, Any]:
+        return {"place": "here"}
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+    def marker(self) -> Marker:
+        return Marker.from_bytes(self.content, JOB, "t", LARGE)
+
+
+def test_the_marker_comes_after_the_files_and_what_is_superseded_goes_last():
+    shelf = FakeShelf()
+    store = ShelfStore(shelf, JOB, "t", keep=1)
+    for publication in publications(3):
+        store.put(publication)
+    assert shelf.log == [
+        "weights-0",
+        "marker",
+        "weights-1",
+        "marker",
+        "-weights-0",
+        "weights-0",
+        "marker",
+        "-weights-1",
+    ]
+    assert shelf.marker().announcement.version == WeightVersion(0, 2)
+
+
+def test_as_many_versions_are_kept_as_asked():
+    shelf = FakeShelf()
+    store = ShelfStore(shelf, JOB, "t", keep=3)
+    for publication in publications(5):
+        store.put(publication)
+    assert [offer.manifest.version.step for offer in shelf.marker().offers] == [4, 3, 2]
+    assert len(shelf.files) == 3
+
+
+def test_where_the_marker_cannot_be_written_the_version_before_stays():
+    shelf = FakeShelf()
+    store = ShelfStore(shelf, JOB, "t", keep=1)
+    first, second, third = publications(3, deltas=True)
+    store.put(first)
+    shelf.full = True
+    with pytest.raises(WeightsError, match="no room"):
+        store.put(second)
+    offered = shelf.marker().offer(WeightVersion(0, 0))
+    assert shelf.files[offered.file] == first.manifest
+    shelf.full = False
+    store.put(third)
+    newest = shelf.marker().offers[0]
+    assert shelf.files[newest.file] == third.manifest
+    assert shelf.files.keys() >= newest.files
+
+
+def test_each_delta_is_written_once_and_goes_when_no_way_needs_it():
+    shelf = FakeShelf()
+    store = ShelfStore(shelf, JOB, "t", keep=1)
+    for publication in publications(8, deltas=True):
+        store.put(publication)
+        assert shelf.files.keys() == shelf.marker().files
+    written = [name for name in shelf.log if name.startswith("delta")]
+    assert len(written) == 7
+    newest = shelf.marker().offers[0]
+    assert sorted(version.step for version, _ in newest.chains) == [3, 4, 5, 6, 7]
+    assert len(newest.chains[manifest_of(4).content]) == 3
+
+
+def test_what_a_broadcaster_before_offers_is_kept_and_its_files_are_not_written_over():
+    shelf = FakeShelf()
+    ShelfStore(shelf, JOB, "t", keep=2).put(publications(1)[0])
+    again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
+    again.put(publications(2)[1])
+    assert [(offer.manifest.version.step, offer.file) for offer in shelf.marker().offers] == [
+        (1, "weights-1"),
+        (0, "weights-0"),
+    ]
+
+
+def test_the_same_version_of_a_broadcaster_before_is_replaced_and_an_older_one_refused():
+    shelf = FakeShelf()
+    old = ShelfStore(shelf, JOB, "t", keep=2)
+    for publication in publications(4):
+        old.put(publication)
+    again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
+    with pytest.raises(WeightsError, match="older than"):
+        again.put(publications(3)[2])
+    same = publications(4)[3]
+    again.put(type(same)(manifest_of(3, "b" * 32), arrays_of(3), {}))
+    assert [(offer.manifest.version.step, offer.manifest.incarnation[0]) for offer in shelf.marker().offers] == [
+        (3, "b"),
+        (2, "a"),
+    ]
+
+
+def test_bytes_written_are_counted():
+    store = ShelfStore(FakeShelf(), JOB, "t", keep=1)
+    first, second = publications(2, deltas=True)
+    store.put(first)
+    assert store.metrics() == {"weights/bytes": 20_004.0}
+    store.put(second)
+    delta = second.chains[first.manifest.content][0]
+    assert store.metrics() == {"weights/bytes": 20_004.0 + delta.nbytes}
