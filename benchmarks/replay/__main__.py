@@ -15,9 +15,10 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.marks import Marks
 from benchmarks.replay import durable, memory, parquet, rates
 from benchmarks.replay.list_design import ListReplay
 from benchmarks.replay.workload import GROUPS, ROUND, SHAPES, Shape, Workload, buffer_config, whole_rounds
@@ -26,24 +27,6 @@ LARGE_ROLLOUTS = 100_000
 """Most buffered rollouts of 4,096 tokens: 6.5 GB."""
 
 FLAT, MEMORY, PARQUET, PEER = 2.0, 1.15, 0.8, 20.0
-
-
-@dataclass
-class Marks:
-    """What was promised, and what was found."""
-
-    lines: list[str] = field(default_factory=list)
-    missed: int = 0
-
-    def at_most(self, name: str, found: float, limit: float) -> None:
-        self._add(name, found, f"at most {limit:g}", found <= limit)
-
-    def at_least(self, name: str, found: float, limit: float) -> None:
-        self._add(name, found, f"at least {limit:g}", found >= limit)
-
-    def _add(self, name: str, found: float, wanted: str, reached: bool) -> None:
-        self.lines.append(f"  {name:<58}{found:>8.2f}  {wanted:<13} {'reached' if reached else 'MISSED'}")
-        self.missed += not reached
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -130,6 +130,16 @@ def test_a_server_that_cannot_answer_is_left_for_another(start, make_pool, reply
     assert metric(pool, "outstanding_tokens/bad") == metric(pool, "outstanding_tokens/good") == 0
 
 
+@pytest.mark.parametrize("reply", [HANG_UP, *(refusal(status) for status in (429, 502, 503, 504))])
+def test_a_server_may_be_unable_to_answer_as_often_as_time_allows(start, make_pool, monkeypatch, reply):
+    monkeypatch.setattr(module, "MOST_BAD_ANSWERS", 1)
+    replies = iter([reply] * 3)
+    server = start()
+    server.behave = lambda body: next(replies, None) or answer(body)
+    assert make_pool(server.known_as("inference-0")).ask([request(5)]) == [[5]]
+    assert len(server.bodies) == 4
+
+
 def test_nobody_listening_is_left_for_another(start, make_pool):
     gone = start()
     address = gone.known_as("gone")
@@ -355,7 +365,7 @@ def test_one_failed_request_ends_its_siblings(start, make_pool):
 
     server: FakeServer = start()
     server.behave = behave
-    pool = make_pool(server.known_as("inference-0"))
+    pool = make_pool(server.known_as("inference-0"), request_timeout_s=10 * WAIT_S)
     with pytest.raises(ConfigError):
         pool.ask([request(0), request(1)])
     wait_until(lambda: metric(pool, "outstanding_tokens/inference-0") == 0)

@@ -277,6 +277,11 @@ def test_environment_variables_of_the_run_and_of_the_role(spawned):
     running(handle)
     names = ["OF_THE_RUN", "OF_BOTH", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"]
     assert [handle.call("environment", name, timeout_s=10) for name in names] == ["1", "role", "cpu", ""]
+    at_its_start = Path(f"/proc/{handle.place.process.pid}/environ").read_bytes().split(b"\0")
+    assert b"JAX_PLATFORMS=cpu" in at_its_start and b"OF_BOTH=role" in at_its_start
+    shown = spawned(roles=RoleConfig(env={"CUDA_VISIBLE_DEVICES": "3"}))
+    running(shown)
+    assert shown.call("environment", "CUDA_VISIBLE_DEVICES", timeout_s=10) == "3"
 
 
 def test_logs_are_files_of_the_run(spawned, run_dir):

@@ -68,7 +68,9 @@ def test_a_stopped_process_of_another_machine_is_killed_there(launcher):
 
 
 def test_spread_uses_both_machines(launcher):
-    handles = [spawn(launcher, Identity("inference", index, 0), RoleConfig(spread=True)) for index in range(4)]
+    handles = [
+        spawn(launcher, Identity("inference", index, 0), RoleConfig(num_cpus=0.1, spread=True)) for index in range(4)
+    ]
     for handle in handles:
         running(handle)
     assert len({handle.place.node_id for handle in handles}) == 2
@@ -82,17 +84,16 @@ def test_what_only_both_machines_together_have_is_refused(launcher):
         spawn(launcher, Identity("learner", 0, 0), both)
 
 
-def test_a_cluster_that_is_not_there_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionError("nobody listens"), ModuleNotFoundError("No module named 'grpc'")])
+def test_a_cluster_that_cannot_be_joined_is_told(tmp_path, monkeypatch, error):
     from penstock.overseer import ray as module
 
     def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("nobody listens")
+        raise error
 
     monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(module.ray, "init", refuse)
-    with pytest.raises(
-        ConfigError, match="join the cluster at ray.address 10.0.0.1:1: ConnectionError: nobody listens"
-    ):
+    with pytest.raises(ConfigError, match=f"ray.address 10.0.0.1:1: {type(error).__name__}: {error}"):
         module.RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
 
 

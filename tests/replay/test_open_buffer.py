@@ -588,7 +588,8 @@ def test_after_a_resume_the_rest_of_a_group_keeps_its_baseline(sim, tmp_path, ki
 
 
 def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open_buffer):
-    run = open_buffer(store=StoreConfig(full_disk_s=0))
+    run = open_buffer()
+    run.buffer._space._limit_s = 0.0  # replay.store.full_disk_s: 0
     seal, full = run.store.seal, [True]
 
     def store_seal(records):

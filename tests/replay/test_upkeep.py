@@ -12,10 +12,10 @@ from penstock.types import RunFailed
 
 @pytest.fixture
 def buffer_over(sim):
-    def make(maintain):
+    def make(maintain, full_disk_s=0.0):
         store = sim.MemoryStore()
         store.maintain = maintain
-        config = ReplayBufferConfig(store=StoreConfig(buffer_size=1))
+        config = ReplayBufferConfig(store=StoreConfig(buffer_size=1, full_disk_s=full_disk_s))
         return ReplayBuffer(config, store, RecencyBatchMaker(max_tokens=16, seed=0), clock=lambda: 1000.0)
 
     return make
@@ -46,6 +46,26 @@ def test_a_full_disk_ends_the_run_with_an_error_that_says_so(sim, buffer_over):
         while time.monotonic() < limit:
             buffer.sample(2)
             time.sleep(0.005)
+
+
+def test_merging_waits_for_room_on_a_full_disk(sim, buffer_over):
+    rounds, merged = [], threading.Event()
+
+    def maintain():
+        rounds.append(time.monotonic())
+        if len(rounds) < 3:
+            raise OSError(28, "No space left on device")
+        merged.set()
+
+    buffer = buffer_over(maintain, full_disk_s=60.0)
+    give(sim, buffer)
+    limit = time.monotonic() + 20.0
+    while not merged.is_set():
+        assert time.monotonic() < limit
+        buffer.flush()  # wakes the thread
+        time.sleep(0.005)
+    assert rounds[1] - rounds[0] >= 0.1 and rounds[2] - rounds[1] >= 0.2
+    buffer.close()
 
 
 def test_closing_does_not_wait_for_a_merge_and_the_thread_ends(sim, buffer_over):

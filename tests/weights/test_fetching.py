@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of, publications
 
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig
 from penstock.weights.fetching import ATTEMPTS, Announcement, FetchingClient, Received
-from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of, publications
 
 ENDPOINT = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
 

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.weights.publications import INCARNATION, JOB, manifest_of
 
 from penstock.types import SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights import marker as markers
 from penstock.weights.fetching import Announcement
 from penstock.weights.marker import Marker, Offer, free_name
-from tests.weights.publications import INCARNATION, JOB, manifest_of
 
 LARGE = 1 << 40
 TOKEN = "token"

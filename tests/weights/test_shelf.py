@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of, publications
 
 from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights.fetching import Announcement
 from penstock.weights.manifest import Manifest
 from penstock.weights.marker import Marker, Offer
 from penstock.weights.shelf import ShelfReader
-from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of, publications
 
 LARGE = 1 << 40
 

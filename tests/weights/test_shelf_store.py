@@ -3,12 +3,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.weights.publications import JOB, arrays_of, manifest_of, publications
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.manifest import Manifest
 from penstock.weights.marker import Marker, free_name
 from penstock.weights.shelf_store import ShelfStore
-from tests.weights.publications import JOB, arrays_of, manifest_of, publications
 
 LARGE = 1 << 40
 

@@ -177,6 +177,7 @@ class RunConfig(BaseModel):
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
         self._check_replay()
+        self._check_runtime()
         storage = self.rollout.storage
         if (
             storage.kind == "file"
@@ -188,6 +189,29 @@ class RunConfig(BaseModel):
                 f"{self.replay.groups_per_batch}: at staleness zero a whole batch waits for its first group; raise it"
             )
         return self
+
+    def _check_runtime(self) -> None:
+        workers, lessons = self.rollout.workers, self.curriculum.lessons
+        unknown = sorted(self.roles.keys() - set(ROLES))
+        if unknown:
+            raise ValueError(f"roles names {', '.join(unknown)}: no such role; there are {', '.join(ROLES)}")
+        if isinstance(workers, dict) and workers.keys() != lessons.keys():
+            wrong = sorted(workers.keys() ^ lessons.keys())
+            raise ValueError(
+                f"rollout.workers names {', '.join(workers) or 'no lesson'}, and the lessons are "
+                f"{', '.join(lessons)}: give each lesson its workers, or one number for all (differing: {wrong})"
+            )
+        if self.runtime == "ray":
+            if self.rollout.storage.kind != "memory":
+                raise ValueError(
+                    f"rollout.storage.kind is {self.rollout.storage.kind}: with runtime: ray rollouts go to the replay "
+                    "buffer's process directly; leave it out"
+                )
+            return
+        several = {"inference.servers": self.inference.servers, "rollout.workers": workers}
+        for name, count in several.items():
+            if count != 1:
+                raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or leave it out")
 
     def _check_replay(self) -> None:
         replay, lessons = self.replay, self.curriculum.lessons
@@ -216,6 +240,21 @@ class RunConfig(BaseModel):
     def concurrency(self) -> int:
         """Groups in generation at once: as many as may be outstanding."""
         return self.replay.groups_per_batch * (self.replay.staleness_budget + 1)
+
+
+def rollout_workers(config: RunConfig) -> int:
+    """How many a run begins with."""
+    workers = config.rollout.workers
+    return workers if isinstance(workers, int) else sum(workers.values())
+
+
+def lesson_of_worker(config: RunConfig, index: int) -> str | None:
+    """The one lesson of a worker, where each lesson has workers of its own; None for all lessons."""
+    workers = config.rollout.workers
+    if isinstance(workers, int):
+        return None
+    owners = [lesson_id for lesson_id, count in workers.items() for _ in range(count)]
+    return owners[index] if index < len(owners) else None
 
 
 def _check_trainable(lesson_id: str, sampling: SamplingParams, learner: LearnerConfig) -> None:

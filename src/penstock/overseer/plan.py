@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from penstock.model.language.config import ModelConfig, PolicyConfig
-from penstock.overseer.config import RunConfig
+from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
 from penstock.overseer.yaml_documents import dump_yaml
 from penstock.types import ConfigError
@@ -28,7 +28,7 @@ def describe_plan(config: RunConfig) -> str:
         "Memory, estimated:",
         *_memory_lines(memory),
         "",
-        "Components, threads of one process:",
+        "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
         *_component_lines(config),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
@@ -74,15 +74,20 @@ def _component_lines(config: RunConfig) -> list[str]:
     warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
     tracking = {"samples.jsonl": config.tracking.samples, "TensorBoard": config.tracking.tensorboard}
     trackers = [name for name, used in {**tracking, "W&B": config.tracking.wandb}.items() if used]
+    several = config.runtime == "ray"
+    engines = f"{engine.servers} × " if several else ""
+    workers = f"{rollout_workers(config)} × " if several else ""
     parts = {
         "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
-        "inference engine": f"{engine.max_slots} slots of {engine.max_seq_len} tokens{_over(engine.model_parallel)}",
-        "rollout worker": f"up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
+        "inference engine": f"{engines}{engine.max_slots} slots of {engine.max_seq_len} tokens"
+        + _over(engine.model_parallel),
+        "rollout worker": f"{workers}up to {config.rollout.max_concurrent_groups or config.concurrency} groups at once",
         "rollout storage": f"{config.rollout.storage.kind}, up to {config.rollout.storage.capacity_groups} groups",
         "replay buffer": f"{replay.groups_per_batch} groups per update, staleness budget {replay.staleness_budget}",
         "batch maker": replay.batch_maker.name
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
+        **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
         f"loss {learner.loss.preset}",
         "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "

@@ -15,6 +15,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -93,10 +94,12 @@ class ComponentActor:
         settings: Mapping[str, Any],
         view: View,
         life: Life,
-        environment: Mapping[str, str],
+        shows_gpus: bool,
     ) -> None:
         end_with_parent()
-        os.environ |= {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **environment}  # calls wait in threads of their own
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # calls wait in threads of their own
+        if not shows_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         open_component_logs(life.logs, identity)
         self._host = Host(identity, factory, settings, view, ActorCalls(life).reach)
         _on_termination(lambda: self._host.drain("SIGTERM"))
@@ -198,6 +201,7 @@ class RayHandle:
         self._actor = actor
         self._place_ref = actor.place.remote()
         self._place: Place | None = None
+        self._kept: deque[Any] = deque(maxlen=4)  # a client's reference must not end in the thread that answers
         self._place_ref.future().add_done_callback(self._on_placed)
 
     @property
@@ -213,7 +217,10 @@ class RayHandle:
     def _on_placed(self, place: Future[Place]) -> None:
         if place.exception() is None:  # otherwise heartbeats tell of it
             self._place = place.result()
-            self._launcher.in_turn(lambda: self._actor.begin.remote())
+            self._launcher.in_turn(self._begin)
+
+    def _begin(self) -> None:
+        self._kept.append(self._actor.begin.remote())
 
     def beat(self, view: View, acknowledged: int) -> Future[Report]:
         """Tells it the view and asks how it is; see `Handle.beat`."""
@@ -227,7 +234,9 @@ class RayHandle:
                 report.set_exception(_unreachable(self._identity, error))
 
         try:
-            self._actor.beat.remote(view, acknowledged).future().add_done_callback(pass_on)
+            answer = self._actor.beat.remote(view, acknowledged)
+            self._kept.append(answer)
+            answer.future().add_done_callback(pass_on)
         except _RAY_ERRORS as error:
             report.set_exception(_unreachable(self._identity, error))
         return report
@@ -308,7 +317,7 @@ class RayLauncher:
         if identity.incarnation == 0:
             machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             check_fits(identity, resources, machines, reserved)
-        hidden = {} if resources.num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        shows_gpus = resources.num_gpus > 0 or "CUDA_VISIBLE_DEVICES" in resources.env
         actor = self._actor_class.options(
             name=self._life.actor_name(identity),
             namespace=self._life.namespace,
@@ -317,7 +326,7 @@ class RayLauncher:
             resources=dict(resources.resources) or None,
             scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
             runtime_env={"env_vars": dict(resources.env)} if resources.env else None,
-        ).remote(identity, factory, settings, view, self._life, {**hidden, **resources.env})
+        ).remote(identity, factory, settings, view, self._life, shows_gpus)
         handle = RayHandle(self, identity, actor)
         with self._lock:
             self._handles[handle] = amounts(resources)
@@ -389,7 +398,7 @@ def _connect(config: RayConfig, namespace: str) -> None:
             else:
                 with _this_machine_only():
                     ray.init("local", num_cpus=config.num_cpus, include_dashboard=False, **options)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         aim = "start a cluster here" if config.address is None else f"join the cluster at ray.address {config.address}"
         raise ConfigError(f"Ray could not {aim}: {_words(error)}") from error
 

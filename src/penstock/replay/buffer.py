@@ -14,7 +14,6 @@ bounded and says what it waits for. State is guarded by the admission's conditio
 Not covered: which of the fresh groups make a batch, and with what advantage (`penstock.batch.BatchMaker`).
 """
 
-import math
 import time
 import uuid
 from collections import deque
@@ -90,7 +89,7 @@ class ReplayBuffer:
         rules = FreshnessRules(config)
         feed = MakerFeed(makers)
         self._stock = Stock(config, rules, self._admission, feed, Tally(config))
-        self._space, self._space_to_merge = DiskSpace(config.store.full_disk_s), DiskSpace(math.inf)
+        self._space, self._space_to_merge = (DiskSpace(config.store.full_disk_s) for _ in range(2))
         self._sealer = Sealer(store, self._changed, config.store.buffer_size, config.store.seal_s, clock, self._space)
         inspector = Inspector(rules, self._survives)
         self._intake = Intake(
@@ -299,13 +298,14 @@ class ReplayBuffer:
         """What the upkeep thread does: files that are due although nobody comes by, and merging."""
         if self._sealer.due:
             self._sealer.seal(self._offer)
+        self._ledger.write_backlog()
         if self._space_to_merge.retry_in_s:
             return
         try:
             self._store.maintain()
             self._space_to_merge.note_written()
         except OSError as error:
-            self._space_to_merge.note(error)  # small files can stay small for a while
+            self._space_to_merge.note(error)
 
     def _offer(self, group_ids: list[str]) -> None:
         for group_id in group_ids:

@@ -72,7 +72,7 @@ class Sealer:
             return bool(self._group_ids) and (len(self._records) >= self._buffer_size or waited >= self._seal_s)
 
     def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:
-        """Writes what is queued, then calls `sealed` with the group ids, the lock held. While the disk is full, nothing.
+        """Writes what is queued, then calls `sealed` with the group ids, the lock held; nothing while the disk is full.
 
         Args:
             sealed: Told which groups are durable now.

@@ -69,7 +69,7 @@ def test_what_was_asked_of_an_earlier_life_is_forgotten(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b'{"role": "rollout"}', b'{"role": 1, "count": 1}', b'{"role": "rollout", "count": true}',
-     b'{"role": "rollout", "count": 1.5}', b"[" * 3000, b" " * 5000, b"\xff"],
+     b'{"role": "rollout", "count": 1.5}', b"[" * 3000, b'{"role": "rollout", "count": 8}' + b" " * 5000, b"\xff"],
 )  # fmt: skip
 def test_what_is_no_request_is_answered_so(tmp_path, content):
     taken: list[str] = []

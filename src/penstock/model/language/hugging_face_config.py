@@ -52,7 +52,7 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
     for name in (*_REQUIRED, *_NUMBERS):
         value = config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"config.json: {name} is {_shown(value)}: it must be a number")
+            raise ConfigError(f"config.json: {name}: {_shown(value)} is no number")
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(name), Mapping | None):
             raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be a section of keys")

@@ -11,7 +11,8 @@ the supervisor alone while the run goes on.
 import threading
 import time
 from collections.abc import Generator, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.learner import newest_good_checkpoint, read_states
@@ -20,6 +21,7 @@ from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.numbers import IdleShares, merge
 from penstock.overseer.distributed.plan import Plan
 from penstock.overseer.distributed.records import Identity, Message, Report, View
+from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
 from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.evaluator import metrics_of
@@ -31,6 +33,25 @@ from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
 TURN_S = 0.05
 """Seconds between two turns of the loop."""
+LOOK_S = 0.5
+"""Seconds between two looks at all components for people and the watchdog, and for requests to scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """How all components were at the last look; other threads read it.
+
+    Attributes:
+        components: For status.json.
+        counters: For the watchdog.
+        owes: Who owes progress, in words.
+        reports: The newest of each.
+    """
+
+    components: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    counters: Mapping[str, float] = field(default_factory=dict[str, float])
+    owes: str = "no component was started yet"
+    reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
 
 
 class DistributedConductor:
@@ -57,8 +78,8 @@ class DistributedConductor:
         self._stopping = threading.Event()
         self._lost: list[str] = []
         self._idle = IdleShares()
-        self._last_reports: dict[str, Report] = {}
-        self._last_description: dict[str, dict[str, Any]] = {}
+        self._overview, self._look_due = Overview(), 0.0
+        self._scale_desk = ScaleDesk(self._directory.path, self._supervisor.scale)
         self._bottleneck = ""
         self._step = 0
         self._phases = 0
@@ -81,6 +102,7 @@ class DistributedConductor:
         try:
             while True:
                 self._supervisor.tick()
+                self._look()
                 if self._lost:
                     self._rewind()
                     script = self._phases_of_run()
@@ -97,6 +119,16 @@ class DistributedConductor:
             raise
         finally:
             self._shut_down()
+
+    def _look(self) -> None:
+        if time.monotonic() < self._look_due:
+            return
+        self._look_due = time.monotonic() + LOOK_S
+        supervisor = self._supervisor
+        self._overview = Overview(
+            supervisor.describe(), supervisor.counters(), supervisor.who_owes_progress(), supervisor.reports
+        )
+        self._scale_desk.serve()
 
     def stop(self) -> None:
         """Asks the run to end at the next update boundary, with a checkpoint."""
@@ -141,12 +173,12 @@ class DistributedConductor:
 
     def counters(self) -> dict[str, float]:
         """What changes while the run makes progress."""
-        return {**self._supervisor.counters(), "phases": float(self._phases)}
+        return {**self._overview.counters, "phases": float(self._phases)}
 
     def who_owes_progress(self) -> str:
         """In words, for the error that ends a silent run."""
         waiting = self._facts("replay-0").get("waiting_for", "")
-        return f"the run is at «{self._log.progress.phase}»; {self._supervisor.who_owes_progress()}; {waiting}"
+        return f"the run is at «{self._log.progress.phase}»; {self._overview.owes}; {waiting}"
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
@@ -157,7 +189,7 @@ class DistributedConductor:
             "steps": self._config.steps,
             "lineage": self.lineage,
             "runtime": "ray",
-            "components": self._last_description or self._supervisor.describe(),
+            "components": self._overview.components,
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
             "waiting_for": replay.get("waiting_for", ""),
@@ -216,7 +248,7 @@ class DistributedConductor:
         return self._config.curriculum.when_complete == "stop" and bool(self._facts("replay-0").get("complete"))
 
     def _evaluate(self, when: str) -> Generator[None, None, Results]:
-        step = int(self._facts("learner-0")["step"])
+        step = yield from self._stage.until(self._learner_step)
         rows = yield from self._ending_with_the_run(self._stage.task("evaluator-0", "evaluate", step))
         results = read_stats(rows)
         self._log.metrics(step, metrics_of(results, "eval"))
@@ -232,9 +264,13 @@ class DistributedConductor:
         learner, servers = view.peer("learner-0"), view.of("inference")
         if learner is None or "weights" not in learner.address or not servers:
             return None
-        wanted = (self.lineage, self._facts("learner-0").get("step"), learner.address["weights"]["incarnation"])
+        wanted = (self.lineage, self._learner_step(), learner.address["weights"]["incarnation"])
         held = {(p.address.get("lineage"), p.address.get("step"), p.address.get("weights")) for p in servers}
         return True if held == {wanted} else None
+
+    def _learner_step(self) -> int | None:
+        report = self._stage.report("learner-0")
+        return None if report is None else report.condition.facts.get("step")
 
     def _ending_with_the_run(self, turns: Turns) -> Turns:
         """As `turns`, but a stop request ends it."""
@@ -289,13 +325,13 @@ class DistributedConductor:
         limit = time.monotonic() + self._config.overseer.stop_timeout_s
         while time.monotonic() < limit and self._facts("learner-0").get("training"):
             time.sleep(TURN_S)
-            try:
+            with suppress(RunFailed):  # told already
                 self._supervisor.tick()
-            except RunFailed:
-                continue  # told already
+            self._look()
 
     def _shut_down(self) -> None:
-        self._last_reports, self._last_description = dict(self._supervisor.reports), self._supervisor.describe()
+        self._look_due = 0.0
+        self._look()  # the last one: whoever asks later is told how it was
         left = self._supervisor.stop(self._config.overseer.stop_timeout_s)
         if left:
             self._log.event("still_running", components=left)
@@ -318,7 +354,7 @@ class DistributedConductor:
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         reports = self._reports()
-        idle = self._idle.take(reports)
+        idle = self._idle.take(reports.values())
         self._bottleneck, shares = find_bottleneck(
             idle, {"staleness_budget": float(self._config.replay.staleness_budget)}
         )
@@ -333,7 +369,7 @@ class DistributedConductor:
         progress.lines.append(step_line(progress))
 
     def _reports(self) -> Mapping[str, Report]:
-        return self._last_reports or self._supervisor.reports
+        return self._overview.reports
 
     def _facts(self, name: str) -> Mapping[str, Any]:
         report = self._reports().get(name)

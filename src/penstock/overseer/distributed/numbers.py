@@ -1,9 +1,10 @@
 """One set of numbers for metrics.jsonl from the numbers of many components."""
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-from penstock.overseer.distributed.records import Report
+from penstock.overseer.distributed.records import Identity, Report
 
 MEANS = frozenset({"inference/kv_used"})
 LARGEST = ("_s", "/lag", "_lag", "mib_per_s")
@@ -26,19 +27,33 @@ def _merged(name: str, values: list[float]) -> float:
 
 
 class IdleShares:
-    """How idle each role was since the last look."""
+    """How idle each role was lately.
 
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float]] = {}
+    Args:
+        window_s: Shares are over at least so long: reports come only now and then.
+        clock: Monotonic seconds.
+    """
 
-    def take(self, reports: Mapping[str, Report]) -> dict[str, float]:
-        """Role → idle share of the time since the last call, over all its components that have any."""
+    def __init__(self, window_s: float = 3.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._since = clock()
+        self._seen: dict[Identity, tuple[float, float]] = {}
+        self._shares: dict[str, float] = {}
+
+    def take(self, reports: Iterable[Report]) -> dict[str, float]:
+        """Role → idle share of its components' time since the window began; those of the last window before its end."""
+        now = self._clock()
+        if now - self._since < self._window_s:
+            return self._shares
+        self._since = now
         busy: dict[str, float] = defaultdict(float)
         idle: dict[str, float] = defaultdict(float)
-        for report in reports.values():
-            key, condition = str(report.identity), report.condition
-            before = self._seen.get(key, (0.0, 0.0))
-            self._seen[key] = (condition.busy_s, condition.idle_s)
-            busy[report.identity.role] += condition.busy_s - before[0]
-            idle[report.identity.role] += condition.idle_s - before[1]
-        return {role: idle[role] / (busy[role] + idle[role]) for role in busy if busy[role] + idle[role] > 0}
+        for report in reports:
+            identity, condition = report.identity, report.condition
+            before = self._seen.get(identity, (0.0, 0.0))
+            self._seen[identity] = (condition.busy_s, condition.idle_s)
+            busy[identity.role] += condition.busy_s - before[0]
+            idle[identity.role] += condition.idle_s - before[1]
+        self._shares = {role: idle[role] / (busy[role] + idle[role]) for role in busy if busy[role] + idle[role] > 0}
+        return self._shares

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.overseer.config import RoleConfig, RunConfig
+from penstock.overseer.config import RoleConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.distributed.component import Factory
 from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.roles.curriculum import make_curriculum
@@ -84,18 +84,3 @@ class Plan:
         return ComponentSpec(
             role, index, self._factories[role], {**self.settings.dump(), **more}, resources, role in ESSENTIAL
         )
-
-
-def rollout_workers(config: RunConfig) -> int:
-    """How many a run begins with."""
-    workers = config.rollout.workers
-    return workers if isinstance(workers, int) else sum(workers.values())
-
-
-def lesson_of_worker(config: RunConfig, index: int) -> str | None:
-    """The one lesson of a worker, where each lesson has workers of its own; None for all lessons."""
-    workers = config.rollout.workers
-    if isinstance(workers, int):
-        return None
-    owners = [lesson_id for lesson_id, count in workers.items() for _ in range(count)]
-    return owners[index] if index < len(owners) else None

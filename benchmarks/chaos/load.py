@@ -1,0 +1,113 @@
+"""The run that faults are done to: the recipe `cats` in many processes, wired as `penstock.train` wires it.
+
+It is made in this process, so that its conductor and supervisor are at hand. The overseer takes the main thread.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos import clocks
+from penstock.overseer import RunConfig, load_config
+from penstock.overseer.distributed.conductor import DistributedConductor
+from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.overseer import Overseer
+from penstock.overseer.ray import RayLauncher
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
+from penstock.overseer.terminal import Progress, TerminalView
+from penstock.rundir import RunDirectory
+
+ROLLOUT_WORKERS, INFERENCE_SERVERS = 3, 2
+HEARTBEAT_TIMEOUT_S = 8.0
+"""A stopped process is noticed after so long; on a busy machine a living one may need seconds to answer."""
+
+OVERRIDES = (
+    "runtime=ray",
+    "steps=1000000",
+    f"rollout.workers={ROLLOUT_WORKERS}",
+    f"inference.servers={INFERENCE_SERVERS}",
+    "overseer.heartbeat_s=0.3",
+    f"overseer.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S:g}",
+    "overseer.checkpoint_every=10",
+    "overseer.keep_checkpoints=3",
+    "overseer.max_restarts=1000",
+    "overseer.backoff_s=0.2",
+    "overseer.max_backoff_s=1",
+    "replay.store.compact_after_s=20",
+    "replay.max_filtered_groups_per_batch=1000000",
+)
+
+
+def configuration(learning_rate: float, weights_port: int, advertised_port: int) -> RunConfig:
+    """Of the run.
+
+    Args:
+        learning_rate: The recipe's own reaches the bar in minutes; a lower one keeps a long run learning.
+        weights_port: Where the learner's weight server listens.
+        advertised_port: Where its clients are told to find it.
+    """
+    more = (
+        f"learner.optimizer.learning_rate={learning_rate}",
+        f"weights.port={weights_port}",
+        f"weights.advertise=127.0.0.1:{advertised_port}",
+    )
+    return load_config("cats", [*OVERRIDES, *more])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is wired, and what can be seen of it.
+
+    Attributes:
+        directory: Its files.
+        config: Its own.
+        conductor: Takes it through its phases.
+        progress: What the terminal would show; a reward for every update that was ever made.
+        oversee: Runs it to its end; in the main thread.
+    """
+
+    directory: RunDirectory
+    config: RunConfig
+    conductor: DistributedConductor
+    progress: Progress
+    oversee: Callable[[], None]
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Knows who lives."""
+        return self.conductor.supervisor
+
+    @property
+    def updates(self) -> int:
+        """So many were made, those that were undone by a rewind counted too."""
+        return len(self.progress.rewards)
+
+    def reward(self, updates: int) -> float:
+        """Mean over the last so many; 0 where there were fewer."""
+        last = self.progress.rewards[-updates:]
+        return sum(last) / updates if len(last) == updates else 0.0
+
+
+@contextmanager
+def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
+    """Makes the run's directory and its parts; nothing is started yet."""
+    directory = RunDirectory.create(path, config.dump())
+    with directory.locked():
+        progress = Progress("penstock · chaos", config.steps, config.replay.staleness_budget)
+        log, crew = RunLog(directory, config, progress), Crew()
+        settings = Settings(config, directory, secrets.token_hex(32))
+        factories: Mapping[str, Any] = clocks.components(clock_folder)
+        launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+        conductor = DistributedConductor(Plan(settings, None, factories), launcher, log)
+        view = TerminalView(progress, quiet=True)
+        overseer = Overseer(conductor, crew, directory, log, view, config.overseer)
+        try:
+            yield Run(directory, config, conductor, progress, overseer.run)
+        finally:
+            log.close()

@@ -1,0 +1,120 @@
+"""The weights benchmark at tiny sizes: what it checks can fail, and what it prints are the marks. Nothing is timed."""
+
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from benchmarks.weights import __main__ as benchmark
+from benchmarks.weights import deltas, handover, training
+from benchmarks.weights.handover import Measured, make_arrays
+from benchmarks.weights.raw_flight import RawClient, RawServer
+from benchmarks.weights.slow_link import SlowLink
+
+MEASURED = ("memory copy", "local", "arrow_flight: fetch", "shared_memory: without digests", "raw Flight, kept")
+
+
+def test_arrays_have_the_size_that_was_asked_for_and_do_not_repeat():
+    for nbytes in (100_000, 70_000_000):
+        arrays = make_arrays(nbytes)
+        assert sum(array.nbytes for array in arrays.values()) == pytest.approx(nbytes, rel=1e-4)
+        assert len({array.tobytes() for array in arrays.values()}) == len(arrays)
+
+
+def test_raw_flight_moves_every_byte_once_over_any_number_of_streams():
+    arrays = {"a": np.arange(1000, dtype=np.int32), "b": np.ones(7, np.uint8)}
+    with RawServer(arrays) as server:
+        for streams in (1, 3, 4):
+            client = RawClient(server.port, streams)
+            assert client.read(chunk_bytes=300, keep=False) == client.read(chunk_bytes=300, keep=True) == 4007
+
+
+def test_every_transport_is_measured_and_its_arrays_are_compared():
+    measured = handover.measure(200_000, rounds=1)
+    assert set(MEASURED) <= measured.seconds.keys()
+    assert all(len(values) == handover.WARM_UP_ROUNDS + 1 for values in measured.seconds.values())
+
+
+def test_other_arrays_than_were_published_fail_the_benchmark():
+    def fetcher(**command):
+        return {"w": "00000000"}
+
+    with pytest.raises(AssertionError, match="checkpoint delivered other arrays"):
+        handover._check(fetcher, ("checkpoint",), {"w": np.ones(3, np.float32)})
+
+
+def test_the_warm_up_is_left_out():
+    measured = Measured(1_000_000)
+    for seconds in [9.0] * handover.WARM_UP_ROUNDS + [1.0, 3.0, 2.0]:
+        measured.add("x", seconds)
+    assert measured.median("x") == 2.0 and measured.rate("x") == pytest.approx(0.0005)
+
+
+def test_few_elements_change_at_a_small_learning_rate_and_most_at_a_large_one():
+    found = {rate: deltas.measure(training.TINY, rate, updates=2, bits_per_s=1e10) for rate in benchmark.RATES}
+    small, large = found[1e-6], found[1e-3]
+    assert len(small) == len(large) == 2 and small[0].bytes_full == 2 * 98_304
+    assert all(update.changed_share < 0.1 for update in small) and all(update.changed_share > 0.3 for update in large)
+    assert deltas.bytes_ratio(small) > 10 > deltas.bytes_ratio(large) > 1
+    assert small[0].seconds.keys() == {"full", "delta"}
+
+
+def test_a_run_is_the_same_every_time_and_begins_with_the_weights_before_it():
+    runs = [list(training.record(training.TINY, 1e-3, updates=2)) for _ in range(2)]
+    assert len(runs[0]) == 3
+    for first, second in zip(*runs, strict=True):
+        assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+    assert any(runs[0][0][name].tobytes() != runs[0][1][name].tobytes() for name in runs[0][0])
+
+
+def test_the_slow_link_passes_everything_at_its_rate():
+    source = socket.create_server(("127.0.0.1", 0))
+    sent = bytes(range(256)) * 1024
+
+    def serve():
+        connection, _ = source.accept()
+        connection.sendall(sent)
+        connection.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    link = SlowLink(f"127.0.0.1:{source.getsockname()[1]}", bits_per_s=8e6)
+    host, port = link.address.split(":")
+    began, received = time.monotonic(), b""
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        while piece := connection.recv(1 << 16):
+            received += piece
+    assert received == sent and time.monotonic() - began > 0.2  # 262 kB at 1 MB/s
+    link.close()
+    source.close()
+
+
+def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):
+    measured = Measured(25_000_000)
+    seconds = {name: 1.0 for name in (*MEASURED, "arrow_flight: fetch without digests", "raw Flight, thrown away")}
+    for name, value in (seconds | {"local": 0.0005, "raw Flight, thrown away": 0.5}).items():
+        measured.add(name, value)
+    updates = [deltas.Update(0.01, 100.0, 5.0, {"full": 0.3, "delta": 0.1})]
+    monkeypatch.setattr(handover, "measure", lambda nbytes, rounds: measured)
+    monkeypatch.setattr(deltas, "measure", lambda size, rate, updates_: updates)
+    assert benchmark.main(["--sizes", "25"]) == 1
+    printed = capsys.readouterr().out
+    marks = dict(re.findall(r"^  (.*?) +[\d.]+  at (?:most|least) [\d.e+]+ +(reached|MISSED)$", printed, re.MULTILINE))
+    assert marks == {
+        "25 MB: local, ms": "reached",
+        "25 MB: shared memory / memory copy": "reached",
+        "25 MB: Flight / raw Flight, kept": "reached",
+        "25 MB: Flight / raw Flight, thrown away": "MISSED",
+        "learning rate 1e-06: bytes whole / delta": "reached",
+        "learning rate 1e-06: time whole / delta, 1 Gbit/s": "reached",
+    }
+
+
+def test_what_the_machine_has_no_memory_for_is_skipped_aloud(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "available_bytes", lambda: 1e9)
+    monkeypatch.setattr(
+        deltas, "measure", lambda *arguments: [deltas.Update(0.01, 100.0, 5.0, {"full": 3, "delta": 1})]
+    )
+    assert benchmark.main(["--sizes", "2000"]) == 0
+    assert "2,000 MB: skipped, 18.0 GB are not there" in capsys.readouterr().out
