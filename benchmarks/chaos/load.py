@@ -4,9 +4,10 @@ It is made in this process, so that its conductor and supervisor are at hand. Th
 """
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Run:
         conductor: Takes it through its phases.
         progress: What the terminal would show; a reward for every update that was ever made.
         oversee: Runs it to its end; in the main thread.
+        ended: Set when that returned, or raised.
     """
 
     directory: RunDirectory
@@ -77,6 +79,12 @@ class Run:
     conductor: DistributedConductor
     progress: Progress
     oversee: Callable[[], None]
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def over(self) -> bool:
+        """Whether it came to its end, whatever that was."""
+        return self.ended.is_set()
 
     @property
     def supervisor(self) -> Supervisor:

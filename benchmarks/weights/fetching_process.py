@@ -20,7 +20,7 @@ from penstock.weights import WeightClient, WeightsConfig, open_client
 from penstock.weights.manifest import array_digest
 
 TOKEN = "benchmark"
-_ANSWER_S = 120.0
+_ANSWER_S, _END_S = 120.0, 20.0
 
 
 class Fetcher:
@@ -42,12 +42,14 @@ class Fetcher:
         return json.loads(answer)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(_ANSWER_S)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
 
 class Commands:

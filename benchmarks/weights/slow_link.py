@@ -42,11 +42,13 @@ class SlowLink:
         command = [sys.executable, "-m", "benchmarks.weights.slow_link", address, str(bits_per_s)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
         assert self._process.stdout is not None
-        self.address = f"127.0.0.1:{int(self._process.stdout.readline())}"
+        self._stdout = self._process.stdout
+        self.address = f"127.0.0.1:{int(self._stdout.readline())}"
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._stdout.close()
 
 
 async def serve(address: str, bits_per_s: float) -> None:

@@ -236,12 +236,12 @@ def rollouts(
     return 0
 
 
-@_app.command(short_help="What runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
+@_app.command(short_help="Show what runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
 def status(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """What runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
+    """Show what runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
     from rich.console import Console
 
     from penstock.dashboard import print_status, print_status_json, read_run_status
@@ -254,7 +254,9 @@ def status(
     return 0
 
 
-@_app.command(short_help="More or fewer workers.", epilog="Example: penstock scale runs/cats-1 rollout=8")
+@_app.command(
+    short_help="Add or remove workers while a run goes on.", epilog="Example: penstock scale runs/cats-1 rollout=8"
+)
 def scale(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of a run under runtime: ray that goes on.")],
     sizes: Annotated[
@@ -262,7 +264,7 @@ def scale(
     ],
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the overseer's answer.")] = 30.0,
 ) -> int:
-    """More or fewer rollout workers or inference servers, while a run goes on; who leaves finishes its work first."""
+    """Add or remove rollout workers or inference servers while a run goes on; who leaves finishes its work first."""
     from penstock.dashboard import read_run_status
     from penstock.overseer.distributed.scaling import ask_to_scale, parse_sizes
     from penstock.types import ConfigError

@@ -3,9 +3,17 @@ import sys
 import pytest
 
 from penstock import cli
-from penstock.types import CheckpointError, ConfigError, MismatchError, RunFailed, SchemaVersionError, Stopped
+from penstock.types import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    RunFailed,
+    SchemaVersionError,
+    Stopped,
+    UnreachableError,
+)
 
-VERBS = ["train", "eval", "serve", "rollouts", "recipes", "doctor"]
+VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "doctor"]
 
 
 def test_help_lists_what_exists(penstock):
@@ -50,6 +58,7 @@ def test_recipes_lists_each_with_its_first_comment(penstock):
         (CheckpointError("no\nmodel   here"), 2, "penstock: no model here"),
         (SchemaVersionError("too new"), 2, "penstock: too new"),
         (RunFailed("32 groups failed"), 1, "penstock: the run failed: 32 groups failed"),
+        (UnreachableError("nobody answers"), 1, "penstock: nobody answers"),
         (MismatchError("they differ"), 1, "penstock: the run failed: they differ"),
         (ZeroDivisionError("by zero"), 1, "penstock: unexpected ZeroDivisionError: by zero (PENSTOCK_TRACEBACK=1"),
         (Stopped("the engine"), 130, "penstock: stopped: the engine"),

@@ -5,6 +5,7 @@ import zlib
 
 import jax
 import pytest
+from tests.fuzz.fuzzing import COUNTS, altered, damaged, fuzz, json_bytes
 
 from penstock.learner import Learner, LearnerConfig, load_checkpoint, save_checkpoint
 from penstock.model.language import Decoder, ModelConfig
@@ -12,7 +13,6 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import apply_overrides, build_config, load_config, load_recipe
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError
-from tests.fuzz.fuzzing import COUNTS, altered, damaged, fuzz, json_bytes
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

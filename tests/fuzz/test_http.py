@@ -9,12 +9,12 @@ import struct
 import httpx
 import jax
 import pytest
+from tests.fuzz.fuzzing import FEW, LIMIT_S, damaged, fuzz, json_bytes
 
 from penstock.inference import EngineConfig, HttpServer, InferenceEngine, create_app
 from penstock.model.language import Decoder, ModelConfig
 from penstock.text import Tokenizer
 from penstock.types import WeightVersion
-from tests.fuzz.fuzzing import FEW, LIMIT_S, damaged, fuzz, json_bytes
 
 TOKEN = "a fuzzer's token"
 MAX_BODY_BYTES = 100_000
@@ -35,7 +35,15 @@ BODIES = {
     ],
     "/tokenize": [{"prompt": "Who purrs?"}, {"messages": [{"role": "user", "content": "Who?"}]}],
 }  # fmt: skip
-PATHS = ("/health", "/v1/models", "/v1/models/tiny", "/v1/models/..%2f..%2fetc%2fpasswd", "/%ff", "//", "/v1/models/\u00e9")
+PATHS = (
+    "/health",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/v1/models/..%2f..%2fetc%2fpasswd",
+    "/%ff",
+    "//",
+    "/v1/models/\u00e9",
+)
 METHODS = ("POST",) * 12 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "X" * 300)
 FINE = (200, 400, 401, 404, 405, 413, 415, 429)
 
@@ -47,7 +55,9 @@ def engine():
         vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
-    config = EngineConfig(max_slots=8, max_seq_len=32, steps_per_dispatch=4, prefill_lengths=(8,), request_timeout_s=60.0)
+    config = EngineConfig(
+        max_slots=8, max_seq_len=32, steps_per_dispatch=4, prefill_lengths=(8,), request_timeout_s=60.0
+    )
     engine = InferenceEngine(Decoder.initialise(shape, jax.random.key(0)), WeightVersion(0, 0), tokenizer, config)
     engine.start()
     engine.wait_until_ready(120.0)

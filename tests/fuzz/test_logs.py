@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_metrics, read_status
 from penstock.rundir.log_tables import (
@@ -15,7 +16,6 @@ from penstock.rundir.log_tables import (
     read_metric_table,
 )
 from penstock.types import RunDirectoryError
-from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 METRICS = {"step": 3, "time": 1.5, "train/loss": 0.25, "reward/cats": None}
 EVENT = {"time": 1.5, "event": "death", "component": "rollout-1", "details": {"reason": "gone", "codes": [1, 2]}}

@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
+from tests.fuzz.fuzzing import COUNTS, damaged, fuzz
 
 from penstock.replay import batch_from_buffer, batch_to_buffer
 from penstock.replay.transfer import _MAGIC, _TRAILER
@@ -22,7 +23,6 @@ from penstock.types import (
     TransferError,
     Turn,
 )
-from tests.fuzz.fuzzing import COUNTS, damaged, fuzz
 
 REFUSED_MESSAGE = (TransferError, SchemaVersionError, InvalidRolloutError)
 REFUSED_PART = (RunDirectoryError, SchemaVersionError, InvalidRolloutError)
@@ -77,7 +77,9 @@ def test_messages_are_read_or_refused(count, sealed):
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_parts_are_read_or_refused(tmp_path, count, compression):
     path = tmp_path / "part-0.parquet"
-    write_records(path, [RolloutRecord(one, "cats-0-3", {"generate_s": 0.4}, "cats:17") for one in ROLLOUTS], compression)
+    write_records(
+        path, [RolloutRecord(one, "cats-0-3", {"generate_s": 0.4}, "cats:17") for one in ROLLOUTS], compression
+    )
     good = path.read_bytes()
 
     def target(content):
@@ -99,5 +101,3 @@ def test_other_readers_of_parts_refuse_too(tmp_path, count):
         read_examples(path)
 
     assert fuzz(target, lambda rng: damaged(good, rng), count, REFUSED_PART) > 0.5 * count
-
-

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
@@ -24,7 +25,6 @@ from penstock.weights.flight_messages import (
 from penstock.weights.manifest import Manifest, describe
 from penstock.weights.marker import _SIGNATURE_CHARACTERS, Marker, Offer, _signature
 from penstock.weights.tensor_file import read_tensors, write_tensors
-from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 JOB, TOKEN, MOST = "cats-1", "a fuzzer's token", 1 << 20
 VERSION = WeightVersion(0, 3)
@@ -35,7 +35,11 @@ CALL_S = 0.2
 def arrays(step):
     rng = np.random.default_rng(step)
     kept = np.arange(2000, dtype=np.float32).reshape(40, 50)
-    return {"kept": kept, "some": np.where(rng.random(3000) < 0.1, 1.5, 2.5).astype(np.float32), "none": np.zeros((0, 3))}
+    return {
+        "kept": kept,
+        "some": np.where(rng.random(3000) < 0.1, 1.5, 2.5).astype(np.float32),
+        "none": np.zeros((0, 3)),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from tests.certificates import write_certificate
 from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
 
 from penstock.inference import HttpServer, ServerPool
-from penstock.inference import pool as module
+from penstock.inference import trials as module
 from penstock.inference.routing import Server, Target
 from penstock.inference.server_request import MalformedAnswer, ServerRequest
 from penstock.types import (

@@ -1,7 +1,7 @@
 """A driver in a process of its own, to see what it leaves behind: `python -m tests.overseer.ray_driver DIRECTORY`.
 
-Prints the process numbers of two components, then does what it reads, a word a line: `kill` one of them behind Ray's
-back and see it noticed, `end` in good order.
+Prints the process numbers of two components, then does what it reads, a word a line: `ask` whether both live, `kill`
+one of them behind Ray's back and see it noticed, `end` in good order. Ctrl-C does nothing to it.
 """
 
 import os
@@ -18,6 +18,7 @@ from tests.overseer.ray_waiting import running
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, lambda *_: None)
     launcher = RayLauncher(
         RayConfig(num_cpus=2, address=os.environ.get("RAY_TEST_ADDRESS")), "driver", Path(sys.argv[1])
     )
@@ -28,7 +29,9 @@ def main() -> None:
     pids = [running(handle).pid for handle in handles]
     print(*pids, flush=True)
     for line in sys.stdin:
-        if line.strip() == "kill":
+        if line.strip() == "ask":
+            print(*(running(handle).condition.state for handle in handles), flush=True)
+        elif line.strip() == "kill":
             os.kill(pids[0], signal.SIGKILL)
             try:
                 handles[0].call("sleep", 20, timeout_s=30)

@@ -8,8 +8,18 @@ from penstock.overseer.bottleneck import find_bottleneck, idle_shares
     [
         ({"learner": 0.03, "inference": 0.0}, 2, False, ["learner busy 97%", "roles.learner"]),
         ({"learner": 0.41, "inference": 0.05, "rollout": 0.0}, 2, False, ["learner idle 41%", "inference.servers"]),
-        ({"learner": 0.41, "inference": 0.6, "rollout": 0.03}, 2, False, ["learner idle 41%", "97%", "rollout.workers"]),
-        ({"learner": 0.41, "inference": 0.6, "rollout": 0.5}, 2, False, ["not enough to do", "replay.staleness_budget"]),
+        (
+            {"learner": 0.41, "inference": 0.6, "rollout": 0.03},
+            2,
+            False,
+            ["learner idle 41%", "97%", "rollout.workers"],
+        ),
+        (
+            {"learner": 0.41, "inference": 0.6, "rollout": 0.5},
+            2,
+            False,
+            ["not enough to do", "replay.staleness_budget"],
+        ),
         ({"learner": 0.41, "inference": 0.05}, 0, False, ["at staleness zero it takes turns"]),
         ({"learner": 0.41, "inference": 0.05}, 2, True, ["inference.max_slots", "runtime: ray"]),
         ({"learner": 0.41}, 2, False, ["not enough to do"]),

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -247,3 +248,18 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path):
         load_recipe(tmp_path / "binary.yaml")
     with pytest.raises(ConfigError, match="cannot read"):
         load_recipe(f"{tmp_path}/")
+
+
+def test_references_that_would_be_huge_or_endless_are_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: &a [1, 2]\nb: [*a, *a]\n")
+    assert load_recipe(path) == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    path.write_text("a: &a [1]\n" + "".join(f"{b}: &{b} [{'*' + a}{(', *' + a) * 9}]\n" for a, b in pairwise("abcdef")))
+    with pytest.raises(ConfigError, match="line 6, column 4: not valid YAML: it has more than 100000 entries when"):
+        load_recipe(path)
+    path.write_text("a: &a [*a]\n")
+    with pytest.raises(ConfigError, match="line 1, column 4: not valid YAML: it refers to itself"):
+        load_recipe(path)
+    path.write_text("[" * 9999)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_recipe(path)

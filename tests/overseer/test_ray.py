@@ -330,7 +330,7 @@ def driver(directory: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "tests.overseer.ray_driver", str(directory)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
-        env={**environment, "HOME": str(directory)},
+        env={**environment, "HOME": str(directory)}, start_new_session=True,
     )  # fmt: skip
 
 
@@ -350,12 +350,13 @@ def test_a_driver_that_is_killed_leaves_no_actors_not_even_stopped_ones(tmp_path
         eventually(lambda: not (first.alive or second.alive), "the actors are gone")
 
 
-def test_the_terminal_is_quiet_and_nothing_is_written_at_home(tmp_path):
+def test_the_terminal_is_quiet_and_ends_no_component_and_nothing_is_written_at_home(tmp_path):
     with driver(tmp_path) as process:
         assert process.stdout is not None
         pids = process.stdout.readline()
-        printed, complained = process.communicate("kill\nend\n", timeout=120)
-    assert (printed, complained, process.returncode) == ("noticed\nended\n", "", 0)
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches all of a terminal; the overseer alone decides
+        printed, complained = process.communicate("ask\nkill\nend\n", timeout=120)
+    assert (printed, complained, process.returncode) == ("running running\nnoticed\nended\n", "", 0)
     assert not any(began(int(pid)).alive for pid in pids.split())
     assert {path.name for path in tmp_path.iterdir()} == {"logs"}
     names = {"ray.jsonl"} | {f"rollout-{index}.{kind}" for index in range(2) for kind in ("jsonl", "out")}

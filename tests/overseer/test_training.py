@@ -51,6 +51,8 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3]
     assert all(row["train/mismatch_max"] <= 1e-4 for row in updates if "train/mismatch_max" in row)
+    assert all(0 <= row[f"time/idle/{role}"] <= 1 for row in updates for role in ("learner", "inference"))
+    assert status["bottleneck"].startswith("learner ")
 
     names = [event["event"] for event in read_events(run_dir / "events.jsonl")]
     assert names[0] == "start"

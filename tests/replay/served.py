@@ -45,13 +45,24 @@ class Served:
     refusals: list[tuple[str, str]]
 
 
-def serve(sim, store=None, lineage=0, states=None, capacity_groups=64, start=True, needs_clearance=False, **config):
-    """A service, started."""
+def serve(
+    sim,
+    store=None,
+    lineage=0,
+    states=None,
+    capacity_groups=64,
+    start=True,
+    needs_clearance=False,
+    remote=None,
+    **config,
+):
+    """A service, started; with a `RemoteCurriculum` in place of the simulation's."""
     settings = ReplayBufferConfig(**{"groups_per_batch": 2, "staleness_budget": 1, **config})
     store = sim.MemoryStore() if store is None else store
     curriculum = sim.Curriculum()
     ledger = store.open_ledger(lineage)
-    issuer = TicketIssuer(settings, 7, lineage, curriculum, ledger, sim.GROUP_SIZES.__getitem__)
+    chooser, may_draw = (curriculum, lambda: True) if remote is None else (remote, remote.may_draw)
+    issuer = TicketIssuer(settings, 7, lineage, chooser, ledger, sim.GROUP_SIZES.__getitem__, may_draw=may_draw)
     maker = make_batch_maker(
         settings.batch_maker,
         advantage="rloo",
@@ -61,7 +72,9 @@ def serve(sim, store=None, lineage=0, states=None, capacity_groups=64, start=Tru
         allow_truncated_sampling=False,
         seed=7,
     )
-    buffer = ReplayBuffer(settings, store, maker, issuer, curriculum_hook=curriculum.update)
+    buffer = ReplayBuffer(
+        settings, store, maker, issuer, curriculum_hook=curriculum.update if remote is None else remote.update_group
+    )
     if states is not None:
         curriculum.restore(states["curriculum"])
         issuer.restore(states["issuer"])
@@ -74,7 +87,7 @@ def serve(sim, store=None, lineage=0, states=None, capacity_groups=64, start=Tru
         buffer,
         storage,
         RolloutReceiver(storage, buffer),
-        record,
+        record if remote is None else remote,
         needs_clearance=needs_clearance,
         on_refusal=lambda worker, reason: refusals.append((worker, reason)),
     )

@@ -3,13 +3,14 @@
 import json
 import random
 
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.batch import RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.replay.salvage import salvage_logs
-from penstock.rundir import RunDirectory, read_json_lines
-from penstock.types import RunDirectoryError
+from penstock.rundir import RunDirectory, read_json_lines, table_from_records, write_parquet
+from penstock.types import DuplicateGroupError, RolloutRecord, RunDirectoryError
 
 WORLD = {"slots": 6, "failing": 0.05, "flat": 0.1}
 
@@ -65,10 +66,6 @@ def directory(tmp_path):
 
 def test_every_flipped_byte_of_a_rollout_is_noticed(sim, tmp_path):
     """Pages have checksums: damaged tokens are never trained."""
-    from penstock.rundir import write_parquet
-    from penstock.rundir.rollout_rows import table_from_records
-    from penstock.types import RolloutRecord
-
     records = [RolloutRecord(sim.make_rollout(f"easy-0-0/{i}", reward=0.5), "easy-0-0") for i in range(3)]
     store = RolloutStore(tmp_path)
     path = tmp_path / "rollouts" / "part-x.parquet"
@@ -139,6 +136,32 @@ def test_what_a_damaged_part_held_is_rolled_back_and_its_tickets_come_again(sim,
     again.die()
 
 
+def test_tokens_that_are_damaged_where_the_ids_are_not(sim, directory):
+    """It shows only when the groups are read that come back, and then the plan is made anew."""
+    life = Life(sim, directory, store=StoreConfig(buffer_size=1))
+    life.run.run(2)
+    states = life.states()
+    outstanding = {name for name, *_ in states["issuer"]["outstanding"]}
+    stems = {stem: record.group_id for stem, record in _by_part(life.store) if record.group_id in outstanding}
+    assert stems  # or this shows nothing
+    life.die()
+    for stem in stems:
+        path = directory.rollouts / f"{stem}.parquet"
+        with pq.ParquetFile(path) as file:
+            row_group = file.metadata.row_group(0)
+            columns = [row_group.column(i) for i in range(row_group.num_columns)]
+        tokens = next(c for c in columns if c.path_in_schema.startswith("response_tokens"))
+        flip(path, tokens.data_page_offset + tokens.total_compressed_size - 2)
+    told = []
+    again = Life(sim, directory, states, on_damage=lambda *what: told.append(what))
+    assert len(told) == len(stems)
+    fates = {row["rollout_id"]: row["fate"] for row in read_json_lines(directory.fates_path)}
+    assert {fates[f"{group_id}/0"] for group_id in stems.values()} == {"rolled_back"}
+    again.run.run(5)
+    again.run.buffer.check_ledger()
+    again.die()
+
+
 def _by_part(store):
     for name in store._inventory.names("rollouts"):
         for record in store.read_records():
@@ -189,6 +212,8 @@ def test_an_open_buffer_takes_no_group_again_that_was_lost_with_a_file(sim, tmp_
     buffer, store, admission = life(states, 1, told)
     assert len(told) == 1 and admission.ledger.snapshot()["rolled_back"] == 2
     assert admission.ledger.snapshot()["waiting"] == 2
+    with pytest.raises(DuplicateGroupError):
+        sim.deliver(buffer, groups[0])  # a storage that outlived the crash delivers again
     buffer.check_ledger()
     buffer.close()
     store.close()

@@ -99,6 +99,7 @@ def test_groups_wait_for_room_and_go_on(sim, full_run, budget):
     refused = run.disk.refused
     for _ in range(20):
         assert run.buffer.try_next_batch(0) is None
+        run.buffer.flush()
     assert run.disk.refused <= refused + 1  # tried again after a pause, not at every look
     run.disk.full = False
     batch = run.buffer.next_batch(0, 10.0)

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumService, RemoteCurriculum
 from penstock.replay import batch_to_buffer
 from penstock.types import (
     NoProgressError,
@@ -253,3 +254,49 @@ def test_status_says_who_serves_and_what_is_where(sim, serve, loop):
     metrics = s.service.metrics()
     assert {"replay/size", "rollout_storage/depth", "curriculum/told", "replay/waiting_workers"} <= metrics.keys()
     assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_at_staleness_zero_lessons_are_those_of_a_curriculum_in_this_process(sim, wire, serve, loop):
+    """However slow the other process is."""
+    lesson = {"environment": {"env_class": "penstock.environments.CatsEnvironment"}, "plateau_window": 3}
+    config = CurriculumConfig.model_validate({"lessons": dict.fromkeys(sim.GROUP_SIZES, lesson)})
+    drawn = []
+    for curriculum in (CurriculumService(config), None):
+        remote = RemoteCurriculum(config, wire.Wire(curriculum, loop, lambda _: time.sleep(0.05)), 0, strict=True)
+        if curriculum is None:  # as in one process
+            remote = Local(config)
+        s = serve(remote=remote, staleness_budget=0)
+        remote.start(s.buffer.wake)
+        lessons = []
+        for step in range(6):
+            s.service.server_holds("inference-0", 1, 0, step)
+            for number in (1, 2):
+                (ticket,) = acquire(loop, s.service, 2 * step + number)
+                lessons.append(ticket.ticket_id)
+                rewards = [1.0, 0.9] if ticket.lesson_id == "easy" else [0.0, 0.0, 1.0]  # easy is soon rare
+                answer = s.service.deliver("a", 1, 0, 2 * step + number, message_of(sim, ticket, rewards=rewards))
+                assert answer == "taken"
+            assert s.service.next_batch(0, step, 10.0).step == step
+            s.service.finish_update(0, step)
+            s.service.set_current_step(0, step + 1)
+        drawn.append((lessons, s.service.checkpoint_states(0, 6)["curriculum"]))
+        assert remote.stop(10)
+    assert drawn[0] == drawn[1]
+    assert {name.partition("-")[0] for name in drawn[0][0]} == set(sim.GROUP_SIZES)
+
+
+class Local(Curriculum):
+    """A curriculum in this process, with what the wiring of a remote one calls."""
+
+    def may_draw(self):
+        return True
+
+    def start(self, on_news):
+        pass
+
+    def stop(self, timeout_s):
+        return True
+
+    def update_group(self, group):
+        lesson_id = group.rollouts[0].lesson_id
+        self.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,))))

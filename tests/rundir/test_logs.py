@@ -54,7 +54,10 @@ def test_a_log_that_is_one_unfinished_line_starts_anew(tmp_path):
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize(("line", "message"), [("{nope}", "line 2 is not JSON"), ("[1]", "not a JSON object")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{nope}", "line 2 is not JSON"), ("[1]", "not a JSON object"), ("[" * 9999, "line 2 is not JSON")],
+)
 def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path, line, message):
     path = tmp_path / "log.jsonl"
     path.write_text('{"a": 1}\n' + line + "\n")

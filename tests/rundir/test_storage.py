@@ -71,6 +71,16 @@ def test_another_writer_s_file_is_seen_at_once(storage, store_url, tmp_path):  #
     assert other.files("rollouts") == []
 
 
+def test_a_file_that_was_set_aside_is_where_no_reader_looks(storage):
+    storage.prepare(["rollouts"])
+    write(storage, "rollouts/part-1.parquet", b"1")
+    write(storage, "rollouts/part-2.parquet", b"2")
+    place = storage.set_aside("rollouts/part-1.parquet")
+    assert place == storage.locate("damaged/rollouts/part-1.parquet")
+    assert [file.name for file in storage.files("rollouts")] == ["rollouts/part-2.parquet"]
+    assert read(storage, "damaged/rollouts/part-1.parquet") == b"1"
+
+
 def test_listings_of_an_object_store_are_never_stale(s3_url, tmp_path):  # noqa: F811
     import s3fs
 

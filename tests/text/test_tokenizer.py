@@ -56,6 +56,10 @@ def test_decoding_tidies_nothing(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_half_a_surrogate_pair_is_read_as_its_escape(tokenizer):
+    np.testing.assert_array_equal(tokenizer.encode("é\ud800"), tokenizer.encode(r"é\ud800"))
+
+
 def test_encoding_adds_no_special_tokens_and_recognises_written_ones(tokenizer):
     assert tokenizer.encode("").tolist() == []
     assert tokenizer.encode("7").size == 1

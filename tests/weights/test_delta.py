@@ -8,6 +8,7 @@ from penstock.types import WeightsError, WeightVersion
 from penstock.weights import delta_blocks
 from penstock.weights.delta import Delta, decode_delta, encode_delta
 from penstock.weights.manifest import Manifest, describe
+from penstock.weights.warm_memory import WarmMemory
 
 LARGE = 1 << 40
 Arrays = dict[str, np.ndarray]
@@ -66,6 +67,20 @@ def test_unchanged_arrays_are_those_of_the_base_and_the_others_are_read_only():
     assert base["embedding"].tobytes() == base_arrays()["embedding"].tobytes()
 
 
+def test_memory_is_used_again():
+    base, memory = {"x": np.zeros(300_000, np.float32)}, WarmMemory()
+    new = {"x": base["x"].copy()}
+    new["x"][7] = 1.0
+    delta = encode_delta(manifest_of(0, base), base, manifest_of(1, new), new).to_bytes()
+    places = set[int]()
+    for _ in range(3):
+        _, decoded = decode_delta(delta, manifest_of(0, base), base, LARGE, memory)
+        places.add(decoded["x"].ctypes.data)
+        del decoded
+    assert len(places) == 1
+    assert memory.free_bytes == 1_200_000
+
+
 def test_arrays_of_several_blocks_come_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(delta_blocks, "BLOCK_ELEMENTS", 7)
     base, new = base_arrays(), changed_arrays()
@@ -90,6 +105,13 @@ def test_a_base_that_is_not_what_its_manifest_says_is_noticed():
     lies["embedding"][0, 0] += 1
     with pytest.raises(WeightsError, match=r"damaged after a delta.*embedding"):
         decode_delta(encoded().to_bytes(), manifest_of(0, base_arrays()), lies, LARGE)
+
+
+def test_a_change_that_the_delta_does_not_have_is_noticed():
+    base, new = base_arrays(), changed_arrays()
+    incomplete = encode_delta(manifest_of(0, base), base, manifest_of(1, new), base)
+    with pytest.raises(WeightsError, match="embedding changed, but the delta has no change of it"):
+        decode_delta(incomplete.to_bytes(), manifest_of(0, base), base, LARGE)
 
 
 def test_layouts_that_differ_are_refused_by_name():

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
+from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import flight_service
 from penstock.weights.flight_access import Access, local_error, open_channel
 from penstock.weights.flight_messages import StreamTicket
@@ -40,15 +40,6 @@ def streams_of(service, request):
         raise local_error(error, "service") from error
     finally:
         channel.close()
-
-
-def wait_until_stuck(service):
-    """Returns when nothing was sent for a while, although there is more."""
-    deadline, before = time.monotonic() + 20.0, -1.0
-    while (sent := service.metrics()["weights/bytes_served"]) != before or sent == 0.0:
-        assert time.monotonic() < deadline, "the server never waited for its client"
-        before = sent
-        time.sleep(0.3)
 
 
 @pytest.fixture
@@ -149,19 +140,33 @@ def test_an_address_in_use_is_named(service):
 
 
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(monkeypatch, caplog):
-    monkeypatch.setattr(flight_service, "_CLOSE_S", 0.3)
-    service = WeightService("job", ACCESS, "127.0.0.1", 0, {})
+    class Held(WeightService):
+        def shutdown(self):  # gRPC's waits for every stream that is open
+            ended.wait(20.0)
+            super().shutdown()
+
+    ended = threading.Event()
+    monkeypatch.setattr(flight_service, "_CLOSE_S", 0.1)
+    service = Held("job", ACCESS, "127.0.0.1", 0, {})
+    began = time.monotonic()
+    service.close()
+    assert time.monotonic() - began < 10.0 and "left behind" in caplog.text
+    ended.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "weights-close"]:
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+def test_streams_end_when_the_service_closes(service):
     service.put(served(7, {"a": np.zeros(64 << 20, np.uint8)}))
     channel = open_channel(f"127.0.0.1:{service.port}", False, ACCESS, 1 << 20)
     reader = channel.do_get(flight.Ticket(ticket(chunk_bytes=1 << 20).to_bytes()), LIMIT_S)
     reader.read_chunk()
-    wait_until_stuck(service)
-    began = time.monotonic()
-    service.close()
-    assert time.monotonic() - began < 5.0 and "left behind" in caplog.text
-    reader.cancel()
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    with pytest.raises(pa.ArrowException) as failure:
+        for _ in reader:
+            closing.join(0.01)
+    assert isinstance(local_error(failure.value, "service"), UnreachableError)
+    closing.join(20.0)
     channel.close()
-    ends = [thread for thread in threading.enumerate() if thread.name == "weights-close"]
-    for thread in ends:
-        thread.join(10.0)
-    assert not any(thread.is_alive() for thread in ends)

@@ -97,6 +97,20 @@ def test_where_the_marker_cannot_be_written_the_version_before_stays():
     assert shelf.files.keys() >= newest.files
 
 
+def test_no_file_that_is_offered_is_written_over():
+    shelf = FakeShelf()
+    store = ShelfStore(shelf, JOB, "t", keep=2)
+    for publication in publications(9, deltas=True):
+        before = dict(shelf.files)
+        offered = shelf.marker().files if shelf.content else set()
+        shelf.full = True
+        with pytest.raises(WeightsError, match="no room"):
+            store.put(publication)
+        assert {name: shelf.files[name] for name in offered} == {name: before[name] for name in offered}
+        shelf.full = False
+        store.put(publication)
+
+
 def test_each_delta_is_written_once_and_goes_when_no_way_needs_it():
     shelf = FakeShelf()
     store = ShelfStore(shelf, JOB, "t", keep=1)

@@ -1,13 +1,8 @@
 """The inference servers of a run as one thing to ask: requests find a server, wait for room, and survive its death.
 
-A thread of its own runs an event loop with all connections; any number of other threads ask and wait. What a request
-meets is decided here:
-
-- *connection refused, broken or silent; the server gone from the list; status 502 to 504*: asked again, whole,
-  elsewhere;
-- *status 429*: the server has too much to do; asked again after a pause, elsewhere where the request may;
-- *status 400 or 413*: the request itself is at fault, and asking again is useless;
-- *any other status, or an answer that cannot be read*: asked again, but `MOST_BAD_ANSWERS` are the end of it.
+A thread of its own runs an event loop with all connections; any number of other threads ask and wait. What an answer
+means is decided in `trials`; where there is none, because a connection failed or the server is gone from the list, the
+request is asked again, whole, elsewhere.
 
 Whatever happens, a request ends within its time. Asking again is harmless: the seeds are the request's own, and an
 answer that nobody waits for any more is dropped. Imports no JAX: rollout workers have none.
@@ -15,7 +10,6 @@ answer that nobody waits for any more is dropped. Imports no JAX: rollout worker
 
 import asyncio
 import itertools
-import json
 import secrets
 import ssl
 import time
@@ -24,12 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TypeVar
 
-from penstock.inference.link import HEALTH_S, QUIET_S, Answer, Link, LinkFailed
+from penstock.inference.link import HEALTH_S, QUIET_S, Link, LinkFailed
 from penstock.inference.loop_thread import LoopThread
 from penstock.inference.request_queue import RequestQueue
 from penstock.inference.routing import Routing, Server
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
-from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, RunFailed, Stopped
+from penstock.inference.server_request import ServerRequest
+from penstock.inference.trials import Refused, Trials, Unanswered, judged
+from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, Stopped
 
 MODEL_NAME = "policy"
 """What a run's servers call their model."""
@@ -39,9 +34,6 @@ MOST_OUTSTANDING_TOKENS = 262_144
 
 GRACE_S = 30.0
 """A caller waits so much longer than its requests may: only a hung event loop makes it do so."""
-
-MOST_BAD_ANSWERS = 8
-"""Of one request; with the pauses between them they take about ten seconds."""
 
 _T = TypeVar("_T")
 
@@ -180,7 +172,7 @@ class ServerPool:
                 one.cancel()
 
     async def _ask(self, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
-        number, trials = next(self._numbers), _Trials()
+        number, trials = next(self._numbers), Trials()
         self._counts["requests"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -189,7 +181,7 @@ class ServerPool:
                     trials.begin(server)
                     try:
                         return await self._attempt(server, request)
-                    except _Unanswered as failure:
+                    except Unanswered as failure:
                         trials.add(server, failure)
                         self._counts["retries"] += 1
                     finally:
@@ -203,20 +195,20 @@ class ServerPool:
         """The answer of one server; what it did is noted for the routing.
 
         Raises:
-            _Unanswered: it should be asked again.
+            Unanswered: it should be asked again.
         """
         try:
-            result = _judged(await self._link(server).post("/v1/completions", request.body), request)
-        except _Refused:
+            result = judged(await self._link(server).post("/v1/completions", request.body), request)
+        except Refused:
             self._counts["refusals"] += 1
             self._routing.refused(server, self._clock())
             raise
-        except _Unanswered:
+        except Unanswered:
             self._routing.failed(server, self._clock())
             raise
         except LinkFailed as failure:
             self._routing.failed(server, self._clock())
-            raise _Unanswered(str(failure)) from failure
+            raise Unanswered(str(failure)) from failure
         self._routing.served(server)
         return result
 
@@ -226,75 +218,6 @@ class ServerPool:
         if server.life not in self._links:
             self._links[server.life] = self._make_link(server)
         return self._links[server.life]
-
-
-class _Unanswered(Exception):
-    """A request that should be asked again."""
-
-
-class _Refused(_Unanswered):
-    """By a server that has too much to do."""
-
-
-class _BadAnswer(_Unanswered):
-    """By a server that seems to be broken, or none of ours."""
-
-
-class _Trials:
-    """What became of one request so far."""
-
-    def __init__(self) -> None:
-        self._times: Counter[str] = Counter()
-        self._last: dict[str, str] = {}
-        self._bad_answers = 0
-
-    def begin(self, server: Server) -> None:
-        """It is asked once more."""
-        self._times[str(server)] += 1
-        self._last[str(server)] = "no answer yet"
-
-    def add(self, server: Server, failure: _Unanswered) -> None:
-        """It did not answer.
-
-        Raises:
-            RunFailed: the answers were bad too often.
-        """
-        self._last[str(server)] = str(failure)
-        self._bad_answers += isinstance(failure, _BadAnswer)
-        if self._bad_answers >= MOST_BAD_ANSWERS:
-            raise RunFailed(f"the answers of inference servers cannot be used: {self}") from failure
-
-    def __str__(self) -> str:
-        told = [f"{name} (times: {self._times[name]}, at last: {what})" for name, what in self._last.items()]
-        return "asked " + ", ".join(told) if told else "none that may be asked was there and had room"
-
-
-def _judged(answer: Answer, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
-    """What an answer means for the request."""
-    if answer.status == 200:
-        try:
-            return request.read(answer.content)
-        except MalformedAnswer as error:
-            raise _BadAnswer(str(error)) from error
-    message, code = _error(answer.content)
-    if answer.status == 413 or (answer.status == 400 and code == "invalid_prompt"):
-        return EnvironmentFailure(message)
-    if answer.status == 400:
-        raise ConfigError(f"an inference server refused the request: {message}")
-    if answer.status == 429:
-        raise _Refused(f"status 429, {message}")
-    if answer.status in (502, 503, 504):
-        raise _Unanswered(f"status {answer.status}, {message}")
-    raise _BadAnswer(f"status {answer.status}, {message}")
-
-
-def _error(content: bytes) -> tuple[str, str]:
-    """Message and code of an error object; something for whatever else it is."""
-    try:
-        error = json.loads(content)["error"]
-        return str(error["message"]), str(error["code"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return f"with a body of {len(content)} bytes that is no error object", ""
 
 
 def _tls(certificate_authority: str | None) -> ssl.SSLContext:

@@ -13,6 +13,15 @@ from penstock.types import ConfigError, Decoding, EnvironmentFailure
 LOWEST_TEMPERATURE = 1e-3
 """Below this, logits / temperature can overflow float32."""
 
+HIGHEST_TEMPERATURE = 1e6
+"""Any two tokens are as probable as one another long before that; beyond, float32 would overflow."""
+
+LOWEST_TOP_P = 1e-6
+"""Below this, only the most probable token is left anyway; far below, float32 would make it zero."""
+
+TOKEN_ID_LIMIT = 2**31
+"""One past the largest int32."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
@@ -66,14 +75,15 @@ def _outside(prompt: np.ndarray, vocab_size: int) -> int:
 
 def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
     """Ranges of the sampling parameters, named as in `Decoding`."""
-    if decoding.temperature != 0 and not LOWEST_TEMPERATURE <= decoding.temperature < float("inf"):
+    if decoding.temperature != 0 and not LOWEST_TEMPERATURE <= decoding.temperature <= HIGHEST_TEMPERATURE:
         raise ConfigError(
-            f"temperature is {decoding.temperature}: it must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+            f"temperature is {decoding.temperature}: it must be 0 (greedy), or from {LOWEST_TEMPERATURE} to "
+            f"{HIGHEST_TEMPERATURE:g}"
         )
     if decoding.top_k is not None and decoding.top_k < 1:
         raise ConfigError(f"top_k is {decoding.top_k}: it must be at least 1, or absent to keep all")
-    if decoding.top_p is not None and not 0 < decoding.top_p <= 1:
-        raise ConfigError(f"top_p is {decoding.top_p}: it must be in (0, 1], or absent to keep all")
+    if decoding.top_p is not None and not LOWEST_TOP_P <= decoding.top_p <= 1:
+        raise ConfigError(f"top_p is {decoding.top_p}: it must be in [{LOWEST_TOP_P:g}, 1], or absent to keep all")
     if decoding.max_output_tokens < 1:
         raise ConfigError(f"max_output_tokens is {decoding.max_output_tokens}: it must be at least 1")
     if len(decoding.stop_token_ids) > max_stop_token_ids:
@@ -81,5 +91,7 @@ def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
             f"stop_token_ids has {len(decoding.stop_token_ids)} entries: at most {max_stop_token_ids} fit; raise "
             "inference.max_stop_token_ids"
         )
+    if any(not 0 <= token < TOKEN_ID_LIMIT for token in decoding.stop_token_ids):
+        raise ConfigError(f"stop_token_ids holds {max(decoding.stop_token_ids, key=abs)}: a token id is an int32")
     if any(not stop for stop in decoding.stop_strings):
         raise ConfigError("stop_strings holds an empty string, which would stop every response at once")

@@ -67,8 +67,6 @@ class Sealer:
         """Whether a file should be written although nobody waits for it."""
         with self._lock:
             waited = self._clock() - self._oldest
-            if self._space.retry_in_s:
-                return False
             return bool(self._group_ids) and (len(self._records) >= self._buffer_size or waited >= self._seal_s)
 
     def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:

@@ -109,7 +109,7 @@ def _is_flat(content: bytes) -> bool:
 
 
 def _read_slowly(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
-    """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, a key that comes twice, lists."""
+    """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, a key that comes twice."""
     rows = list(map(_cleaned, read_json_lines(path)))
     names = dict.fromkeys(schema.names)
     if unexpected == "infer":

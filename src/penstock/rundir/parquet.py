@@ -121,9 +121,16 @@ def versioned(fields: Sequence[pa.Field]) -> pa.Schema:
 
 
 def schema_version(schema: pa.Schema) -> int:
-    """The version that a file's schema carries; 0 for the original form, which carried none."""
+    """The version that a file's schema carries; 0 for the original form, which carried none.
+
+    Raises:
+        RunDirectoryError: it carries something else.
+    """
     metadata: Mapping[bytes, bytes] = schema.metadata or {}
-    return int(metadata.get(VERSION_KEY, b"0"))
+    text = metadata.get(VERSION_KEY, b"0")
+    if not text.isdigit() or len(text) > 9:
+        raise RunDirectoryError(f"the schema version of a file of rollouts is {text[:40]!r}, which is no number")
+    return int(text)
 
 
 def replacing(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:

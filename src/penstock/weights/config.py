@@ -41,7 +41,7 @@ class WeightsConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     advertise: str | None = None
     streams: int = Field(default=4, ge=1, le=64)
-    chunk_bytes: int = Field(default=16 * 1024 * 1024, ge=4096)
+    chunk_bytes: int = Field(default=2 * 1024 * 1024, ge=4096)
     fanout: int = Field(default=4, ge=1)
     url: str | None = None
     keep: int = Field(default=2, ge=1)

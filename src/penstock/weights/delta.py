@@ -9,7 +9,7 @@ description; the frames, one after the other.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from penstock.weights.manifest import (
     Manifest,
     array_digest,
     check_layout,
+    from_raw_bytes,
     read_json,
     version_from_values,
 )
 from penstock.weights.threads import in_parallel
+from penstock.weights.warm_memory import WarmMemory, plain_memory
 
 _FORMAT = 1
 _PREFIX_BYTES = 8
@@ -94,7 +96,11 @@ def encode_delta(
 
 
 def decode_delta(
-    message: Any, base_manifest: Manifest, base: Mapping[str, np.ndarray], max_bytes: int
+    message: Any,
+    base_manifest: Manifest,
+    base: Mapping[str, np.ndarray],
+    max_bytes: int,
+    memory: WarmMemory | None = None,
 ) -> tuple[Manifest, dict[str, np.ndarray]]:
     """Applies a delta of another process.
 
@@ -103,6 +109,7 @@ def decode_delta(
         base_manifest: Of the arrays held.
         base: The arrays held, C-contiguous; they stay as they are.
         max_bytes: Most that all arrays may have.
+        memory: Where the new arrays come from; None makes fresh ones.
 
     Returns:
         The new publication's manifest, and its arrays, read-only and verified. Those in which nothing changed are the
@@ -115,7 +122,10 @@ def decode_delta(
     manifest, counts, start = _description(data, base_manifest, max_bytes)
     blocks = _blocks(manifest, counts, data[start:])
     held = {spec.name: spec.digest for spec in base_manifest.arrays}
-    arrays = {spec.name: _room(spec, blocks[spec.name], held[spec.name], base[spec.name]) for spec in manifest.arrays}
+    take = plain_memory if memory is None else memory.take
+    arrays = {
+        spec.name: _room(spec, blocks[spec.name], held[spec.name], base[spec.name], take) for spec in manifest.arrays
+    }
     changed = [spec for spec in manifest.arrays if arrays[spec.name] is not base[spec.name]]
     work = [
         (bits(base[spec.name])[block.where], bits(arrays[spec.name])[block.where], *block.encoded)
@@ -192,10 +202,16 @@ def _elements(spec: ArraySpec) -> int:
     return int(np.prod(spec.shape, dtype=np.int64))
 
 
-def _room(spec: ArraySpec, blocks: Iterable[_PlacedBlock], held_digest: str, held: np.ndarray) -> np.ndarray:
+def _room(
+    spec: ArraySpec,
+    blocks: Iterable[_PlacedBlock],
+    held_digest: str,
+    held: np.ndarray,
+    take: Callable[[int], np.ndarray],
+) -> np.ndarray:
     """A new array where something changed, else the one that is held."""
     if any(block.encoded[0] for block in blocks):
-        return np.empty(held.shape, held.dtype)
+        return from_raw_bytes(spec, take(spec.nbytes))
     if spec.digest != held_digest:
         raise WeightsError(f"a delta of weights is damaged: {spec.name} changed, but the delta has no change of it")
     return held

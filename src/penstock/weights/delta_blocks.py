@@ -53,7 +53,8 @@ def encode_block(old: np.ndarray, new: np.ndarray) -> EncodedBlock:
         return EncodedBlock(0, b"", b"")
     if changed == new.size:
         return EncodedBlock(changed, b"", _compress(_planes(new - old)))
-    return EncodedBlock(changed, _compress(np.packbits(differs)), _compress(_planes(new[differs] - old[differs])))
+    places = np.flatnonzero(differs)  # sooner than by the mask itself where few differ
+    return EncodedBlock(changed, _compress(np.packbits(differs)), _compress(_planes(new[places] - old[places])))
 
 
 def decode_block(old: np.ndarray, new: np.ndarray, changed: int, mask: np.ndarray, changes: np.ndarray) -> None:
@@ -78,9 +79,10 @@ def decode_block(old: np.ndarray, new: np.ndarray, changed: int, mask: np.ndarra
         new += step
         return
     differs = np.unpackbits(_decompress(mask, -(-new.size // 8)), count=new.size).view(np.bool_)
-    if np.count_nonzero(differs) != changed:
+    places = np.flatnonzero(differs)
+    if places.size != changed:
         raise WeightsError("a delta of weights is damaged: its mask does not have as many elements as it says")
-    new[differs] += step
+    new[places] += step
 
 
 def _planes(step: np.ndarray) -> np.ndarray:
@@ -101,10 +103,8 @@ def _compress(data: np.ndarray) -> bytes:
 
 
 def _decompress(frame: np.ndarray, nbytes: int) -> np.ndarray:
+    """uint8 [nbytes]; a frame of another size is an error."""
     try:
-        plain = pa.Codec("zstd").decompress(frame, nbytes)
+        return np.frombuffer(pa.Codec("zstd").decompress(frame, nbytes), np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise WeightsError(f"a delta of weights is damaged: {error}") from error
-    if len(plain) != nbytes:
-        raise WeightsError(f"a delta of weights is damaged: a frame has {len(plain)} bytes, not {nbytes}")
-    return np.frombuffer(plain, np.uint8)

@@ -15,6 +15,7 @@ from penstock.types import Stopped, SupersededVersionError, UnreachableError, We
 from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import decode_delta
 from penstock.weights.manifest import Layout, Manifest, check_layout, damaged_arrays
+from penstock.weights.warm_memory import WarmMemory
 
 ATTEMPTS = 3
 """How often a fetch is tried before damage is an error."""
@@ -119,6 +120,7 @@ class FetchingClient:
         self._closed = threading.Event()
         self._newest: Announcement | None = None
         self._held: _Held | None = None
+        self._memory = WarmMemory()
         self._layout: Layout | None = None
         self._numbers: dict[str, float] = {"weights/fetches": 0.0, "weights/retries": 0.0, "weights/unreachable": 0.0}
 
@@ -236,7 +238,7 @@ class FetchingClient:
             raise WeightsError("a delta came, although no base was named")
         manifest, arrays = base.manifest, base.arrays
         for message in received.deltas:
-            manifest, arrays = decode_delta(message, manifest, arrays, self._config.max_bytes)
+            manifest, arrays = decode_delta(message, manifest, arrays, self._config.max_bytes, self._memory)
         if manifest.content != received.manifest.content:
             raise WeightsError(f"the deltas lead to {manifest.content}, not to {received.manifest.content}")
         return arrays

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from penstock.overseer.config import RoleConfig
+from penstock.overseer.distributed import host as hosting
 from penstock.overseer.distributed.answers import Answer
 from penstock.overseer.distributed.outbox import MOST_PER_REPORT, Outbox
 from penstock.overseer.distributed.records import Identity, Peer, Report, View
@@ -223,15 +224,49 @@ def test_a_condition_that_raises_is_a_failure(launcher):
 
 def test_a_notice_drains_once_and_is_told(launcher):
     handle = spawn(launcher, OTHER)
+    running(handle)
     assert handle.host is not None
-    handle.host.drain("SIGTERM")  # perhaps before the component is made
     handle.host.drain("SIGTERM")
-    report = running(handle)
-    deadline = time.monotonic() + 5
-    while report.condition.state != "drained" and time.monotonic() < deadline:
-        report = handle.beat(View(), 0).result(5)
+    handle.host.drain("SIGTERM")
+    report = handle.beat(View(), 0).result(5)
     assert report.condition.state == "drained"
     assert [(m.name, m.fields["reason"]) for m in report.messages] == [("drain_notice", "SIGTERM")]
+
+
+def test_a_notice_during_the_start_drains_as_soon_as_there_is_something_to_drain(launcher):
+    may_go_on = threading.Event()
+
+    def slow(surroundings, settings):
+        assert may_go_on.wait(10)
+        return plain_component.make(surroundings, settings)
+
+    handle = launcher.spawn(OTHER, slow, {}, RoleConfig(), View())
+    assert handle.beat(View(), 0).result(5).condition.state == "starting"
+    with pytest.raises(UnreachableError, match="replay-0#0 is starting"):
+        handle.call("add", 1, 1, timeout_s=5)
+    handle.host.drain("SIGTERM")
+    may_go_on.set()
+    deadline = time.monotonic() + 5
+    while (state := handle.beat(View(), 0).result(5).condition.state) != "drained":
+        assert time.monotonic() < deadline, f"it is {state}"
+
+
+def test_heartbeats_are_answered_when_every_thread_waits(launcher, monkeypatch):
+    monkeypatch.setattr(hosting, "CALL_THREADS", 1)
+    handle = spawn(launcher, OTHER)
+    running(handle)
+    waiting = threading.Thread(target=lambda: handle.call("wait_in_thread", timeout_s=20), daemon=True)
+    waiting.start()
+    queued = threading.Thread(target=lambda: handle.call("add", 1, 1, timeout_s=20), daemon=True)
+    queued.start()
+    deadline = time.monotonic() + 5
+    while not handle.host._calls._work_queue.qsize():
+        assert time.monotonic() < deadline, "the second call does not queue"
+    assert handle.beat(View(), 0).result(5).condition.state == "running"
+    handle.host._component.open()
+    waiting.join(10)
+    queued.join(10)
+    assert not waiting.is_alive() and not queued.is_alive()
 
 
 # --- answers -------------------------------------------------------------------------------------------------------

@@ -47,4 +47,4 @@ def test_what_the_others_leave_is_counted():
 
 
 def test_tenths_add_up():
-    check_fits(LEARNER, RoleConfig(num_gpus=0.1), [{"GPU": 1.0}], [{"GPU": 0.1}] * 9)
+    check_fits(LEARNER, RoleConfig(num_gpus=0.2), [{"GPU": 1.0}], [{"GPU": 0.4}] * 2)

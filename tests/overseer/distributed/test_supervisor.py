@@ -244,6 +244,23 @@ def test_the_death_of_one_that_was_started_anew_by_request_is_a_loss_again():
     assert world.losses == [("learner-0#1", "learner-0#1 is dead")] and world.started("learner-0") == [0, 1]
 
 
+def test_who_goes_back_with_another_is_gone_before_anything_is_chosen():
+    world = World()
+    world.add("learner-0", "replay-0", essential=True)
+    world.newest("replay-0").die()
+    world.newest("learner-0").stuck_kills = 3
+    world.advance(1.5)
+    assert world.supervisor.is_gone("replay-0") and not world.supervisor.is_gone("learner-0")
+    world.supervisor.end("learner-0", "goes back with the replay buffer")
+    assert not world.supervisor.is_gone("learner-0")  # it may still finish a checkpoint
+    world.advance(3.0)
+    assert world.supervisor.is_gone("learner-0") and world.newest("learner-0").killed
+    world.supervisor.respawn("replay-0")
+    assert world.supervisor.is_gone("replay-0")
+    world.advance(3.0)
+    assert not world.supervisor.is_gone("replay-0")
+
+
 def test_a_respawn_after_a_death_waits_its_time():
     world = World()
     world.add("learner-0", essential=True)

@@ -13,7 +13,14 @@ from penstock.types.errors import ConfigError
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "rope_theta", "rms_norm_eps")
+_NUMBERS = (
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "rope_theta",
+    "rms_norm_eps",
+)
 _DEFAULT_EPS = 1e-6
 _MAX_POSITIONS = 2048
 

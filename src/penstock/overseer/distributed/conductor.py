@@ -140,6 +140,11 @@ class DistributedConductor:
         return self._stopping.is_set()
 
     @property
+    def supervisor(self) -> Supervisor:
+        """Knows who lives."""
+        return self._supervisor
+
+    @property
     def step(self) -> int:
         """The learner's version, as far as it was told."""
         return self._step

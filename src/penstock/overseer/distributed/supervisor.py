@@ -262,6 +262,10 @@ class Supervisor:
         """Whether its process is gone for certain and only `respawn` would start another."""
         return self._member(name).phase == "lost"
 
+    def is_gone(self, name: str) -> bool:
+        """Whether it has no process at present, for certain: nobody writes its files."""
+        return self._member(name).phase in ("lost", "waiting")
+
     def who_owes_progress(self) -> str:
         """In words, for the error that ends a silent run."""
         return who_owes_progress(self._members.values(), self._now)

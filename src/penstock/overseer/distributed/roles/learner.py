@@ -5,6 +5,7 @@ overseer asks for. Batches come from the replay service, and checkpoints are tak
 curriculum and the evaluator give their states as of the update boundary.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,8 @@ class LearnerRole(ThreadedComponent):
         self._learner: Learner | None = None
         self._loop: TrainingLoop | None = None
         self._broadcaster: Broadcaster | None = None
+        self._publishing = threading.Lock()
+        self._published: tuple[WeightVersion, Mapping[str, Any]] | None = None
         self._training = False
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
@@ -70,31 +73,38 @@ class LearnerRole(ThreadedComponent):
             self._evaluator_state = loaded.states["evaluator"]
             self._results = loaded.states["run"]["results"]
         self._learner = learner
-        self._open_broadcaster(learner)  # servers fetch while it compiles
+        with self._publishing:
+            self._open_broadcaster()  # servers fetch while it compiles
         self.doing = "compiling"
         learner.compile()
         self.doing, self.state = "waiting to be told what to do", "running"
 
     # --- weights -------------------------------------------------------------------------------------------------
 
-    def _open_broadcaster(self, learner: Learner) -> None:
-        settings = self.settings
+    def _open_broadcaster(self) -> None:
+        """A new server; it offers what was published last, or else the learner's present version."""
+        learner, settings = self._loaded(), self.settings
+        version, arrays = self._published or (_version(settings, learner), named_arrays(learner.decoder))
         default_url = str(settings.directory.path / "weights")
-        self._broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
-        self.publish(WeightVersion(settings.lineage, learner.step), named_arrays(learner.decoder))
+        broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
+        broadcaster.publish(version, arrays)
+        self._broadcaster, self._published = broadcaster, (version, arrays)
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """See `WeightSink.publish`; what is published already is not published again."""
-        broadcaster = self._broadcaster
-        assert broadcaster is not None  # opened before there is anything to publish
-        if broadcaster.latest() != version:
-            broadcaster.publish(version, arrays)
+        with self._publishing:
+            assert self._broadcaster is not None  # opened before there is anything to publish
+            if self._broadcaster.latest() != version:
+                self._broadcaster.publish(version, arrays)
+                self._published = version, arrays
 
     def restart_broadcaster(self) -> None:
-        """Another server for the same version; clients find it by its new incarnation."""
-        assert self._broadcaster is not None and self._learner is not None
-        self._broadcaster.close()
-        self._open_broadcaster(self._learner)
+        """Another server for the same version; clients find it by its new incarnation. May be called at any time."""
+        with self._publishing:
+            if self._broadcaster is None:
+                raise UnreachableError(f"{self.around.identity} has no broadcaster yet: wait until it runs")
+            self._broadcaster.close()
+            self._open_broadcaster()
 
     # --- tasks ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +121,7 @@ class LearnerRole(ThreadedComponent):
             self.around.metrics(0, {"warm_start/step": float(done), **metrics})
 
         warm_start(learner, self._manager(), config.learner.warm_start, config.seed, on_step)
+        self._published = None  # the same version, with other weights
         self.restart_broadcaster()
 
     def probe(self) -> float | None:
@@ -167,7 +178,7 @@ class LearnerRole(ThreadedComponent):
     def publish_last(self) -> None:
         """The version that training reached, for the last evaluation; a task after `train`."""
         learner = self._loaded()
-        self.publish(WeightVersion(self.settings.lineage, learner.step), named_arrays(learner.decoder))
+        self.publish(_version(self.settings, learner), named_arrays(learner.decoder))
 
     def finish(self) -> None:
         """Training ends at the next update boundary, with a checkpoint."""
@@ -240,6 +251,11 @@ class LearnerRole(ThreadedComponent):
             address,
             facts=self._facts(step=step, training=training),
         )
+
+
+def _version(settings: Settings, learner: Learner) -> WeightVersion:
+    """The version that the learner holds."""
+    return WeightVersion(settings.lineage, learner.step)
 
 
 def make_learner(around: Surroundings, settings: Mapping[str, Any]) -> LearnerRole:

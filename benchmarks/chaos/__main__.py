@@ -1,0 +1,227 @@
+"""A run under load to which everything is done that a machine or a network does to one, and what became of it.
+
+    python -m benchmarks.chaos [--minutes 30] [--faults 100] [--seed 0] [--kinds "kill learner,full disk"]
+
+The recipe `cats` runs in many processes on this machine while faults of a seeded schedule are done to it (`schedule`
+names the kinds), one after another: each is followed until every component runs and another update was made. Every
+fault and what was seen of it goes into a file of JSON lines. Then the run goes on until it is past the bar, and its
+files are audited: nothing sealed is lost, the ledger closes, the policy is as good as without faults. Exits with 1
+where a mark is missed. Only processes that this one started are signalled.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos import auditing, load, reporting
+from benchmarks.chaos.inflicting import Inflictor
+from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
+from benchmarks.chaos.slow_network import Proxy, free_port
+from benchmarks.chaos.small_disk import SmallDisk
+from benchmarks.chaos.watching import Effect, RunEnded, Watch
+from penstock.types import PenstockError
+
+START_S = 300.0
+"""Longest time until the first update."""
+OF_EACH_KIND = 5
+BAR_UPDATES = 20
+"""The bar is passed when the mean training reward of so many updates is."""
+MARGIN = 0.02
+"""And by so much, before the run is stopped."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="no further fault after so long")
+    parser.add_argument("--faults", type=int, default=100, help="most faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas: " + ", ".join(KINDS))
+    parser.add_argument("--bar", type=float, default=0.9, help="held-out reward that the policy must reach")
+    parser.add_argument("--bound", type=float, default=120.0, help="longest time to recover, in seconds")
+    parser.add_argument("--calm", type=float, default=60.0, help="longest time without an update while no fault lasts")
+    parser.add_argument("--more-minutes", type=float, default=15.0, help="longest time after the faults")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="the recipe's own is 1e-3")
+    parser.add_argument("--scratch", type=Path, help="an existing folder for everything; by default a new one")
+    parser.add_argument("--out", type=Path, default=Path("chaos.jsonl"), help="a line for each fault")
+    options = parser.parse_args(arguments)
+    options.kinds = [kind.strip() for kind in options.kinds.split(",")]
+    unknown = sorted(set(options.kinds) - set(KINDS))
+    if unknown:
+        parser.error(f"--kinds names {', '.join(unknown)}; known are {', '.join(KINDS)}")
+    return options
+
+
+@dataclass
+class Story:
+    """What happened.
+
+    Attributes:
+        effects: Of each fault.
+        corrupted: Rollouts by the file that was damaged with them in it.
+        longest_calm_s: The longest time without an update while no fault was being recovered from.
+        failure: What ended the faults too early; empty where nothing did.
+        minutes: How long the faults took.
+    """
+
+    effects: list[Effect] = field(default_factory=list)
+    corrupted: dict[str, list[str]] = field(default_factory=dict)
+    longest_calm_s: float = 0.0
+    failure: str = ""
+    minutes: float = 0.0
+
+
+class Chaos:
+    """The thread that does faults, then waits until the policy is good, then stops the run."""
+
+    def __init__(self, options: argparse.Namespace, run: load.Run, inflictor: Inflictor, notes: auditing.Notes) -> None:
+        self.story = Story()
+        self._options = options
+        self._run = run
+        self._watch = Watch(run)
+        self._inflictor = inflictor
+        self._notes = notes
+        self._draws = random.Random(options.seed)
+        self._calm_since: tuple[int, float] = (0, time.monotonic())
+        self.thread = threading.Thread(target=self._go, name="chaos", daemon=True)
+
+    def _go(self) -> None:
+        try:
+            self._do_faults()
+            self._go_on()
+        except RunEnded:
+            self.story.failure = "the run ended while it should have gone on"
+        except Exception as error:  # the run is stopped in any case, and what was found is printed
+            self.story.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._run.conductor.stop()
+
+    def _do_faults(self) -> None:
+        options, run = self._options, self._run
+        if self._watch.wait(lambda: run.updates > 0 and self._watch.all_up(), START_S) is None:
+            raise TimeoutError(f"no update within {START_S:g} s of the start")
+        started = time.monotonic()
+        for fault in make_schedule(options.seed, options.kinds, options.faults):
+            self._calm(fault.calm_s)
+            if time.monotonic() - started > options.minutes * 60:
+                break
+            self._do(fault)
+        self.story.minutes = (time.monotonic() - started) / 60
+
+    def _do(self, fault: Fault) -> None:
+        try:
+            effect = self._inflictor.do(fault)
+        finally:
+            self.story.corrupted = self._inflictor.corrupted
+        self.story.effects.append(effect)
+        with self._options.out.open("a") as file:
+            file.write(json.dumps(effect.record()) + "\n")
+        print(reporting.line(effect), flush=True)
+        if self._draws.random() < 0.5:
+            self._notes.take()
+
+    def _calm(self, seconds: float) -> None:
+        """Nothing is done to the run for so long, and the pauses between its updates are measured."""
+        made, since, ends = self._run.updates, time.monotonic(), time.monotonic() + seconds
+
+        def over() -> bool:
+            nonlocal made, since
+            if self._run.updates > made:
+                made, since = self._run.updates, time.monotonic()
+            self.story.longest_calm_s = max(self.story.longest_calm_s, time.monotonic() - since)
+            return time.monotonic() >= ends
+
+        self._watch.wait(over, seconds + 1)
+
+    def _go_on(self) -> None:
+        ends = time.monotonic() + self._options.more_minutes * 60
+        while self._run.reward(BAR_UPDATES) < self._options.bar + MARGIN and time.monotonic() < ends:
+            self._calm(1.0)
+        self._notes.take()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module."""
+    options, marks = parse(arguments), reporting.Marks()
+    options.out.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        disk = stack.enter_context(SmallDisk(scratch / "disk", 128 + int(32 * options.minutes)))
+        if not disk.can_be_full:
+            options.kinds = [kind for kind in options.kinds if kind != "full disk"]
+        print(f"{len(options.kinds)} kinds of faults, seed {options.seed}; {disk.in_words()}", flush=True)
+        story, failure, audit, config, directory = run_it(options, scratch, disk)
+        print_marks(options, marks, story, failure)
+        print_audit(options, marks, audit, config, directory)
+    print("\nMarks\n" + "\n".join(marks.lines))
+    return 1 if marks.missed else 0
+
+
+def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk):
+    """The run with all faults, to its end."""
+    clock_folder = scratch / "clocks"
+    clock_folder.mkdir()
+    weights_port, failure = free_port(), ""
+    with Proxy(weights_port) as proxy:
+        config = load.configuration(options.learning_rate, weights_port, proxy.port)
+        with load.wired(config, disk.folder / "run", clock_folder) as run:
+            notes = auditing.Notes(run.directory)
+            inflictor = Inflictor(run, Watch(run), disk, proxy, clock_folder, options.bound)
+            chaos = Chaos(options, run, inflictor, notes)
+            chaos.thread.start()
+            try:
+                run.oversee()
+            except PenstockError as error:
+                failure = f"{type(error).__name__}: {error}"
+            finally:
+                run.ended.set()
+            chaos.thread.join(options.bound)
+            told = run.conductor.status()["ledger"]
+        audit = auditing.audit(run.directory, notes.sealed, chaos.story.corrupted, told)
+        print(f"\n{notes.times} looks at sealed files noted {len(notes.sealed):,} rollouts; "
+              f"{run.updates} updates, {run.conductor.lineage + 1} lineages")  # fmt: skip
+    return chaos.story, failure, audit, config, run.directory
+
+
+def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Story, failure: str) -> None:
+    """Of the faults."""
+    found = reporting.rows(story.effects)
+    print(f"\n{len(story.effects)} faults in {story.minutes:.1f} minutes\n" + reporting.table(found))
+    counts = Counter(effect.kind for effect in story.effects)
+    marks.add("the run came to its end in good order", failure or story.failure, not failure and not story.failure)
+    least = min(OF_EACH_KIND, options.faults // len(options.kinds))
+    few = [f"{kind} {counts[kind]}" for kind in options.kinds if counts[kind] < least]
+    marks.add(f"at least {least} faults of each kind", ", ".join(few), not few)
+    stuck = [f"{effect.number} {effect.kind}" for effect in story.effects if not effect.recovered]
+    worst = max((row.worst_s or 0.0 for row in found), default=0.0)
+    marks.add(f"every recovery within {options.bound:g} s", ", ".join(stuck) or f"{worst:.1f} s at most", not stuck)
+    calm = story.longest_calm_s
+    marks.add(f"an update every {options.calm:g} s where there is no fault", f"{calm:.1f} s", calm <= options.calm)
+
+
+def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: auditing.Audit, config, directory) -> None:
+    """Of the files and the policy."""
+    marks.add("the files can be read", audit.unreadable, not audit.unreadable)
+    books = audit.books
+    if books is not None:
+        said = f"{books.started:,} started: " + ", ".join(f"{n:,} {state}" for state, n in sorted(books.states.items()))
+        marks.add("the ledger closes, from the files alone", said, books.closed)
+        told = sum(n for state, n in audit.told.items() if state != "started")
+        marks.add("so does the ledger that the run told last", f"{told:,}", 0 < told == audit.told.get("started", 0))
+    marks.add("no sealed rollout is lost", auditing.some(audit.lost), not audit.lost)
+    marks.add("files damaged on purpose are put aside", ", ".join(audit.not_aside), not audit.not_aside)
+    marks.add("their rollouts are settled", auditing.some(audit.unsettled), not audit.unsettled)
+    checkpoint, reward = auditing.held_out_reward(directory, config, 64)
+    marks.add(f"held-out reward of {options.bar:g}", f"{reward:.3f} at {checkpoint.name}", reward >= options.bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Does faults to a run, waits for its recovery, and records what was seen.
+
+Only processes that this run started are signalled: each must descend from this process.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.chaos import clocks, file_damage
+from benchmarks.chaos.load import INFERENCE_SERVERS, ROLLOUT_WORKERS, Run
+from benchmarks.chaos.schedule import Fault
+from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
+from benchmarks.chaos.small_disk import SmallDisk
+from benchmarks.chaos.watching import COMPONENTS, Effect, RunEnded, Watch
+from penstock.types import PenstockError
+
+SHORTEST_S, LONGEST_S = 4.0, 10.0
+"""How long a full disk or a slow network lasts."""
+SLOW = Weather(latency_s=0.2, bytes_per_s=100_000.0)
+"""The weights of this policy take 6 s through it."""
+LARGEST_JUMP_H = 12.0
+REFILL_S = 0.25
+CALL_S = 60.0
+COUNTS = {"rollout": ROLLOUT_WORKERS, "inference": INFERENCE_SERVERS}
+
+
+class Inflictor:
+    """Does faults, one after another.
+
+    Args:
+        run: To whom.
+        watch: Sees what they do.
+        disk: Of the run directory.
+        proxy: Between the weight server and its clients.
+        clock_folder: See `clocks.components`.
+        bound_s: Longest time for a recovery.
+
+    Attributes:
+        corrupted: Rollouts in files that were damaged, by the file's name.
+    """
+
+    def __init__(
+        self, run: Run, watch: Watch, disk: SmallDisk, proxy: Proxy, clock_folder: Path, bound_s: float
+    ) -> None:
+        self.corrupted: dict[str, list[str]] = {}
+        self._run = run
+        self._watch = watch
+        self._disk = disk
+        self._proxy = proxy
+        self._clock_folder = clock_folder
+        self._bound_s = bound_s
+        self._started = time.monotonic()
+
+    def do(self, fault: Fault) -> Effect:
+        """Does one fault and waits until the run has recovered, within the bound.
+
+        Raises:
+            RunEnded: the run came to an end over it.
+        """
+        run, watch = self._run, self._watch
+        watch.new_events()
+        target = self._target(fault)
+        effect = Effect(fault.number, fault.kind, target, round(time.monotonic() - self._started, 3))
+        effect.updates_before = run.updates
+        before = {name: watch.incarnation(name) for name in COMPONENTS}
+        try:
+            gone = self._inflict(fault, effect)
+            lifted, made = time.monotonic(), run.updates
+            effect.updates_during = made - effect.updates_before
+            back = watch.wait(
+                lambda: all(watch.incarnation(name) > before[name] for name in gone) and watch.all_up(), self._bound_s
+            )
+            if back is not None:
+                effect.up_s = back
+                last = run.updates if gone else made
+                after = watch.wait(lambda: run.updates > last, self._bound_s - back)
+                effect.update_s = None if after is None else time.monotonic() - lifted
+        finally:
+            effect.events, effect.counted = watch.new_events()
+        return effect
+
+    def _inflict(self, fault: Fault, effect: Effect) -> list[str]:
+        """Returns whom it killed for certain."""
+        match fault.kind.split():
+            case ["kill", _]:
+                return self._signal(effect, signal.SIGKILL)
+            case ["stop", _]:
+                return self._signal(effect, signal.SIGSTOP)
+            case ["corrupt", "checkpoint"]:
+                return self._corrupt_checkpoint(fault, effect)
+            case ["corrupt", "rollouts"]:
+                return self._corrupt_rollouts(fault, effect)
+            case ["full", "disk"]:
+                return self._for_a_while(fault, effect, self._fill, self._disk.free)
+            case ["slow", "network"]:
+                return self._for_a_while(fault, effect, lambda: self._network(SLOW), lambda: self._network(CLEAR))
+            case ["broadcaster", "restart"]:
+                return self._restart_broadcaster(effect)
+            case ["clock", "jump"]:
+                return self._jump(fault, effect)
+            case _:
+                raise ValueError(f"{fault.kind} is no kind of fault")
+
+    def _target(self, fault: Fault) -> str:
+        match fault.kind.split():
+            case ["kill" | "stop", role]:
+                return f"{role}-{int(fault.choice * COUNTS.get(role, 1))}"
+            case ["clock", "jump"]:
+                return COMPONENTS[int(fault.choice * len(COMPONENTS))]
+            case ["full", "disk"]:
+                return "run directory"
+            case ["slow", "network"]:
+                return "weights"
+            case _:
+                return "learner-0"
+
+    # --- processes -----------------------------------------------------------------------------------------------
+
+    def _signal(self, effect: Effect, number: signal.Signals) -> list[str]:
+        report = self._watch.report(effect.target)
+        while report is None:  # the moment between two incarnations
+            if self._watch.wait(lambda: self._watch.report(effect.target) is not None, self._bound_s) is None:
+                raise TimeoutError(f"{effect.target} is not there to be signalled")
+            report = self._watch.report(effect.target)
+        if not descends_from(report.pid, os.getpid()):
+            raise PermissionError(f"process {report.pid} of {report.identity} was not started by this one")
+        os.kill(report.pid, number)
+        effect.did = f"{number.name} to {report.identity}, process {report.pid}"
+        return [effect.target]
+
+    def _restart_broadcaster(self, effect: Effect) -> list[str]:
+        def incarnation() -> str:
+            report = self._watch.report("learner-0")
+            return "" if report is None else str(report.condition.address.get("weights", {}).get("incarnation", ""))
+
+        before = incarnation()
+        try:
+            self._run.supervisor.call("learner-0", "restart_broadcaster", timeout_s=CALL_S)
+        except PenstockError as error:
+            effect.did = f"refused: {type(error).__name__}: {error}"
+            return []
+        self._watch.wait(lambda: incarnation() not in ("", before), self._bound_s)
+        effect.did = f"{before[:8]} became {incarnation()[:8]}"
+        return []
+
+    # --- files ---------------------------------------------------------------------------------------------------
+
+    def _corrupt_checkpoint(self, fault: Fault, effect: Effect) -> list[str]:
+        folder = self._run.directory.checkpoints
+        if self._watch.wait(lambda: file_damage.newest_checkpoint(folder) is not None, self._bound_s) is None:
+            raise TimeoutError(f"{folder} has no two checkpoints")
+        newest = file_damage.newest_checkpoint(folder)
+        assert newest is not None  # that was waited for
+        flipped = file_damage.flip_bytes(file_damage.largest_file(newest), fault.number)
+        gone = self._signal(effect, signal.SIGKILL)
+        effect.did = f"{flipped} bytes of {newest.name}; {effect.did}"
+        return gone
+
+    def _corrupt_rollouts(self, fault: Fault, effect: Effect) -> list[str]:
+        part = file_damage.newest_part(self._run.directory.rollouts)
+        if part is None:
+            raise TimeoutError("no file of rollouts has been written yet")
+        ids = file_damage.ids_in(part)
+        flipped = file_damage.flip_bytes(part, fault.number)
+        gone = self._signal(effect, signal.SIGKILL)
+        self.corrupted[part.name] = ids
+        effect.did = f"{flipped} bytes of {part.name}, {len(ids)} rollouts; {effect.did}"
+        return gone
+
+    # --- surroundings --------------------------------------------------------------------------------------------
+
+    def _for_a_while(
+        self, fault: Fault, effect: Effect, begin: Callable[[], str], lift: Callable[[], object]
+    ) -> list[str]:
+        lasts_s = SHORTEST_S + fault.choice * (LONGEST_S - SHORTEST_S)
+        started = time.monotonic()
+        try:
+            effect.did = begin()
+            while (left := started + lasts_s - time.monotonic()) > 0:
+                if self._run.over:
+                    raise RunEnded
+                time.sleep(min(REFILL_S, left))
+                begin()
+        finally:
+            lift()
+            effect.lasted_s = round(time.monotonic() - started, 3)
+        return []
+
+    def _fill(self) -> str:
+        return f"{self._disk.fill() / 1e6:.1f} MB of ballast"
+
+    def _network(self, weather: Weather) -> str:
+        self._proxy.weather = weather
+        return f"{weather.latency_s:g} s and {weather.bytes_per_s or 0:g} bytes/s"
+
+    def _jump(self, fault: Fault, effect: Effect) -> list[str]:
+        hours = round((1 + fault.choice * 1e6 % 1 * (LARGEST_JUMP_H - 1)) * (-1 if fault.number % 2 else 1), 2)
+        clocks.set_offset(self._clock_folder, effect.target, hours * 3600)
+        time.sleep(2 * clocks.LOOK_S)
+        effect.did = f"clock of {effect.target} {hours:+g} h"
+        return []
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    """Whether a process is a child, or a child's child, of another."""
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:
+            return False
+        if pid == ancestor:
+            return True
+    return False

@@ -1,0 +1,166 @@
+"""Whole runs on a real Ray cluster; each in a driver process of its own, as a user starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from penstock.rundir import read_events, read_metrics, read_status
+from tests.overseer.ray_waiting import eventually
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+PENSTOCK = [sys.executable, "-m", "penstock"]
+QUICK = ["runtime=ray", "overseer.heartbeat_s=0.3", "overseer.heartbeat_timeout_s=10"]
+LIMIT_S = 240.0
+
+
+class Driver:
+    """A ``penstock train`` in a process of its own."""
+
+    def __init__(self, run_dir: Path, words: list[str]) -> None:
+        self.run_dir = run_dir
+        self._out = run_dir.with_suffix(".out").open("w")
+        self.process = subprocess.Popen(
+            [*PENSTOCK, "train", *words, "-q"], stdout=self._out, stderr=subprocess.STDOUT, cwd=run_dir.parent
+        )
+
+    def status(self) -> dict[str, Any]:
+        return read_status(self.run_dir / "status.json") or {}
+
+    def component(self, name: str) -> dict[str, Any]:
+        return self.status().get("components", {}).get(name, {})
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        eventually(lambda: reached() or self.process.poll() is not None, what, LIMIT_S)
+        assert self.process.poll() is None, f"ended before {what}: {self.output()}"
+
+    def end(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self._out.close()
+
+    def output(self) -> str:
+        return self.run_dir.with_suffix(".out").read_text()
+
+
+@contextmanager
+def driver(run_dir: Path, *words: str) -> Iterator[Driver]:
+    started = Driver(run_dir, [*words])
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait(30)
+        started.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def updates(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+
+
+def closes(ledger: dict[str, int]) -> bool:
+    return ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+def test_cats_is_learned_as_in_one_process(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "cats", *QUICK, "rollout.workers=3", "inference.servers=2", f"--run-dir={run_dir}") as run:
+        assert run.end() == 0, run.output()
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "finished" and status["step"] == 320 and status["lineage"] == 0
+    assert closes(status["ledger"]) and status["ledger"]["trained"] == 320 * 16 * 8
+    events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluation"]
+    evaluations = {event["when"]: event["reward"]["cats"] for event in events}
+    assert evaluations["untrained"] < 0.1
+    assert evaluations["after"] >= 0.9
+    assert {f"rollout-{i}" for i in range(3)} | {"inference-0", "inference-1"} <= status["components"].keys()
+    assert all((run_dir / "logs" / f"{name}.jsonl").is_file() for name in status["components"])
+    assert not any(word in run.output() for word in ("raylet", "(pid=", "Traceback"))
+
+
+def test_killed_components_come_back_and_the_run_goes_on(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    words = ["cats", *QUICK, "rollout.workers=2", "overseer.checkpoint_every=5", "steps=100000"]
+    with driver(run_dir, *words, f"--run-dir={run_dir}") as run:
+        run.until(lambda: run.status().get("step", 0) >= 8, "eighth update")
+        faults = {"rollout-1": signal.SIGSTOP, "inference-0": signal.SIGKILL, "learner-0": signal.SIGKILL}
+        for name, number in faults.items():
+            before = run.component(name)
+            os.kill(before["pid"], number)
+            run.until(lambda n=name, b=before: run.component(n).get("incarnation", 0) > b["incarnation"], f"new {name}")
+            reached = run.status()["step"]
+            run.until(lambda r=reached: run.status().get("step", 0) >= r + 2, f"updates after the loss of {name}")
+            assert not alive(before["pid"])
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 130, run.output()
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "stopped" and status["lineage"] == 1
+    assert closes(status["ledger"])
+    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest == status["step"]
+
+    reached = status["step"]
+    words = ["--resume", str(run_dir), f"steps={reached + 5}"]
+    with driver(run_dir, *words) as run:
+        assert run.end() == 0, run.output()
+    status = read_status(run_dir / "status.json")
+    assert status["step"] == reached + 5 and status["lineage"] == 2
+    assert closes(status["ledger"])
+
+
+def test_a_dead_driver_takes_its_components_along(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "cats", *QUICK, "steps=100000", f"--run-dir={run_dir}") as run:
+        run.until(lambda: run.status().get("step", 0) >= 1, "first update")
+        pids = [component["pid"] for component in run.status()["components"].values()]
+        run.process.kill()
+        run.process.wait(30)
+    eventually(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
+
+
+def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
+    """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross."""
+    script = f"""
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 4, "resources": {{"here": 100}}}})
+cluster.add_node(num_cpus=4, resources={{"there": 100}})
+from penstock.cli import main
+code = main([
+    "train", "cats", "-q", *{QUICK!r}, "steps=12", "rollout.workers=2", "weights.transport=arrow_flight",
+    f"ray.address={{cluster.address}}", "--run-dir={tmp_path / "run"}",
+    *[f"roles.{{role}}.resources.here=1" for role in ("learner", "replay", "curriculum")],
+    *[f"roles.{{role}}.resources.there=1" for role in ("inference", "rollout", "evaluator")],
+])
+cluster.shutdown()
+sys.exit(code)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run_dir = tmp_path / "run"
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-12" / "model" / "model.safetensors")
+    size = sum(array.nbytes for array in arrays.values())
+    rows = updates(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    swaps = rows[-1]["inference/weight_swaps_total"]
+    assert rows[-1]["weights/bytes_served"] >= swaps * size > 0
+    status = read_status(run_dir / "status.json")
+    assert status["numbers"]["rollout_storage/received_bytes"] > 0
+    assert closes(status["ledger"])
