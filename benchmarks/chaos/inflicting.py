@@ -23,6 +23,10 @@ SLOW = Weather(latency_s=0.2, bytes_per_s=100_000.0)
 """The weights of this policy take 6 s through it."""
 LARGEST_JUMP_H = 12.0
 REFILL_S = 0.25
+CLOCK_ROLES = ("replay", "rollout", "learner", "inference", "curriculum")
+"""Whose clocks jump, in turn; a clock stays as wrong as it is until it jumps again, over restarts too."""
+UPDATES_AFTER_JUMP = 6
+"""So many must follow a jump: the first ones are of rollouts from before it."""
 CALL_S = 60.0
 COUNTS = {"rollout": ROLLOUT_WORKERS, "inference": INFERENCE_SERVERS}
 
@@ -53,6 +57,7 @@ class Inflictor:
         self._clock_folder = clock_folder
         self._bound_s = bound_s
         self._started = time.monotonic()
+        self._jumps = 0
 
     def do(self, fault: Fault) -> Effect:
         """Does one fault and waits until the run has recovered, within the bound.
@@ -75,7 +80,7 @@ class Inflictor:
             )
             if back is not None:
                 effect.up_s = back
-                last = run.updates if gone else made
+                last = (run.updates if gone else made) + (UPDATES_AFTER_JUMP - 1) * (fault.kind == "clock jump")
                 after = watch.wait(lambda: run.updates > last, self._bound_s - back)
                 effect.update_s = None if after is None else time.monotonic() - lifted
         finally:
@@ -109,7 +114,8 @@ class Inflictor:
             case ["kill" | "stop", role]:
                 return f"{role}-{int(fault.choice * COUNTS.get(role, 1))}"
             case ["clock", "jump"]:
-                return COMPONENTS[int(fault.choice * len(COMPONENTS))]
+                role = CLOCK_ROLES[self._jumps % len(CLOCK_ROLES)]
+                return f"{role}-{int(fault.choice * COUNTS.get(role, 1))}"
             case ["full", "disk"]:
                 return "run directory"
             case ["slow", "network"]:
@@ -199,7 +205,7 @@ class Inflictor:
     def _jump(self, fault: Fault, effect: Effect) -> list[str]:
         hours = round((1 + fault.choice * 1e6 % 1 * (LARGEST_JUMP_H - 1)) * (-1 if fault.number % 2 else 1), 2)
         clocks.set_offset(self._clock_folder, effect.target, hours * 3600)
-        time.sleep(2 * clocks.LOOK_S)
+        self._jumps += 1
         effect.did = f"clock of {effect.target} {hours:+g} h"
         return []
 

@@ -231,16 +231,17 @@ def test_a_log_keeps_its_sound_lines_and_the_original_is_kept_whole(directory):
     fate = {"rollout_id": "cats-0-0/0", "fate": "trained", "lineage": 0, "step": 1}
     broken = [json.dumps(ticket), '{"ticket_id": 3}', "garbage", "[1]", json.dumps(ticket | {"rollouts": -1})]
     directory.tickets_path.write_text("\n".join([*broken, json.dumps(ticket | {"ticket_id": "cats-0-1"})]) + "\n")
-    directory.fates_path.write_text(json.dumps(fate) + "\n")
-    directory.events_path.write_bytes(b'{"event": "a"}\n\xff\xfe\n{"event": "b"}\n{"event": "unfin')
+    directory.fates_path.write_bytes(json.dumps(fate).encode() + b"\n\xff\xfe\n" + json.dumps(fate).encode()[:20])
+    directory.events_path.write_bytes(b"another writer has this\n")
     original = directory.tickets_path.read_bytes()
     told = []
     salvage_logs(directory, lambda place, reason: told.append((place, reason)))
     assert lines_of(directory.tickets_path) == [ticket, ticket | {"ticket_id": "cats-0-1"}]
-    assert lines_of(directory.events_path) == [{"event": "a"}, {"event": "b"}]
+    assert lines_of(directory.fates_path) == [fate]
+    assert directory.events_path.read_bytes() == b"another writer has this\n"
     assert [reason for _, reason in told] == [
         "line 2, 3, 4, 5 of tickets.jsonl cannot be read; the others were kept",
-        "line 2 of events.jsonl cannot be read; the others were kept",
+        "line 2 of fates.jsonl cannot be read; the others were kept",
     ]
     with open(told[0][0], "rb") as file:
         assert file.read() == original

@@ -73,6 +73,19 @@ def test_a_client_that_is_silent_loses_its_place():
     assert tree.parent(1, "b") == ROOT
 
 
+def test_a_client_that_fetches_slowly_keeps_its_place():
+    clock = Clock()
+    tree = make(1, clock)
+    assert tree.parent(1, "a") == ROOT
+    for _ in range(5):
+        clock.now += 9.0
+        tree.moves("a")
+    assert tree.parent(1, "b") is None and tree.clients == 1
+    tree.moves("stranger")  # has no place
+    clock.now += 10.1
+    assert tree.parent(1, "b") == ROOT
+
+
 def test_with_nobody_under_way_the_root_serves_beyond_its_number():
     tree = make(1)
     assert tree.parent(1, "a") == ROOT

@@ -126,7 +126,7 @@ def test_a_parent_that_stalls_is_left(job, monkeypatch):
     job.publish(1)
     job.fetch(0, 1)
     service = job.clients[0]._relay._service
-    monkeypatch.setattr(service, "_batches", lambda buffers, pieces: iter(lambda: release.wait(LIMIT_S), True))
+    monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
     before, began = job.served(), time.monotonic()
     job.fetch(1, 1)
     assert time.monotonic() - began < 10.0

@@ -15,6 +15,7 @@ from penstock.weights.flight_messages import (
     FinishedRequest,
     OfferAnswer,
     OfferRequest,
+    StreamTicket,
     WaitAnswer,
     WaitRequest,
 )
@@ -119,6 +120,20 @@ def test_an_offer_waits_for_a_place(root):
     root.finished("a", 1, 8123)
     waiter.join(LIMIT_S)
     assert [answer.parent for answer in answers] == ["127.0.0.1:8123"]
+
+
+def test_a_stream_keeps_the_place_of_its_client(root):
+    root.put(1)
+    root.offer("a", 1)
+    root.now += 59.0
+    ticket = StreamTicket(
+        job="job", client="a", incarnation="ab", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
+    )
+    root.channel.fetch(ticket, [np.empty(12, np.uint8)], time.monotonic() + LIMIT_S, None)
+    root.now += 59.0
+    assert root.offer("b", 1).parent is None
+    root.now += 2.0
+    assert root.offer("b", 1).parent == ""
 
 
 def test_a_superseded_version_is_not_offered(root):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
+    from penstock.replay.salvage import salvage_logs
     from penstock.replay.service import ReplayService
     from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
     from penstock.replay.storage_opening import open_rollout_storage
@@ -57,6 +58,7 @@ _EXPORTS = {
     "batch_to_buffer": "transfer",
     "open_rollout_storage": "storage_opening",
     "plan_recovery": "recovery",
+    "salvage_logs": "salvage",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "ReplayService", "RolloutReceiver", "RolloutStorage",
     "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
     "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery",
+    "salvage_logs",
 ]  # fmt: skip
 
 

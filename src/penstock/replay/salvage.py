@@ -23,7 +23,9 @@ _Row = dict[str, Any]
 
 
 def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
-    """Puts damaged logs of a run aside and what can be read of them in their places; for the run's one writer.
+    """Puts damaged logs of rollouts aside and what can be read of them in their places; nobody may have them open.
+
+    Metrics and events have another writer, and no resume reads them.
 
     Args:
         directory: The run's.
@@ -31,8 +33,6 @@ def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
     """
     _salvage(directory.tickets_path, _is_ticket, on_damage)
     _salvage(directory.fates_path, _is_fate, on_damage)
-    for path in (directory.metrics_path, directory.events_path):
-        _salvage(path, lambda row: True, on_damage)
     _salvage(directory.lineages_path, _is_fork, on_damage, lambda number: _likely_fork(number, directory.tickets_path))
 
 

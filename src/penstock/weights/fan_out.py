@@ -34,7 +34,7 @@ class FanOut:
 
     Args:
         fanout: Most copies of one version that the root, and each client, gives.
-        lease_s: A client that neither finishes nor fails in so long loses its place to another.
+        lease_s: A client that is not seen to fetch for so long loses its place to another.
         forget_s: A client not heard of for so long is counted no more.
         clock: Seconds.
     """
@@ -64,6 +64,12 @@ class FanOut:
     def hear(self, client: str) -> None:
         """A client gave a sign of life."""
         self._seen[client] = self._clock()
+
+    def moves(self, client: str) -> None:
+        """The client is fetching and gets something: its place is kept for it, however long that takes."""
+        self.hear(client)
+        if (given := self._tree.given.get(client)) is not None:
+            given.until_s = self._clock() + self._lease_s
 
     def start(self, version: object) -> None:
         """A new version is there, and only the root has it."""

@@ -32,7 +32,7 @@ from penstock.weights.flight_service import Served, WeightService
 from penstock.weights.publishing import Publication
 
 LEASE_S = 60.0
-"""A client that was given a place and is not heard to have finished gives it back after so long."""
+"""A client that was given a place and to which nothing moves loses it after so long."""
 
 FORGET_S = 60.0
 """A client that asked nothing for so long is counted no more."""
@@ -71,7 +71,7 @@ class FlightStore:
         self._held: dict[str, Version] = {}
         self._closed = False
         actions = {"wait": self._wait, "offer": self._offer, "finished": self._finished}
-        self._service = WeightService(job, access, config.host, config.port, actions)
+        self._service = WeightService(job, access, config.host, config.port, actions, self._sent)
 
     def put(self, publication: Publication) -> None:
         """See `publishing.Store.put`."""
@@ -165,6 +165,10 @@ class FlightStore:
             if self._fan_out.finished(request.version, request.client, location):
                 self._changed.notify_all()
         return FinishedAnswer().to_bytes()
+
+    def _sent(self, client: str) -> None:
+        with self._changed:
+            self._fan_out.moves(client)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -74,13 +74,22 @@ class WeightService(flight.FlightServerBase):
         host: Address to listen on.
         port: 0 takes a free one; the attribute `port` says which.
         actions: What it answers beside streams, by name.
+        on_sent: Called with a client's name after each message to it.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
 
-    def __init__(self, job: str, access: Access, host: str, port: int, actions: Mapping[str, Action]) -> None:
-        self._job, self._actions = job, actions
+    def __init__(
+        self,
+        job: str,
+        access: Access,
+        host: str,
+        port: int,
+        actions: Mapping[str, Action],
+        on_sent: Callable[[str], None] | None = None,
+    ) -> None:
+        self._job, self._actions, self._on_sent = job, actions, on_sent
         self._lock = threading.Lock()
         self._served: Served | None = None
         self._closing = False
@@ -143,7 +152,8 @@ class WeightService(flight.FlightServerBase):
             raise wire_error(error) from error
         plan = cut([buffer.size for buffer in buffers], request.streams, request.chunk_bytes)
         pieces = plan[request.stream] if request.stream < request.streams else []
-        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(SCHEMA, self._batches(buffers, pieces)))
+        batches = self._batches(buffers, pieces, request.client)
+        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(SCHEMA, batches))
 
     def check_job(self, job: str) -> None:
         """Refuses another job's request. Raises WeightsError."""
@@ -159,7 +169,7 @@ class WeightService(flight.FlightServerBase):
         if ending.is_alive():
             _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
 
-    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Sequence[Piece]) -> Iterator[pa.RecordBatch]:
+    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Sequence[Piece], client: str) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
             if self._closing:
                 raise flight.FlightUnavailableError("the weight server is closing")
@@ -167,6 +177,8 @@ class WeightService(flight.FlightServerBase):
             column = pa.Array.from_buffers(pa.uint8(), piece.size, [None, data], null_count=0)
             yield pa.RecordBatch.from_arrays([column], schema=SCHEMA)
             self._count("weights/bytes_served", piece.size)
+            if self._on_sent is not None:
+                self._on_sent(client)
         self._count("weights/streams_served", 1)
 
     def _count(self, name: str, number: float) -> None:

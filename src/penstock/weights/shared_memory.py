@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.rundir.atomic import write_atomically
 from penstock.types import UnreachableError, WeightsError
 from penstock.weights.job_folder import OwnedFolder, is_own_folder, job_folder
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -96,9 +95,13 @@ class SharedMemory:
         return name, segment
 
     def _write(self, name: str, content: bytes) -> None:
+        """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
+        aside = self._folder.path / f".{name}.tmp"
         try:
-            write_atomically(self._folder.path / name, content, durable=False)
+            aside.write_bytes(content)
+            os.replace(aside, self._folder.path / name)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise WeightsError(f"shared memory cannot be written: {error}") from error
 
 

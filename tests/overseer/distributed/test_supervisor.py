@@ -372,6 +372,26 @@ def test_scaling_up_takes_the_lowest_free_indexes_and_down_drains_the_highest():
     assert len(world.told("component_removed")) == 3
 
 
+def test_what_was_asked_for_and_fits_nowhere_is_refused_and_the_run_goes_on():
+    world = World()
+    world.supervisor.scalable("rollout", lambda index: spec(f"rollout-{index}"))
+    world.add("rollout-0")
+    world.unplaceable = {"rollout-1"}
+    world.supervisor.scale("rollout", 2)
+    world.advance(2.0)
+    assert world.supervisor.names("rollout") == ["rollout-0"]
+    (refused,) = world.told("scale_refused")
+    assert refused["component"] == "rollout-1" and "no room" in refused["reason"]
+
+
+def test_a_component_of_the_run_that_fits_nowhere_ends_it():
+    world = World()
+    world.unplaceable = {"rollout-0"}
+    with pytest.raises(ConfigError, match="no room"):
+        world.add("rollout-0")
+        world.advance(1.0)
+
+
 def test_an_index_that_returns_has_a_new_incarnation_and_one_that_leaves_is_not_reused():
     world = World()
     world.add("rollout-0", "rollout-1")

@@ -10,7 +10,7 @@ from penstock.overseer.config import RoleConfig
 from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.records import Condition, Identity, Message, Report, View
 from penstock.overseer.distributed.supervisor import Supervisor
-from penstock.types import PenstockError, UnreachableError
+from penstock.types import ConfigError, PenstockError, UnreachableError
 
 WORKING = Condition("running", "working")
 LIMITS: dict[str, Any] = {
@@ -87,6 +87,7 @@ class World:
     """Also the launcher. `autorun`: new incarnations answer at once."""
 
     def __init__(self, **limits: Any) -> None:
+        self.unplaceable: set[str] = set()
         self.now = 0.0
         self.autorun = True
         self.spawned: list[Component] = []
@@ -101,6 +102,8 @@ class World:
 
     def spawn(self, identity: Identity, factory: Any, settings: Any, resources: RoleConfig, view: View) -> Component:
         assert view.peer(identity.name) is not None, "it sees itself"
+        if identity.name in self.unplaceable:
+            raise ConfigError(f"there is no room for {identity.name}")
         alive = [c for c in self.spawned if c.identity.name == identity.name and not c.killed]
         assert alive == [], "nobody is replaced who is not known to be gone"
         self.spawned.append(Component(identity, settings, view))

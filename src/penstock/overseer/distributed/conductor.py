@@ -19,7 +19,7 @@ from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.numbers import IdleShares, merge
-from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.plan import ESSENTIAL_NAMES, Plan
 from penstock.overseer.distributed.records import Identity, Message, Report, View
 from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
@@ -104,12 +104,15 @@ class DistributedConductor:
                 self._supervisor.tick()
                 self._look()
                 if self._lost:
-                    self._rewind()
-                    script = self._phases_of_run()
-                try:
-                    next(script)
-                except StopIteration:
-                    return
+                    script.close()
+                    if self._all_are_gone():
+                        self._rewind()
+                        script = self._phases_of_run()
+                else:
+                    try:
+                        next(script)
+                    except StopIteration:
+                        return
                 time.sleep(TURN_S)
         except Stopped:
             if not self._stopping.is_set():
@@ -299,6 +302,14 @@ class DistributedConductor:
 
     def _on_loss(self, identity: Identity, reason: str) -> None:
         self._lost.append(f"{identity}: {reason}")
+
+    def _all_are_gone(self) -> bool:
+        """Ends what is left of learner and replay buffer: none may write a checkpoint after one was chosen."""
+        left = [name for name in ESSENTIAL_NAMES if not self._supervisor.is_gone(name)]
+        for name in left:
+            if self._supervisor.view.peer(name) is not None:
+                self._supervisor.end(name, "the run goes back to its newest checkpoint")
+        return not left
 
     def _rewind(self) -> None:
         """Back to the newest good checkpoint, in a new lineage."""

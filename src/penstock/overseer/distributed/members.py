@@ -67,6 +67,7 @@ class Member:
         not_before: When it may be started again.
         wanted: A new incarnation was asked for, whatever became of the old one.
         given_up: Not to be started again.
+        added_later: By `Supervisor.scale`, while the run went on.
         leaving: It is drained and then taken out.
         leave_by: When it is ended although it has not drained.
         draining: The call that asks it to drain.
@@ -88,6 +89,7 @@ class Member:
     not_before: float = 0.0
     wanted: bool = False
     given_up: bool = False
+    added_later: bool = False
     leaving: bool = False
     leave_by: float = 0.0
     draining: Future[None] | None = None

@@ -27,8 +27,9 @@ FACTORIES: Factories = {
     "rollout": make_rollout,
     "evaluator": make_evaluator,
 }
-ESSENTIAL = frozenset({"learner", "replay"})
+ESSENTIAL = ("learner", "replay")
 """Their loss takes the run back to its newest checkpoint."""
+ESSENTIAL_NAMES = tuple(f"{role}-0" for role in ESSENTIAL)
 
 
 class Plan:
@@ -70,7 +71,7 @@ class Plan:
     def go_back(self, settings: Settings, states: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
         """The run goes on from a checkpoint: by name, the new settings of those that start anew for that."""
         self.settings, self.states = settings, states
-        essential = {f"{role}-0": settings.dump() for role in sorted(ESSENTIAL)}
+        essential = dict.fromkeys(ESSENTIAL_NAMES, settings.dump())
         return {**essential, "evaluator-0": {**settings.dump(), "state": self._evaluator_state}}
 
     @property

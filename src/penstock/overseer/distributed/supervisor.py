@@ -114,6 +114,7 @@ class Supervisor:
         self._on_event("scale", role=role, before=len(staying), after=count)
         for spec in more:
             self.add(spec)
+            self._members[spec.name].added_later = True
         for index in fewer:
             self.drain(f"{role}-{index}", f"scaled to {count}")
 
@@ -320,8 +321,20 @@ class Supervisor:
             assert identity is not None
             self._started += 1
             self._on_event("component_start", component=member.name, incarnation=identity.incarnation)
-            handle = self._launcher.spawn(identity, spec.factory, spec.settings, spec.resources, self._view)
+            try:
+                handle = self._launcher.spawn(identity, spec.factory, spec.settings, spec.resources, self._view)
+            except ConfigError as error:
+                self._refuse(member, error)
+                continue
             member.heartbeat = Heartbeat(handle, self._config, self._now)
+
+    def _refuse(self, member: Member, error: ConfigError) -> None:
+        """One that was asked for while the run goes on, and that fits nowhere, does not end the run."""
+        if not member.added_later:
+            raise error
+        self._on_event("scale_refused", component=member.name, reason=str(error))
+        member.reason = str(error)
+        member.enter("removed", self._now)
 
     def _publish(self) -> None:
         """Renews the view where somebody came, went or moved, and what other threads read."""

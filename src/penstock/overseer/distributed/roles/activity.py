@@ -35,6 +35,15 @@ class Activity:
         finally:
             self._change(-1)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a piece of work that was begun waits for others."""
+        self._change(-1)
+        try:
+            yield
+        finally:
+            self._change(1)
+
     def read(self) -> tuple[float, float]:
         """Busy and idle seconds."""
         with self._lock:

@@ -44,6 +44,7 @@ class InferenceRole(ThreadedComponent):
         self._leased_until = 0.0
         self._told: tuple[WeightVersion, Identity] | None = None
         self._swap_s = 0.0
+        self._draining = False
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -133,8 +134,8 @@ class InferenceRole(ThreadedComponent):
         self._leased_until = 0.0
 
     def drain(self) -> None:
-        """No longer announced; what runs is finished."""
-        self.state = "drained"
+        """No longer announced; drained once nobody waits for an answer."""
+        self._draining = True
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
@@ -147,7 +148,9 @@ class InferenceRole(ThreadedComponent):
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         stats, address = self._engine.stats(), dict[str, Any]()
         held = self._held
-        if held is not None and self.state == "running":
+        if self._draining and not (stats["inference/running"] or stats["inference/waiting"]):
+            self.state = "drained"
+        if held is not None and self.state == "running" and not self._draining:
             address = {"url": self._server.url, "lineage": held.lineage, "step": held.step}
             address["weights"] = self._endpoint.get("incarnation", "")
         client = {} if self._client is None else self._client.metrics()

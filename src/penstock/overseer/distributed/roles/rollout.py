@@ -5,9 +5,11 @@ ends the component, and its tickets are handed to another.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
@@ -19,7 +21,7 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteSink, RemoteTickets
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import InferenceContext, RolloutBatch, Ticket
+from penstock.types import Completion, Decoding, InferenceContext, RolloutBatch, TextCodec, Ticket
 
 
 class RolloutRole(ThreadedComponent):
@@ -29,6 +31,7 @@ class RolloutRole(ThreadedComponent):
         super().__init__(around, settings)
         config, identity = settings.config, around.identity
         tokenizer = settings.tokenizer()
+        self.answers = 0
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, tokenizer)
         self._manager = RolloutManager(Curriculum(config.curriculum), self._contexts, config.seed)
@@ -90,7 +93,7 @@ class RolloutRole(ThreadedComponent):
     @contextmanager
     def _context_of(self, ticket: Ticket) -> Iterator[InferenceContext]:
         with self.activity.busy():
-            yield self._contexts.for_session(ticket.ticket_id)
+            yield _Timed(self._contexts.for_session(ticket.ticket_id), self)
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
@@ -102,7 +105,7 @@ class RolloutRole(ThreadedComponent):
         return Condition(
             self.state,
             self.doing if worker.running else "waiting for tickets",
-            float(worker.groups_finished + worker.groups_failed) if worker.running else None,
+            float(worker.groups_finished + worker.groups_failed + self.answers) if worker.running else None,
             busy_s,
             idle_s,
             metrics={
@@ -113,6 +116,26 @@ class RolloutRole(ThreadedComponent):
             },
             facts=self._facts(groups=counts, last_failure=worker.last_failure),
         )
+
+
+class _Timed:
+    """An inference context that tells a worker's own work from its waiting for tokens."""
+
+    def __init__(self, context: InferenceContext, role: RolloutRole) -> None:
+        self._context = context
+        self._role = role
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        return self._context.tokenizer
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        with self._role.activity.waiting():
+            answers = self._context.generate(prompts, n, decoding, seeds)
+        self._role.answers += 1
+        return answers
 
 
 def make_rollout(around: Surroundings, settings: Mapping[str, Any]) -> RolloutRole:
