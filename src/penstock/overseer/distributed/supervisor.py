@@ -28,7 +28,7 @@ from penstock.overseer.distributed.restarts import RestartBudget
 from penstock.overseer.distributed.role_sizes import RoleSizes, SpecMaker
 from penstock.overseer.distributed.stopping import stop_all
 from penstock.overseer.distributed.stragglers import Stragglers
-from penstock.types import Caller, RunFailed, UnreachableError
+from penstock.types import Caller, ConfigError, RunFailed, UnreachableError
 
 STRAGGLERS_S = 5.0
 """Seconds between two comparisons of peers."""
