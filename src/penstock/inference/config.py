@@ -82,12 +82,19 @@ class InferenceConfig(EngineConfig):
 
     Attributes:
         servers: How many, each with an engine of its own (``runtime: ray``; one process has one engine).
-        host: Address that the servers listen on; anything but loopback requires a token, which a run makes itself.
+        host: Address that the servers listen on; ``0.0.0.0`` for runs on several machines. Whoever asks must show the
+            run's own token.
+        tls_cert: File with the servers' certificate chain (PEM); None speaks plain HTTP.
+        tls_key: File with its key, not encrypted.
+        tls_ca: File with the certificates that clients trust (PEM); None trusts those of the system.
         max_waiting: Requests that one server keeps waiting; beyond, it refuses, and the client waits or goes elsewhere.
     """
 
     servers: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
     max_waiting: int = Field(default=1024, gt=0)
 
 

@@ -303,6 +303,11 @@ class RayLauncher:
         is_client = not ray._private.worker.global_worker.connected
         self._node_id = None if is_client else ray.get_runtime_context().get_node_id()
 
+    @property
+    def machines(self) -> int:
+        """How many the cluster has at present, by their addresses."""
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
     def spawn(
         self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
     ) -> RayHandle:

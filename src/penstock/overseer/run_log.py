@@ -15,8 +15,8 @@ from penstock.types import RolloutBatch, RolloutGroup
 
 SHOWN_EVENTS = frozenset(
     {
-        "checkpoint_damaged", "component_death", "evaluation_failed", "graduated", "group_failed", "regressed", "rewind",
-        "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
+        "checkpoint_damaged", "component_death", "evaluation_failed", "graduated", "group_failed", "regressed",
+        "rewind", "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""

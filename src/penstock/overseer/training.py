@@ -9,9 +9,10 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.environments import Environment, load_environment
+from penstock.inference.config import is_loopback
 from penstock.learner import latest_checkpoint, load_checkpoint, newest_good_checkpoint, read_states
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
@@ -68,6 +69,9 @@ def train(
     )
 
 
+if TYPE_CHECKING:
+    from penstock.overseer.ray import RayLauncher
+
 _Outcome = tuple[RunDirectory, RunConductor]
 
 
@@ -103,9 +107,23 @@ def _run_in_many_processes(
         log, crew = _open_log(config, directory, recipe, resume), Crew()
         settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+        _check_addresses(config, launcher)
         conductor = DistributedConductor(Plan(settings, states), launcher, log)
         _oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
+
+
+def _check_addresses(config: RunConfig, launcher: "RayLauncher") -> None:
+    """Servers that only their own machine can reach are of no use to others."""
+    machines = launcher.machines
+    hosts = {"inference.host": config.inference.host, "weights.host": config.weights.host}
+    for name, host in hosts.items():
+        if machines > 1 and is_loopback(host):
+            launcher.close(config.overseer.stop_timeout_s)
+            raise ConfigError(
+                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
+                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
+            )
 
 
 def _open_log(config: RunConfig, directory: RunDirectory, recipe: str, resumed: bool) -> RunLog:

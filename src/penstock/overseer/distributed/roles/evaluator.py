@@ -115,7 +115,7 @@ class EvaluatorRole(ThreadedComponent):
         server = self.around.caller(name)
         with self._one_at_a_time:
             held = server.call("hold", self.config.overseer.no_progress_s, timeout_s=CALL_S)
-            self._context.pin(self._contexts.only(name), version)
+            self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
             self.doing = f"evaluating version {version.step} on {name}"
             try:
                 if held != version:

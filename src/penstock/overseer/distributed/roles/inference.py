@@ -17,6 +17,7 @@ from penstock.model.language import load_policy, with_named_arrays
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.servers import reachable
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightClient, open_client
@@ -35,7 +36,8 @@ class InferenceRole(ThreadedComponent):
         self._decoder = load_policy(config.model, config.seed, tokenizer)
         self._engine = InferenceEngine(self._decoder, WeightVersion(-1, 0), tokenizer, config.inference)
         app = create_app(self._engine, tokenizer, MODEL_NAME, settings.token, max_waiting=config.inference.max_waiting)
-        self._server = HttpServer(app, config.inference.host)
+        served = config.inference
+        self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
         self._replay = around.caller("replay-0")
         self._client: WeightClient | None = None
         self._endpoint: Mapping[str, Any] = {}
@@ -151,7 +153,7 @@ class InferenceRole(ThreadedComponent):
         if self._draining and not (stats["inference/running"] or stats["inference/waiting"]):
             self.state = "drained"
         if held is not None and self.state == "running" and not self._draining:
-            address = {"url": self._server.url, "lineage": held.lineage, "step": held.step}
+            address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
             address["weights"] = self._endpoint.get("incarnation", "")
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s

@@ -15,6 +15,7 @@ from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import ThreadedComponent
+from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.replay import (
@@ -41,6 +42,8 @@ class ReplayRole(ThreadedComponent):
     def __init__(self, around: Surroundings, settings: Settings) -> None:
         super().__init__(around, settings)
         config, lineage, replay = settings.config, settings.lineage, settings.config.replay
+        clock = SteadyClock()
+        self.now = clock.now
         self._tally = RolloutTally(success_thresholds(config))
         self._curriculum = RemoteCurriculum(
             config.curriculum,
@@ -49,7 +52,7 @@ class ReplayRole(ThreadedComponent):
             strict=replay.synchronous,
             on_event=self._on_curriculum_event,
         )
-        self._store = RolloutStore(settings.directory, replay.store)
+        self._store = RolloutStore(settings.directory, replay.store, clock.now)
         ledger = self._store.open_ledger(lineage)
         issuer = TicketIssuer(
             replay,
@@ -58,6 +61,7 @@ class ReplayRole(ThreadedComponent):
             self._curriculum,
             ledger,
             self._group_size,
+            clock=clock.now,
             may_draw=self._curriculum.may_draw,
         )
         buffer = ReplayBuffer(
@@ -65,6 +69,7 @@ class ReplayRole(ThreadedComponent):
             self._store,
             make_batch_makers(config, self._environment_names()),
             issuer,
+            clock=clock.now,
             curriculum_hook=self._on_group,
             keep_checkpoints=config.overseer.keep_checkpoints,
         )

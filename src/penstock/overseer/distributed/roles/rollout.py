@@ -16,6 +16,7 @@ from penstock.inference import RemoteContext
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.run_clock import RunClock
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteSink, RemoteTickets
@@ -34,8 +35,10 @@ class RolloutRole(ThreadedComponent):
         self.answers = 0
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, tokenizer)
-        self._manager = RolloutManager(Curriculum(config.curriculum), self._contexts, config.seed)
         replay = around.caller("replay-0")
+        self._clock = RunClock(replay)
+        curriculum = Curriculum(config.curriculum)
+        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now)
         self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
         self._sink = RemoteSink(replay, identity.name, identity.incarnation)
         self._worker = RolloutWorker(
@@ -55,6 +58,7 @@ class RolloutRole(ThreadedComponent):
     def start(self) -> None:
         """See `Component.start`."""
         self.look(self.around.view)
+        self.crew.start(f"{self.name}.clock", lambda: self._clock.follow(self.stopping))
         self.crew.start(f"{self.name}.tickets", self._run)
 
     def _run(self) -> None:

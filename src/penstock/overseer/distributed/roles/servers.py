@@ -1,5 +1,8 @@
 """The inference servers, as rollout workers, the evaluator and the learner's probe see them."""
 
+import socket
+from urllib.parse import urlsplit
+
 from penstock.inference import Server, ServerPool
 from penstock.overseer.distributed.records import View
 from penstock.overseer.distributed.roles.settings import Settings
@@ -7,7 +10,17 @@ from penstock.overseer.distributed.roles.settings import Settings
 
 def make_pool(settings: Settings) -> ServerPool:
     """A client of the run's inference servers; it knows none yet."""
-    return ServerPool(settings.token, request_timeout_s=settings.config.inference.request_timeout_s)
+    config = settings.config.inference
+    authority = None if config.tls_ca is None else str(config.tls_ca)
+    return ServerPool(settings.token, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
+
+
+def reachable(url: str) -> str:
+    """The URL by which other machines reach a server that listens on all of this machine's addresses."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("0.0.0.0", "::"):
+        return url
+    return f"{parts.scheme}://{socket.gethostbyname(socket.gethostname())}:{parts.port}"
 
 
 def servers_of(view: View) -> list[Server]:
