@@ -5,6 +5,7 @@ import pytest
 
 from penstock.learner import OptimizerConfig
 from penstock.learner.optimizer import apply_gradients, initial_state, learning_rate
+from penstock.types import ConfigError
 
 RATE = jnp.float32(0.1)
 FINITE = jnp.float32(0.0)
@@ -107,3 +108,19 @@ def test_bfloat16_parameters_have_float32_masters_that_keep_small_steps():
 
 def test_float32_parameters_need_no_second_copy():
     assert initial_state(OptimizerConfig(), {"weight": jnp.zeros(2)}).master is None
+
+
+def test_frozen_arrays_stay_and_their_gradients_count_for_nothing():
+    config = OptimizerConfig(frozen=("embedding", "layers.*"), weight_decay=0.1, max_grad_norm=1.0)
+    parameters = {"embedding": jnp.ones(2), "layers": {"query": jnp.ones(2)}, "head": jnp.ones(2)}
+    gradients = jax.tree.map(lambda leaf: 30.0 * leaf, parameters) | {"head": jnp.array([3.0, 4.0])}
+    moved, _, applied = _step(config, parameters, gradients)
+    np.testing.assert_array_equal(moved["embedding"], [1.0, 1.0])
+    np.testing.assert_array_equal(moved["layers"]["query"], [1.0, 1.0])
+    assert (np.asarray(moved["head"]) < 1.0).all()
+    assert float(applied.grad_norm) == 5.0
+
+
+def test_frozen_arrays_that_the_model_does_not_have_are_bad_input():
+    with pytest.raises(ConfigError, match=r"learner.optimizer.frozen.*'head.\*'"):
+        initial_state(OptimizerConfig(frozen=("head.*",)), {"embedding": jnp.ones(2)})

@@ -128,6 +128,36 @@ def test_closing_ends_a_fetch():
         closing.join()
 
 
+def test_closing_under_a_question_lets_it_end_and_no_other_begin():
+    asked, release = threading.Event(), threading.Event()
+
+    class Slow(Server):
+        def do_action(self, context, action):
+            asked.set()
+            release.wait(LIMIT_S)
+            return [b"{}"]
+
+    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    with Slow([]) as server:
+        channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
+        answers = []
+        asking = threading.Thread(
+            target=lambda: answers.append(channel.ask("finished", request, FinishedAnswer, LIMIT_S))
+        )
+        asking.start()
+        assert asked.wait(LIMIT_S)
+        channel.close()
+        channel.close()
+        with pytest.raises(UnreachableError, match="was closed"):
+            channel.ask("finished", request, FinishedAnswer, LIMIT_S)
+        with pytest.raises(UnreachableError, match="was closed"):
+            channel.fetch(TICKET, [np.zeros(2, np.uint8)], time.monotonic() + LIMIT_S, None)
+        channel.tell("finished", request, LIMIT_S)
+        release.set()
+        asking.join(LIMIT_S)
+        assert answers == [FinishedAnswer()]
+
+
 def test_one_stream_that_fails_ends_the_others():
     stuck, failed = threading.Event(), []
 

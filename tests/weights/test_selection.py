@@ -39,3 +39,12 @@ def test_unknown_and_misshaped_arrays_are_refused_by_name():
     fetched = {"head": np.zeros(1, np.float32), "layers.key": np.zeros(4, np.float32)}
     with pytest.raises(WeightsError, match=r"unknown \['head'\], misshaped \['layers.key is \(4,\), not \(3,\)'\]"):
         merged_arrays(model(), fetched)
+
+
+def test_merged_arrays_own_their_memory():
+    memory = np.zeros(4096 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # aligned: JAX would refer to it
+    fetched = memory[start : start + 4096].view(np.float32)
+    merged = merged_arrays({"layers.query": jnp.ones(1024)}, {"layers.query": fetched})
+    fetched[:] = 7.0
+    np.testing.assert_array_equal(merged["layers.query"], np.zeros(1024))

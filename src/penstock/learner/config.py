@@ -97,6 +97,8 @@ class OptimizerConfig(_Frozen, frozen=True):
         beta2: Decay of its square's mean.
         epsilon: Added to the root of the latter.
         max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
+        frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they have no gradient, and do
+            not travel with new weights.
     """
 
     learning_rate: float = Field(default=1e-5, ge=0)
@@ -108,6 +110,7 @@ class OptimizerConfig(_Frozen, frozen=True):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    frozen: tuple[str, ...] = ()
 
 
 class WarmStartConfig(_Frozen, frozen=True):

@@ -6,6 +6,7 @@ last bit, so the state then holds a float32 copy.
 """
 
 import math
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from penstock.learner.config import OptimizerConfig
+from penstock.types import ConfigError
 
 
 class OptimizerState(NamedTuple):
@@ -67,7 +69,15 @@ def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState:
-    """The state before the first step."""
+    """The state before the first step.
+
+    Raises:
+        ConfigError: arrays are frozen that the model does not have.
+    """
+    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(parameters)[0]]
+    idle = [pattern for pattern in config.frozen if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle:
+        raise ConfigError(f"learner.optimizer.frozen has {idle}, which match no array: there are {', '.join(names)}")
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(parameters))
     return OptimizerState(transformation(config).init(as_float32), None if own else as_float32)
@@ -100,11 +110,13 @@ def apply_gradients(
         rate: Learning rate.
         loss: Of the whole step.
     """
+    gradients = _without_frozen(config, gradients, gradients, 0.0)
     grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     master = parameters if state.master is None else state.master
     direction, adam = transformation(config).update(gradients, state.adam, master)
     moved = jax.tree.map(lambda leaf, by: leaf - rate * by, master, direction)
+    moved = _without_frozen(config, moved, master)
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -113,6 +125,21 @@ def apply_gradients(
     updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, parameters)
     kept = OptimizerState(adam, None if state.master is None else moved)
     return updated, kept, Applied(grad_norm, finite)
+
+
+def _without_frozen(config: OptimizerConfig, tree: PyTree, kept: PyTree, factor: float = 1.0) -> PyTree:
+    """`tree`, but with `factor` times the leaves of `kept` where arrays are frozen."""
+    if not config.frozen:
+        return tree
+
+    def chosen(path: tuple, leaf: Array, own: Array) -> Array:
+        return factor * own if any(fnmatchcase(_name(path), pattern) for pattern in config.frozen) else leaf
+
+    return jax.tree_util.tree_map_with_path(chosen, tree, kept)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _decayed(parameters: PyTree) -> PyTree:

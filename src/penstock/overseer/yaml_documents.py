@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from penstock.rundir.shallow_yaml import ShallowLoader
 from penstock.types import ConfigError
 
 MOST_NODES = 100_000
@@ -30,7 +31,7 @@ _SCALARS = (
 )
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(ShallowLoader):
     """Safe loader with YAML 1.2 scalars that refuses repeated keys."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}

@@ -46,8 +46,8 @@ class Sealer:
         self._oldest = 0.0
 
     def __len__(self) -> int:
-        """Queued groups."""
-        return len(self._group_ids)
+        """Groups that are in no file yet: queued, or being written by some thread."""
+        return len(self._unsealed)
 
     def add(self, group_id: str, records: Sequence[RolloutRecord]) -> None:
         """Queues a group."""

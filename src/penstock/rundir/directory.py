@@ -15,6 +15,7 @@ import yaml
 
 from penstock.rundir.atomic import write_atomically
 from penstock.rundir.json_text import to_json
+from penstock.rundir.shallow_yaml import ShallowLoader
 from penstock.types import RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
@@ -103,7 +104,7 @@ class RunDirectory:
             RunDirectoryError: the file is not a YAML mapping.
         """
         try:
-            config = yaml.safe_load(self.config_path.read_text("utf-8"))
+            config = yaml.load(self.config_path.read_text("utf-8"), Loader=ShallowLoader)  # noqa: S506 - a SafeLoader
         except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
         if not isinstance(config, dict):

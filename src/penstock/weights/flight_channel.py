@@ -1,14 +1,15 @@
 """A client's connections to one Flight server of weights: one for questions, one for each stream of a fetch.
 
 Every call has a deadline. A stream that delivers nothing for too long is given up long before it, where the caller asks
-for that.
+for that. Connections are closed by whoever uses them last: Arrow crashes where one is closed under a call.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,8 @@ class Channel:
         self._connections = [open_channel(address, tls, access, chunk_bytes) for _ in range(streams)]
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="weights-stream")
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._users = 0
 
     def ask(self, name: str, request: Message, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
         """Asks the server.
@@ -51,10 +54,11 @@ class Channel:
             WeightsError: it refused, or its answer cannot be read.
         """
         options = flight.FlightCallOptions(timeout=max(timeout_s, 1e-3))
-        try:
-            results = list(self._asking.do_action(flight.Action(name, request.to_bytes()), options=options))
-        except (pa.ArrowException, OSError) as error:
-            raise local_error(error, self.address) from error
+        with self._in_use():
+            try:
+                results = list(self._asking.do_action(flight.Action(name, request.to_bytes()), options=options))
+            except (pa.ArrowException, OSError) as error:
+                raise local_error(error, self.address) from error
         if len(results) != 1:
             raise WeightsError(f"the weight server at {self.address} gave {len(results)} answers to {name!r}")
         return read_answer(kind, results[0].body)
@@ -68,8 +72,11 @@ class Channel:
             except (UnreachableError, WeightsError) as error:
                 _log.info("%r did not reach the weight server: %s", name, error)
 
-        if not self._closed.is_set():
-            self._pool.submit(ask)
+        try:
+            with self._in_use():
+                self._pool.submit(ask)
+        except UnreachableError as error:
+            _log.info("%r did not reach the weight server: %s", name, error)
 
     def fetch(
         self, ticket: StreamTicket, buffers: Sequence[np.ndarray], deadline: float, stall_s: float | None
@@ -90,16 +97,46 @@ class Channel:
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
         fetch = _Fetch(self.address, buffers, deadline, self._closed)
         tickets = [ticket.model_copy(update=numbers | {"stream": stream}) for stream in range(self._streams)]
-        futures = [
-            self._pool.submit(fetch.receive, connection, stream_ticket, pieces)
-            for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
-            if pieces
-        ]
-        fetch.wait(futures, stall_s)
+        with self._in_use():
+            futures = [
+                self._pool.submit(self._receive, fetch, connection, stream_ticket, pieces)
+                for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
+                if pieces
+            ]
+            fetch.wait(futures, stall_s)
 
     def close(self) -> None:
-        """Ends every call that runs; may be called twice."""
-        self._closed.set()
+        """Ends fetches that run, and lets no call begin; a question that runs ends in its own time. May come twice."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            unused = self._users == 0
+        if unused:
+            self._disconnect()
+
+    def _receive(
+        self, fetch: "_Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]
+    ) -> None:
+        with self._in_use():
+            fetch.receive(connection, ticket, pieces)
+
+    @contextmanager
+    def _in_use(self) -> Generator[None]:
+        with self._lock:
+            if self._closed.is_set():
+                raise UnreachableError(f"the connection to the weight server at {self.address} was closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = self._closed.is_set() and self._users == 0
+            if last:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
         self._pool.shutdown(wait=False)
         for connection in (self._asking, *self._connections):
             connection.close()

@@ -32,7 +32,7 @@ def merged_arrays(base: Mapping[str, Any], fetched: Mapping[str, Any]) -> dict[s
     Args:
         base: The client's JAX arrays, whose dtypes the result has. They stay where they are.
         fetched: Arrays of the same names and shapes, for some or all of them; of another dtype where they were cast to
-            travel. They are put where the client's own lie, and cast there.
+            travel. They are copied to where the client's own lie, and cast there; their memory may be used again.
 
     Raises:
         WeightsError: naming fetched arrays that the client does not know, or that have another shape.
@@ -50,5 +50,8 @@ def merged_arrays(base: Mapping[str, Any], fetched: Mapping[str, Any]) -> dict[s
 
 def _placed(array: Any, like: Any) -> Any:
     import jax
+    import numpy as np
 
+    if any(device.platform == "cpu" for device in like.devices()):
+        array = np.array(array)  # there, JAX would only refer to memory that is aligned well
     return jax.device_put(array, like.sharding).astype(like.dtype)

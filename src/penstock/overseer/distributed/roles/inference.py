@@ -9,18 +9,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from penstock.inference import HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
-from penstock.model.language import load_policy, with_named_arrays
+from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.servers import reachable
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.types import UnreachableError, WeightsError, WeightVersion
-from penstock.weights import WeightClient, open_client
+from penstock.weights import WeightClient, merged_arrays, open_client
 
 CALL_S = 10.0
 """Longest wait for the replay service's answer to a word about the version."""
@@ -102,9 +100,8 @@ class InferenceRole(ThreadedComponent):
             if time.monotonic() < self._leased_until:
                 return  # the lease began during the fetch
             started = time.perf_counter()
-            # Copied: the client may use its own memory again.
-            owned = {name: jnp.array(array) for name, array in arrays.items()}
-            self._engine.set_weights(version, with_named_arrays(self._decoder, owned))
+            merged = merged_arrays(named_arrays(self._decoder), arrays)
+            self._engine.set_weights(version, with_named_arrays(self._decoder, merged))
             self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
             self._swap_s = time.perf_counter() - started
             self._held = version

@@ -25,7 +25,7 @@ from penstock.overseer.warm_start import warm_start
 from penstock.replay import RemoteBatches
 from penstock.rollout import RolloutManager
 from penstock.types import EnvironmentFailure, PenstockError, Stopped, UnreachableError, WeightVersion
-from penstock.weights import Broadcaster, open_broadcaster
+from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
 STATES_S = 120.0
 """Longest wait for the other components' states at a checkpoint."""
@@ -87,7 +87,7 @@ class LearnerRole(ThreadedComponent):
         version, arrays = self._published or (_version(settings, learner), named_arrays(learner.decoder))
         default_url = str(settings.directory.path / "weights")
         broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
-        broadcaster.publish(version, arrays)
+        broadcaster.publish(version, trained_arrays(arrays, self.config.learner.optimizer.frozen))
         self._broadcaster, self._published = broadcaster, (version, arrays)
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class LearnerRole(ThreadedComponent):
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
             if self._broadcaster.latest() != version:
-                self._broadcaster.publish(version, arrays)
+                self._broadcaster.publish(version, trained_arrays(arrays, self.config.learner.optimizer.frozen))
                 self._published = version, arrays
 
     def restart_broadcaster(self) -> None:

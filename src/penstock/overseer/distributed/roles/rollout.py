@@ -14,7 +14,7 @@ import numpy as np
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
 from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition, View
+from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import RunClock
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
@@ -58,8 +58,11 @@ class RolloutRole(ThreadedComponent):
     def start(self) -> None:
         """See `Component.start`."""
         self.look(self.around.view)
-        self.crew.start(f"{self.name}.clock", lambda: self._clock.follow(self.stopping))
+        self.crew.start(f"{self.name}.clock", self._follow_clock)
         self.crew.start(f"{self.name}.tickets", self._run)
+
+    def _follow_clock(self) -> None:
+        self._clock.follow(lambda: _replay_in(self.around.view), self.stopping)
 
     def _run(self) -> None:
         self.doing, self.state = "waiting for inference servers", "running"
@@ -140,6 +143,11 @@ class _Timed:
             answers = self._context.generate(prompts, n, decoding, seeds)
         self._role.answers += 1
         return answers
+
+
+def _replay_in(view: View) -> Identity | None:
+    peer = view.peer("replay-0")
+    return None if peer is None else peer.identity
 
 
 def make_rollout(around: Surroundings, settings: Mapping[str, Any]) -> RolloutRole:

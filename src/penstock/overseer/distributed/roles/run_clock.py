@@ -1,8 +1,9 @@
 """The clock that the ages of rollouts are measured by: one for the whole run, whatever the machines' clocks do.
 
-The replay buffer keeps it. It begins at the time of day and then goes on steadily, so that a jump of the machine's clock
-makes nothing old. Rollout workers stamp what they finish by the same clock: they ask for it now and then, and go on
-steadily in between. Without that, a worker on a machine whose clock is hours behind would only deliver what is stale.
+The replay buffer keeps it. It begins at the time of day and then goes on steadily, so that a jump of the machine's
+clock makes nothing old. Rollout workers stamp what they finish by the same clock: they ask for it now and then, and go
+on steadily in between. Without that, a worker on a machine whose clock is hours behind would deliver nothing but stale
+rollouts.
 """
 
 import threading
@@ -12,8 +13,9 @@ from collections.abc import Callable
 from penstock.types import Caller, UnreachableError
 
 ASK_S = 5.0
-"""Seconds between two questions; so soon another replay buffer's clock is followed."""
-RETRY_S = 0.5
+"""Seconds between two questions."""
+LOOK_S = 0.25
+"""So soon another replay buffer's clock is asked for, and one that did not answer is asked again."""
 CALL_S = 5.0
 
 
@@ -67,7 +69,17 @@ class RunClock:
         self._offset = answer - (asked + self._steady()) / 2
         return True
 
-    def follow(self, stopping: threading.Event) -> None:
-        """Asks again and again, until it is told to stop."""
-        while not stopping.is_set():
-            stopping.wait(ASK_S if self.ask() else RETRY_S)
+    def follow(self, whose: Callable[[], object], stopping: threading.Event) -> None:
+        """Asks now and then, until it is told to stop.
+
+        Args:
+            whose: The living replay buffer; another one is asked at once.
+            stopping: Tells.
+        """
+        asked: object = None
+        due = 0.0
+        while not stopping.wait(LOOK_S if due else 0.0):
+            living = whose()
+            if living != asked or self._steady() >= due:
+                asked = living if self.ask() else None
+                due = self._steady() + ASK_S
