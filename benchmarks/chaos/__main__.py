@@ -12,6 +12,7 @@ where a mark is missed. Only processes that this one started are signalled.
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -184,6 +185,7 @@ def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk):
             finally:
                 run.ended.set()
             chaos.thread.join(options.bound)
+            shutil.copy(run.directory.events_path, options.out.with_suffix(".events.jsonl"))
             told = run.conductor.status()["ledger"]
         audit = auditing.audit(run.directory, notes.sealed, chaos.story.corrupted, told)
         print(f"\n{notes.times} looks at sealed files noted {len(notes.sealed):,} rollouts; "
@@ -200,6 +202,8 @@ def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Stor
     least = min(OF_EACH_KIND, options.faults // len(options.kinds))
     few = [f"{kind} {counts[kind]}" for kind in options.kinds if counts[kind] < least]
     marks.add(f"at least {least} faults of each kind", ", ".join(few), not few)
+    alone = [told for effect in story.effects[1:] for told in effect.before if told.startswith("component_death")]
+    marks.add("no death without a fault", "; ".join(alone), not alone)
     stuck = [f"{effect.number} {effect.kind}" for effect in story.effects if not effect.recovered]
     worst = max((row.worst_s or 0.0 for row in found), default=0.0)
     marks.add(f"every recovery within {options.bound:g} s", ", ".join(stuck) or f"{worst:.1f} s at most", not stuck)

@@ -66,10 +66,10 @@ class Inflictor:
             RunEnded: the run came to an end over it.
         """
         run, watch = self._run, self._watch
-        watch.new_events()
+        told, _ = watch.new_events()
         target = self._target(fault)
         effect = Effect(fault.number, fault.kind, target, round(time.monotonic() - self._started, 3))
-        effect.updates_before = run.updates
+        effect.before, effect.updates_before = told, run.updates
         before = {name: watch.incarnation(name) for name in COMPONENTS}
         try:
             gone = self._inflict(fault, effect)

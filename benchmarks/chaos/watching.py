@@ -37,6 +37,7 @@ class Effect:
         did: What was done, in words.
         up_s: Until every component ran; None: not within the limit.
         update_s: Until another update was made, then or later; None: not within the limit.
+        before: What the overseer told in the calm before: deaths there are no fault's.
         updates_before: That had been made.
         updates_during: That were made while it lasted.
         events: What the overseer told meanwhile.
@@ -51,6 +52,7 @@ class Effect:
     did: str = ""
     up_s: float | None = None
     update_s: float | None = None
+    before: list[str] = field(default_factory=list)
     updates_before: int = 0
     updates_during: int = 0
     events: list[str] = field(default_factory=list)

@@ -10,4 +10,4 @@ from penstock.weights import WeightsConfig
 def tls_config(tmp_path):
     """A configuration with a certificate for loopback."""
     certificate, key = write_certificate(tmp_path)
-    return WeightsConfig(tls_certificate=certificate, tls_key=key, tls_roots=certificate)
+    return WeightsConfig(tls_cert=certificate, tls_key=key, tls_ca=certificate)

@@ -9,8 +9,8 @@ from penstock.weights.config import WeightsConfig
 
 def test_a_certificate_needs_its_key():
     with pytest.raises(ValidationError, match="belong together"):
-        WeightsConfig(tls_certificate="server.pem")
-    assert WeightsConfig(tls_certificate="server.pem", tls_key="server.key").tls_roots is None
+        WeightsConfig(tls_cert="server.pem")
+    assert WeightsConfig(tls_cert="server.pem", tls_key="server.key").tls_ca is None
 
 
 @pytest.mark.parametrize("field", ["streams", "fanout", "keep", "max_bytes", "fetch_timeout_s"])

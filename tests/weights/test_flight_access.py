@@ -133,8 +133,8 @@ def test_an_open_address_needs_a_token():
 
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
     missing = str(tmp_path / "none.pem")
-    with pytest.raises(ConfigError, match=r"weights.tls_roots=.*none.pem cannot be read"):
-        Access.from_config(WeightsConfig(tls_roots=missing), "t")
+    with pytest.raises(ConfigError, match=r"weights.tls_ca=.*none.pem cannot be read"):
+        Access.from_config(WeightsConfig(tls_ca=missing), "t")
 
 
 def test_no_secret_is_shown(tls_config):

@@ -194,7 +194,7 @@ def test_a_broadcaster_that_restarts_at_its_old_address_needs_no_new_endpoint(jo
 
 
 def test_the_tree_speaks_tls(tls_config):
-    files = tls_config.model_dump(include={"tls_certificate", "tls_key", "tls_roots"})
+    files = tls_config.model_dump(include={"tls_cert", "tls_key", "tls_ca"})
     job = Job(clients=2, **files)
     try:
         assert job.root.endpoint()["tls"] is True
@@ -207,8 +207,8 @@ def test_the_tree_speaks_tls(tls_config):
 
 
 def test_a_client_without_a_certificate_fetches_and_serves_nobody(tls_config):
-    job = Job(clients=1, **tls_config.model_dump(include={"tls_certificate", "tls_key", "tls_roots"}))
-    trusting = tls_config.model_copy(update={"tls_certificate": None, "tls_key": None, "fanout": 1})
+    job = Job(clients=1, **tls_config.model_dump(include={"tls_cert", "tls_key", "tls_ca"}))
+    trusting = tls_config.model_copy(update={"tls_cert": None, "tls_key": None, "fanout": 1})
     job.clients += [open_client(job.root.endpoint(), trusting, "token", f"only-trusts-{n}") for n in range(2)]
     try:
         for index in (1, 2):

@@ -69,6 +69,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: the step exists already, or a state cannot be written as JSON.
+        OSError: of the disk, such as one that is full; another call clears away what was left.
     """
     target = root / f"step-{step}"
     if target.exists():
@@ -77,7 +78,13 @@ def save_checkpoint(
     _remove_leftovers(root)
     temporary = root / f"{TEMPORARY}step-{step}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
-    _write(temporary, step, learner, tokenizer, states)
+    try:
+        _write(temporary, step, learner, tokenizer, states)
+    except SafetensorError as error:  # which tells what the system said in words only
+        if "(os error " not in str(error):
+            raise
+        number = int(str(error).rpartition("(os error ")[2].partition(")")[0])
+        raise OSError(number, f"{os.strerror(number)}: {error}", str(temporary)) from error
     _flush_tree(temporary)
     os.rename(temporary, target)
     _flush(root)

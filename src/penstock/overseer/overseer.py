@@ -5,6 +5,7 @@ and draws the view. The run itself is the `Conductor`'s, in a thread of its own.
 next update boundary with a checkpoint; a second one ends the process.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.overseer.config import OverseerConfig
+from penstock.overseer.full_disk import is_full_disk
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
@@ -23,6 +25,8 @@ from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
 
 SUPERVISION_S = 0.2
+
+log = logging.getLogger(__name__)
 
 
 class RunConductor(Protocol):
@@ -168,10 +172,14 @@ class Overseer:
         self._view.tick()
 
     def _write_status(self, state: str) -> None:
-        self._directory.write_status(
-            {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
-            | self._conductor.status()
-        )
+        """The next one follows soon, so that one may be left out where the disk is full."""
+        told = {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        try:
+            self._directory.write_status(told | self._conductor.status())
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            log.warning("status.json was not written: %s", error)
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:

@@ -3,10 +3,12 @@
 Every component is handed one of these methods and knows nothing of the files behind them.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.overseer.config import RunConfig
+from penstock.overseer.full_disk import WaitingWrites
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
@@ -34,6 +36,7 @@ class RunLog:
     def __init__(self, directory: RunDirectory, config: RunConfig, progress: Progress) -> None:
         self._metrics = MetricsLog(directory.metrics_path)
         self._events = EventLog(directory.events_path)
+        self._writes = WaitingWrites(config.replay.store.full_disk_s)
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed)
         self._samples_per_log = config.tracking.samples_per_log
         self._tally = RolloutTally(success_thresholds(config))
@@ -42,12 +45,14 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
-        self._metrics.append(step, values)
+        line = {"time": time.time(), **values}  # of now, however long it waits for room
+        self._writes.do(lambda: self._metrics.append(step, line))
         self._tracker.log(values, step)
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Appends one event, of the present step by default, and shows it where it concerns the user."""
-        self._events.append(kind, step=self.step if step is None else step, **fields)
+        line = {"time": time.time(), "step": self.step if step is None else step, **fields}
+        self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
             self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
 
@@ -67,6 +72,7 @@ class RunLog:
     def close(self) -> None:
         """Closes the logs and the tracker."""
         self._tracker.close()
+        self._writes.finish()
         self._metrics.close()
         self._events.close()
 

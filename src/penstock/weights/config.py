@@ -27,9 +27,9 @@ class WeightsConfig(BaseModel):
         keep: Versions that `checkpoint` keeps.
         fetch_timeout_s: Longest time that one fetch may take.
         max_bytes: Largest publication that a client accepts; checked before anything is allocated.
-        tls_certificate: PEM file of the server's certificate chain; with `tls_key`, sockets speak TLS.
+        tls_cert: PEM file of the server's certificate chain; with `tls_key`, sockets speak TLS.
         tls_key: PEM file of its private key.
-        tls_roots: PEM file of the certificates that clients trust; None trusts those of the system.
+        tls_ca: PEM file of the certificates that clients trust; None trusts those of the system.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,12 +47,12 @@ class WeightsConfig(BaseModel):
     keep: int = Field(default=2, ge=1)
     fetch_timeout_s: float = Field(default=300.0, gt=0)
     max_bytes: int = Field(default=256 * 1024**3, ge=1)
-    tls_certificate: str | None = None
+    tls_cert: str | None = None
     tls_key: str | None = None
-    tls_roots: str | None = None
+    tls_ca: str | None = None
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> "WeightsConfig":
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key belong together: give both, or neither")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both, or neither")
         return self

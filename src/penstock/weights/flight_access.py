@@ -63,9 +63,9 @@ class Access:
             raise ConfigError(f"weights.host={config.host} is open to other machines and needs a token; none was given")
         return cls(
             token,
-            _read("weights.tls_certificate", config.tls_certificate),
+            _read("weights.tls_cert", config.tls_cert),
             _read("weights.tls_key", config.tls_key),
-            _read("weights.tls_roots", config.tls_roots),
+            _read("weights.tls_ca", config.tls_ca),
         )
 
 
@@ -74,7 +74,7 @@ def serving_options(access: Access, host: str, port: int) -> dict[str, Any]:
     tls = access.certificate is not None and access.key is not None
     return {
         "location": flight_uri(join_address(host, port), tls),
-        "tls_certificates": [(access.certificate, access.key)] if tls else None,
+        "tls_certs": [(access.certificate, access.key)] if tls else None,
         "middleware": {"token": _TokenCheck(access.token)},
     }
 

@@ -19,6 +19,7 @@ from penstock.overseer.distributed.records import Condition, View
 from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.overseer.warm_start import warm_start
@@ -214,20 +215,23 @@ class LearnerRole(ThreadedComponent):
             self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
         except UnreachableError:
             pass  # it is being replaced, and will go on from this older state: an evaluation is made again
-        path = save_checkpoint(
-            self.settings.directory.checkpoints,
-            step,
-            self._loaded(),
-            self._tokenizer,
-            {
-                **states,
-                "evaluator": self._evaluator_state,
-                "run": {"lineage": self.settings.lineage, "results": self._results},
-            },
-            self.config.overseer.keep_checkpoints,
+        states |= {
+            "evaluator": self._evaluator_state,
+            "run": {"lineage": self.settings.lineage, "results": self._results},
+        }
+        folder, keep = self.settings.directory.checkpoints, self.config.overseer.keep_checkpoints
+        path = when_there_is_room(
+            lambda: save_checkpoint(folder, step, self._loaded(), self._tokenizer, states, keep),
+            self.config.replay.store.full_disk_s,
+            self._wait_for_room,
         )
         self._commits.checkpoint_saved(step)
         self.around.event("checkpoint", step, path=str(path))
+
+    def _wait_for_room(self, seconds: float, why: str) -> None:
+        self.around.event("disk_full", reason=why)
+        if self.stopping.wait(seconds):
+            raise Stopped(why)
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps_done += 1

@@ -52,7 +52,7 @@ class ReplayRole(ThreadedComponent):
             strict=replay.synchronous,
             on_event=self._on_curriculum_event,
         )
-        self._store = RolloutStore(settings.directory, replay.store, clock.now)
+        self._store = RolloutStore(settings.directory, replay.store, clock.now, on_damage=self._on_damage)
         ledger = self._store.open_ledger(lineage)
         issuer = TicketIssuer(
             replay,
@@ -144,6 +144,9 @@ class ReplayRole(ThreadedComponent):
 
     def _on_curriculum_event(self, event: CurriculumEvent) -> None:
         self.around.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+
+    def _on_damage(self, place: str, reason: str) -> None:
+        self.around.event("files_damaged", path=place, reason=reason)
 
     def _on_quarantine(self, source: str, reason: str) -> None:
         self.around.event("rollouts_quarantined", source=source, reason=reason)

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.overseer.config import lesson_of_worker, rollout_workers
+from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.rundir import RunDirectory
+from tests.overseer.conftest import tiny
+
+LESSON = {
+    "environment": {"env_class": "penstock.environments.cats.CatsEnvironment"},
+    "sampling_params": {"n_generations_per_prompt": 3, "max_output_tokens": 8},
+}
+
+
+def plan(changes: dict, **more: object) -> Plan:
+    config = tiny({"runtime": "ray", **changes})
+    return Plan(Settings(config, RunDirectory("runs/x"), "a secret"), **more)  # type: ignore[arg-type]
+
+
+def test_a_run_has_one_of_each_and_as_many_servers_and_workers_as_asked_for():
+    specs = plan({"rollout": {"workers": 3}, "inference": {"servers": 2}}).components()
+    assert sorted(spec.name for spec in specs) == [
+        "curriculum-0", "evaluator-0", "inference-0", "inference-1", "learner-0", "replay-0", "rollout-0", "rollout-1",
+        "rollout-2",
+    ]  # fmt: skip
+    assert {spec.name for spec in specs if spec.essential} == {"learner-0", "replay-0"}
+
+
+def test_workers_of_lessons_generate_those_only():
+    changes = {"curriculum": {"lessons": {"dogs": LESSON}}, "rollout": {"workers": {"cats": 1, "dogs": 2}}}
+    made = plan(changes)
+    workers = [spec for spec in made.components() if spec.role == "rollout"]
+    assert [spec.settings["lessons"] for spec in workers] == [["cats"], ["dogs"], ["dogs"]]
+    assert [spec.peer_group for spec in workers] == ["cats", "dogs", "dogs"]
+    assert made.rollout(3).settings["lessons"] is None  # added while the run goes on
+    config = tiny({"runtime": "ray", **changes})
+    assert rollout_workers(config) == 3 and lesson_of_worker(config, 3) is None
+
+
+def test_only_learner_and_engines_see_an_accelerator():
+    roles = {"rollout": {"env": {"A": "1"}}, "learner": {"num_gpus": 1}}
+    specs = {spec.name: spec for spec in plan({"roles": roles}).components()}
+    assert specs["rollout-0"].resources.env == {"JAX_PLATFORMS": "cpu", "A": "1"}
+    assert specs["replay-0"].resources.env == {"JAX_PLATFORMS": "cpu"}
+    assert specs["learner-0"].resources.env == {} and specs["learner-0"].resources.num_gpus == 1
+    assert specs["inference-0"].resources.env == {}
+
+
+def test_going_back_gives_learner_replay_and_evaluator_the_checkpoint():
+    made = plan({})
+    settings = Settings(made.settings.config, made.settings.directory, "a secret", 2, Path("checkpoints/step-4"))
+    anew = made.go_back(settings, {"evaluator": {"evaluated_step": 3}, "run": {}})
+    assert sorted(anew) == ["evaluator-0", "learner-0", "replay-0"]
+    assert all(values["lineage"] == 2 for values in anew.values())
+    assert anew["learner-0"]["checkpoint"].endswith("checkpoints/step-4")
+    assert anew["evaluator-0"]["state"] == {"evaluated_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"roles": {"trainer": {}}}, "roles names trainer"),
+        ({"rollout": {"workers": {"dogs": 1}}}, "rollout.workers names dogs"),
+        ({"rollout": {"storage": {"kind": "file"}}}, "rollout.storage.kind is file"),
+        ({"runtime": "local", "inference": {"servers": 2}}, "inference.servers is 2"),
+        ({"runtime": "local", "rollout": {"workers": 2}}, "rollout.workers is 2"),
+    ],
+)
+def test_what_cannot_run_is_told_before_anything_starts(changes: dict, message: str):
+    with pytest.raises(Exception, match=message):
+        tiny({"runtime": "ray", **changes})
