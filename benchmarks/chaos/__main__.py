@@ -223,8 +223,12 @@ def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: audi
     marks.add("no sealed rollout is lost", auditing.some(audit.lost), not audit.lost)
     marks.add("files damaged on purpose are put aside", ", ".join(audit.not_aside), not audit.not_aside)
     marks.add("their rollouts are settled", auditing.some(audit.unsettled), not audit.unsettled)
-    checkpoint, reward = auditing.held_out_reward(directory, config, 64)
-    marks.add(f"held-out reward of {options.bar:g}", f"{reward:.3f} at {checkpoint.name}", reward >= options.bar)
+    try:
+        checkpoint, reward = auditing.held_out_reward(directory, config, 64)
+    except PenstockError as error:
+        marks.add(f"held-out reward of {options.bar:g}", str(error), False)
+    else:
+        marks.add(f"held-out reward of {options.bar:g}", f"{reward:.3f} at {checkpoint.name}", reward >= options.bar)
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path
 
 
 def train_results(run: Path):
-    from penstock.overseer.conductor import _read_results
+    from penstock.overseer.result_rows import read_results
 
-    return _read_results(
+    return read_results(
         json.loads((run / "checkpoints" / "step-4" / "state.json").read_text())["states"]["run"]["results"]
     )
 

@@ -26,7 +26,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def newest_good_checkpoint(root: Path, on_damage: Callable[[Path, str], None]) -> Path | None:
+def newest_good_checkpoint(root: Path, on_damage: Callable[[str, str], None]) -> Path | None:
     """The newest checkpoint whose files are what was written; None where there is none.
 
     A damaged one is put aside, as ``damaged-step-<n>-<id>``, so that the run can write that step again.
@@ -34,16 +34,20 @@ def newest_good_checkpoint(root: Path, on_damage: Callable[[Path, str], None]) -
     Args:
         root: The run's ``checkpoints`` directory.
         on_damage: Told where a damaged one lies now, and what is wrong with it.
+
+    Raises:
+        CheckpointError: the newest whole one was written by a newer Penstock.
     """
     for path in reversed(find_checkpoints(root)):
         try:
             verify_checkpoint(path)
-            read_state(path)
-            return path
         except CheckpointError as error:
             aside = root / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"
             os.rename(path, aside)
-            on_damage(aside, str(error))
+            on_damage(str(aside), str(error))
+        else:
+            read_state(path)
+            return path
     return None
 
 
@@ -95,6 +99,9 @@ def verify_checkpoint(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
     manifest = _read_json(path / "manifest.json")
+    absent = sorted({"state.json", "learner.safetensors", "model/config.json"} - manifest.keys())
+    if absent:
+        raise CheckpointError(f"{path} is damaged: its manifest does not name {', '.join(absent)}; {_REMEDY}")
     for name, expected in manifest.items():
         file = _beneath(path, name)
         if not file.is_file():

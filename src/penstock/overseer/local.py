@@ -128,7 +128,7 @@ def wire(
     def group_size_of(lesson_id: str) -> int:
         return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
-    store = RolloutStore(directory, config.replay.store)
+    store = RolloutStore(directory, config.replay.store, on_damage=log.damage)
     with _naming("replay.store.url", config.replay.store.url or directory.path):
         ledger = store.open_ledger(lineage)
     issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)

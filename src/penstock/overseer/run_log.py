@@ -17,7 +17,7 @@ from penstock.types import RolloutBatch, RolloutGroup
 
 SHOWN_EVENTS = frozenset(
     {
-        "checkpoint_damaged", "component_death", "evaluation_failed", "graduated", "group_failed", "regressed",
+        "component_death", "files_damaged", "evaluation_failed", "graduated", "group_failed", "regressed",
         "rewind", "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
@@ -55,6 +55,10 @@ class RunLog:
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
             self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+
+    def damage(self, place: str, reason: str) -> None:
+        """A file of the run could not be read, and lies in `place` now."""
+        self.event("files_damaged", path=place, reason=reason)
 
     def samples(self, batch: RolloutBatch) -> None:
         """Tracks sample conversations."""

@@ -5,6 +5,7 @@ that a mistake costs nothing and leaves nothing behind.
 """
 
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.environments import Environment, load_environment
 from penstock.inference.config import is_loopback
-from penstock.learner import latest_checkpoint, load_checkpoint, newest_good_checkpoint, read_states
+from penstock.learner import load_checkpoint, newest_good_checkpoint, read_states
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
@@ -23,7 +24,7 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.summary import RunSummary
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
-from penstock.replay import Lineages
+from penstock.replay import Lineages, salvage_logs
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, RunDirectoryError
@@ -82,8 +83,9 @@ def _run_in_one_process(
     fresh = None if resume else _fresh(config)
     directory = _existing(run_dir) if fresh is None else _create(config, run_dir, recipe)
     with directory.locked():
-        start = _resumed(directory) if fresh is None else fresh
-        log, crew = _open_log(config, directory, recipe, start.checkpoint is not None), Crew()
+        damages = _Damages()
+        start = _resumed(directory, damages) if fresh is None else fresh
+        log, crew = _open_log(config, directory, recipe, damages if resume else None), Crew()
         conductor = Conductor(config, directory, crew, log, start, environments)
         _oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
@@ -101,13 +103,21 @@ def _run_in_many_processes(
     for environment in _load_environments(config).values():  # every worker makes its own
         environment.close()
     model_shape(config.model)
+    Tokenizer.load(config.model.tokenizer_path)
     directory = _existing(run_dir) if resume else _create(config, run_dir, recipe)
     with directory.locked():
-        lineage, checkpoint, states = _resume_point(directory) if resume else (0, None, None)
-        log, crew = _open_log(config, directory, recipe, resume), Crew()
+        damages = _Damages()
+        lineage, checkpoint = _resume_point(directory, damages) if resume else (0, None)
+        states = None if checkpoint is None else read_states(checkpoint)
+        try:
+            launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+            _check_addresses(config, launcher)
+        except ConfigError:
+            if not resume:
+                shutil.rmtree(directory.path)  # nothing of a run is in it
+            raise
+        log, crew = _open_log(config, directory, recipe, damages if resume else None), Crew()
         settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
-        launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-        _check_addresses(config, launcher)
         conductor = DistributedConductor(Plan(settings, states), launcher, log)
         _oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
@@ -126,10 +136,20 @@ def _check_addresses(config: RunConfig, launcher: "RayLauncher") -> None:
             )
 
 
-def _open_log(config: RunConfig, directory: RunDirectory, recipe: str, resumed: bool) -> RunLog:
+class _Damages(list[tuple[str, str]]):
+    """Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
+
+    def add(self, place: str, reason: str) -> None:
+        """One more."""
+        self.append((place, reason))
+
+
+def _open_log(config: RunConfig, directory: RunDirectory, recipe: str, resumed: _Damages | None) -> RunLog:
     log = RunLog(directory, config, Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget))
-    if resumed:
+    if resumed is not None:
         _record_changes(directory, config, log)
+        for place, reason in resumed:
+            log.damage(place, reason)
     return log
 
 
@@ -145,16 +165,19 @@ def _oversee(
         log.close()
 
 
-def _resume_point(directory: RunDirectory) -> tuple[int, Path, dict[str, Any]]:
-    """Lineage, newest good checkpoint, and the components' states in it."""
-    path = newest_good_checkpoint(directory.checkpoints, lambda damaged, reason: None)
+def _resume_point(directory: RunDirectory, damages: _Damages) -> tuple[int, Path]:
+    """The lineage to begin, and the newest checkpoint that is whole.
+
+    The run is locked, so that no other process makes a newer one meanwhile.
+    """
+    path = newest_good_checkpoint(directory.checkpoints, damages.add)
     if path is None:
-        raise _without_checkpoint(directory)
-    return Lineages(directory.lineages_path).newest + 1, path, read_states(path)
-
-
-def _without_checkpoint(directory: RunDirectory) -> RunDirectoryError:
-    return RunDirectoryError(f"{directory.path} has no checkpoint: the run ended before its first; start it anew")
+        raise RunDirectoryError(
+            f"{directory.path} has no checkpoint: the run ended before its first; start it anew"
+            + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
+        )
+    salvage_logs(directory, damages.add)
+    return Lineages(directory.lineages_path).newest + 1, path
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:
@@ -202,11 +225,7 @@ def _existing(run_dir: Path | str | None) -> RunDirectory:
     return RunDirectory.open_existing(run_dir)
 
 
-def _resumed(directory: RunDirectory) -> Start:
-    """From the newest checkpoint; the run is locked, so that no other process makes a newer one meanwhile."""
-    path = latest_checkpoint(directory.checkpoints)
-    if path is None:
-        raise _without_checkpoint(directory)
+def _resumed(directory: RunDirectory, damages: _Damages) -> Start:
+    lineage, path = _resume_point(directory, damages)
     checkpoint = load_checkpoint(path)
-    lineage = Lineages(directory.lineages_path).newest + 1
     return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

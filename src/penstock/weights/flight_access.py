@@ -74,7 +74,7 @@ def serving_options(access: Access, host: str, port: int) -> dict[str, Any]:
     tls = access.certificate is not None and access.key is not None
     return {
         "location": flight_uri(join_address(host, port), tls),
-        "tls_certs": [(access.certificate, access.key)] if tls else None,
+        "tls_certificates": [(access.certificate, access.key)] if tls else None,
         "middleware": {"token": _TokenCheck(access.token)},
     }
 

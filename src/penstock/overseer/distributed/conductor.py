@@ -28,7 +28,7 @@ from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import step_line
-from penstock.replay import Lineages
+from penstock.replay import Lineages, salvage_logs
 from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
 TURN_S = 0.05
@@ -314,7 +314,8 @@ class DistributedConductor:
     def _rewind(self) -> None:
         """Back to the newest good checkpoint, in a new lineage."""
         reasons, self._lost = "; ".join(self._lost), []
-        checkpoint = newest_good_checkpoint(self._directory.checkpoints, self._on_damage)
+        checkpoint = newest_good_checkpoint(self._directory.checkpoints, self._log.damage)
+        salvage_logs(self._directory, self._log.damage)
         self.lineage = max(self.lineage, Lineages(self._directory.lineages_path).newest) + 1
         settings = replace(self._plan.settings, lineage=self.lineage, checkpoint=checkpoint)
         self._log.event(
@@ -328,9 +329,6 @@ class DistributedConductor:
     def _results_so_far(self) -> dict[str, Results]:
         states = self._plan.states
         return {} if states is None else read_results(states["run"]["results"])
-
-    def _on_damage(self, path: object, reason: str) -> None:
-        self._log.event("checkpoint_damaged", path=str(path), reason=reason)
 
     def _save_what_can_be_saved(self) -> None:
         """The run failed for another component's sake: the learner may still save its last version."""
