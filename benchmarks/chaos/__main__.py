@@ -32,7 +32,6 @@ from penstock.types import PenstockError
 
 START_S = 300.0
 """Longest time until the first update."""
-OF_EACH_KIND = 5
 BAR_UPDATES = 20
 """The bar is passed when the mean training reward of so many updates is."""
 MARGIN = 0.02
@@ -46,13 +45,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=100, help="most faults")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--kinds", default=",".join(KINDS), help="separated by commas: " + ", ".join(KINDS))
+    parser.add_argument("--each", type=int, default=5, help="least number of faults of each kind that is a success")
     parser.add_argument("--bar", type=float, default=0.9, help="held-out reward that the policy must reach")
     parser.add_argument("--bound", type=float, default=120.0, help="longest time to recover, in seconds")
     parser.add_argument("--calm", type=float, default=60.0, help="longest time without an update while no fault lasts")
     parser.add_argument("--more-minutes", type=float, default=15.0, help="longest time after the faults")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="the recipe's own is 1e-3")
     parser.add_argument("--scratch", type=Path, help="an existing folder for everything; by default a new one")
-    parser.add_argument("--out", type=Path, default=Path("chaos.jsonl"), help="a line for each fault")
+    parser.add_argument("--out", type=Path, help="a line for each fault; by default runs/chaos-<time>.jsonl")
     options = parser.parse_args(arguments)
     options.kinds = [kind.strip() for kind in options.kinds.split(",")]
     unknown = sorted(set(options.kinds) - set(KINDS))
@@ -152,6 +152,8 @@ class Chaos:
 def main(arguments: list[str] | None = None) -> int:
     """See the module."""
     options, marks = parse(arguments), reporting.Marks()
+    options.out = options.out or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.unlink(missing_ok=True)
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
@@ -162,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         story, failure, audit, config, directory = run_it(options, scratch, disk)
         print_marks(options, marks, story, failure)
         print_audit(options, marks, audit, config, directory)
-    print("\nMarks\n" + "\n".join(marks.lines))
+    print("\nMarks\n" + "\n".join(marks.lines) + f"\nEvery fault is in {options.out}, the overseer's events beside it.")
     return 1 if marks.missed else 0
 
 
@@ -199,9 +201,8 @@ def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Stor
     print(f"\n{len(story.effects)} faults in {story.minutes:.1f} minutes\n" + reporting.table(found))
     counts = Counter(effect.kind for effect in story.effects)
     marks.add("the run came to its end in good order", failure or story.failure, not failure and not story.failure)
-    least = min(OF_EACH_KIND, options.faults // len(options.kinds))
-    few = [f"{kind} {counts[kind]}" for kind in options.kinds if counts[kind] < least]
-    marks.add(f"at least {least} faults of each kind", ", ".join(few), not few)
+    few = [f"{kind} {counts[kind]}" for kind in options.kinds if counts[kind] < options.each]
+    marks.add(f"at least {options.each} faults of each kind", ", ".join(few), not few)
     alone = [told for effect in story.effects[1:] for told in effect.before if told.startswith("component_death")]
     marks.add("no death without a fault", "; ".join(alone), not alone)
     stuck = [f"{effect.number} {effect.kind}" for effect in story.effects if not effect.recovered]

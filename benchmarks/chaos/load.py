@@ -18,7 +18,6 @@ from penstock.overseer.distributed.plan import Plan
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.overseer import Overseer
-from penstock.overseer.ray import RayLauncher
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
@@ -105,6 +104,8 @@ class Run:
 @contextmanager
 def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
     """Makes the run's directory and its parts; nothing is started yet."""
+    from penstock.overseer.ray import RayLauncher  # an extra, which the other parts of the benchmark do without
+
     directory = RunDirectory.create(path, config.dump())
     with directory.locked():
         progress = Progress("penstock · chaos", config.steps, config.replay.staleness_budget)

@@ -5,7 +5,6 @@ and draws the view. The run itself is the `Conductor`'s, in a thread of its own.
 next update boundary with a checkpoint; a second one ends the process.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -25,8 +24,6 @@ from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
 
 SUPERVISION_S = 0.2
-
-log = logging.getLogger(__name__)
 
 
 class RunConductor(Protocol):
@@ -179,7 +176,7 @@ class Overseer:
         except OSError as error:
             if not is_full_disk(error):
                 raise
-            log.warning("status.json was not written: %s", error)
+            self._log.progress.notes.append(f"status.json could not be written: {error}")
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
