@@ -91,7 +91,6 @@ class Chaos:
         self._inflictor = inflictor
         self._notes = notes
         self._draws = random.Random(options.seed)
-        self._calm_since: tuple[int, float] = (0, time.monotonic())
         self.thread = threading.Thread(target=self._go, name="chaos", daemon=True)
 
     def _go(self) -> None:
@@ -131,16 +130,9 @@ class Chaos:
 
     def _calm(self, seconds: float) -> None:
         """Nothing is done to the run for so long, and the pauses between its updates are measured."""
-        made, since, ends = self._run.updates, time.monotonic(), time.monotonic() + seconds
-
-        def over() -> bool:
-            nonlocal made, since
-            if self._run.updates > made:
-                made, since = self._run.updates, time.monotonic()
-            self.story.longest_calm_s = max(self.story.longest_calm_s, time.monotonic() - since)
-            return time.monotonic() >= ends
-
-        self._watch.wait(over, seconds + 1)
+        self._watch.forget_pauses()
+        self._watch.wait(lambda: False, seconds)
+        self.story.longest_calm_s = max(self.story.longest_calm_s, self._watch.pause_s)
 
     def _go_on(self) -> None:
         ends = time.monotonic() + self._options.more_minutes * 60

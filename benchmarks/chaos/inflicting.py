@@ -14,7 +14,7 @@ from benchmarks.chaos.load import INFERENCE_SERVERS, ROLLOUT_WORKERS, Run
 from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
 from benchmarks.chaos.small_disk import SmallDisk
-from benchmarks.chaos.watching import COMPONENTS, Effect, RunEnded, Watch
+from benchmarks.chaos.watching import COMPONENTS, Effect, Watch
 from penstock.types import PenstockError
 
 SHORTEST_S, LONGEST_S = 4.0, 10.0
@@ -70,6 +70,7 @@ class Inflictor:
         target = self._target(fault)
         effect = Effect(fault.number, fault.kind, target, round(time.monotonic() - self._started, 3))
         effect.before, effect.updates_before = told, run.updates
+        watch.forget_pauses()
         before = {name: watch.incarnation(name) for name in COMPONENTS}
         try:
             gone = self._inflict(fault, effect)
@@ -84,6 +85,7 @@ class Inflictor:
                 after = watch.wait(lambda: run.updates > last, self._bound_s - back)
                 effect.update_s = None if after is None else time.monotonic() - lifted
         finally:
+            effect.paused_s = round(watch.pause_s, 3)
             effect.events, effect.counted = watch.new_events()
         return effect
 
@@ -184,12 +186,9 @@ class Inflictor:
         lasts_s = SHORTEST_S + fault.choice * (LONGEST_S - SHORTEST_S)
         started = time.monotonic()
         try:
-            effect.did = begin()
             while (left := started + lasts_s - time.monotonic()) > 0:
-                if self._run.over:
-                    raise RunEnded
-                time.sleep(min(REFILL_S, left))
-                begin()
+                effect.did = begin()
+                self._watch.wait(lambda: False, min(REFILL_S, left))
         finally:
             lift()
             effect.lasted_s = round(time.monotonic() - started, 3)

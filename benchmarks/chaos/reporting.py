@@ -24,7 +24,7 @@ def line(effect: Effect) -> str:
     """One fault, as soon as it is over."""
     deaths = sum(told.startswith("component_death") for told in effect.events)
     rewinds = sum(told.startswith("rewind") for told in effect.events)
-    seen = f"{deaths} deaths, {rewinds} rewinds" if deaths or rewinds else f"{effect.updates_during} updates meanwhile"
+    seen = f"{deaths} deaths, {rewinds} rewinds, no update for {effect.paused_s:.1f} s"
     return (
         f"{effect.at_s:7.1f} s  {effect.number:>3} {effect.kind:<20}{effect.target:<14} up {_s(effect.up_s)}, "
         f"update {_s(effect.update_s)}; {seen}; {effect.did}"
@@ -46,6 +46,7 @@ class Row:
         median_s: Time to recover, until the next update; None where there was no recovery.
         worst_s: The longest.
         up_s: Median time until every component ran.
+        paused_s: Median of the longest time without an update.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Row:
     median_s: float | None
     worst_s: float | None
     up_s: float | None
+    paused_s: float
 
 
 def rows(effects: Sequence[Effect]) -> list[Row]:
@@ -72,15 +74,18 @@ def _row(kind: str, effects: Sequence[Effect]) -> Row:
         statistics.median(times) if times else None,
         max(times, default=None),
         statistics.median(ups) if ups else None,
+        statistics.median(effect.paused_s for effect in effects),
     )
 
 
 def table(found: Sequence[Row]) -> str:
     """The rows, with their heads."""
-    head = f"  {'kind':<22}{'count':>6}{'recovered':>11}{'all up':>10}{'median':>10}{'worst':>10}   s to recover"
+    head = (
+        f"  {'kind':<22}{'count':>6}{'recovered':>11}{'median s':>10}{'worst s':>10}{'all up s':>10}{'no update s':>13}"
+    )
     lines = [
-        f"  {row.kind:<22}{row.count:>6}{row.recovered:>11}{_number(row.up_s)}{_number(row.median_s)}"
-        f"{_number(row.worst_s)}"
+        f"  {row.kind:<22}{row.count:>6}{row.recovered:>11}{_number(row.median_s)}{_number(row.worst_s)}"
+        f"{_number(row.up_s)}{row.paused_s:>13.1f}"
         for row in found
     ]
     return "\n".join([head, *lines])

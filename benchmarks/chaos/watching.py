@@ -32,12 +32,13 @@ class Effect:
         number: Of the fault.
         kind: Of the fault.
         target: What it was done to.
-        at_s: When, since the start of the faults.
+        at_s: When, since the run was wired.
         lasted_s: How long it was there; 0 for a signal.
         did: What was done, in words.
         up_s: Until every component ran; None: not within the limit.
         update_s: Until another update was made, then or later; None: not within the limit.
         before: What the overseer told in the calm before: deaths there are no fault's.
+        paused_s: The longest time without an update from the fault to the end of the recovery.
         updates_before: That had been made.
         updates_during: That were made while it lasted.
         events: What the overseer told meanwhile.
@@ -52,6 +53,7 @@ class Effect:
     did: str = ""
     up_s: float | None = None
     update_s: float | None = None
+    paused_s: float = 0.0
     before: list[str] = field(default_factory=list)
     updates_before: int = 0
     updates_during: int = 0
@@ -73,11 +75,27 @@ class Watch:
 
     Args:
         run: Which.
+
+    Attributes:
+        pause_s: The longest time without an update, among those that `wait` saw since `forget_pauses`.
     """
 
     def __init__(self, run: Run) -> None:
+        self.pause_s = 0.0
         self._run = run
         self._events_seen = 0
+        self._updates = run.updates
+        self._updated_at = time.monotonic()
+
+    def forget_pauses(self) -> None:
+        """From now on."""
+        self._updates, self._updated_at, self.pause_s = self._run.updates, time.monotonic(), 0.0
+
+    def _look_for_updates(self) -> None:
+        now = time.monotonic()
+        if self._run.updates != self._updates:
+            self._updates, self._updated_at = self._run.updates, now
+        self.pause_s = max(self.pause_s, now - self._updated_at)
 
     def report(self, name: str) -> Report | None:
         """The newest of a component's living incarnation."""
@@ -108,6 +126,7 @@ class Watch:
         """
         started = time.monotonic()
         while not until():
+            self._look_for_updates()
             if self._run.over:
                 raise RunEnded
             if time.monotonic() - started > limit_s:

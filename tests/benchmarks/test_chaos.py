@@ -272,17 +272,18 @@ def effect(kind, up_s, update_s, **more):
 
 def test_the_table_counts_and_times_by_kind():
     effects = [
-        effect("kill learner", 7.0, 9.0),
+        effect("kill learner", 7.0, 9.0, paused_s=8.5),
         effect("kill learner", 5.0, 6.0),
         effect("kill learner", 8.0, None),
         effect("clock jump", None, None),
     ]
     clock, kill = reporting.rows(effects)
     assert (kill.count, kill.recovered, kill.median_s, kill.worst_s, kill.up_s) == (3, 2, 7.5, 9.0, 7.0)
+    assert kill.paused_s == 0.0
     assert (clock.count, clock.recovered, clock.median_s, clock.worst_s) == (1, 0, None, None)
     lines = reporting.table([clock, kill]).splitlines()
-    assert lines[1].split() == ["clock", "jump", "1", "0", "–", "–", "–"]
-    assert lines[2].split() == ["kill", "learner", "3", "2", "7.0", "7.5", "9.0"]
+    assert lines[1].split() == ["clock", "jump", "1", "0", "–", "–", "–", "0.0"]
+    assert lines[2].split() == ["kill", "learner", "3", "2", "7.5", "9.0", "7.0", "0.0"]
 
 
 def test_a_fault_is_told_in_a_line_with_what_the_overseer_said_of_it():
@@ -292,7 +293,7 @@ def test_a_fault_is_told_in_a_line_with_what_the_overseer_said_of_it():
     ]
     assert events[0] == "component_death learner-0 2 gone"
     said = reporting.line(effect("kill learner", 7.0, None, events=events, did="SIGKILL to learner-0#2"))
-    assert "up   7.0 s, update   never; 1 deaths, 1 rewinds; SIGKILL to learner-0#2" in said
+    assert "up   7.0 s, update   never; 1 deaths, 1 rewinds, no update for 0.0 s; SIGKILL to learner-0#2" in said
     assert json.loads(json.dumps(effect("x", 1.0, 2.0).record()))["recovered"]
 
 
@@ -310,7 +311,20 @@ def test_missed_marks_are_counted():
 @pytest.mark.timeout(420)
 def test_a_run_survives_ninety_seconds_of_faults(tmp_path, capsys):
     out = tmp_path / "chaos.jsonl"
-    arguments = ["--minutes", "1.5", "--seed", "1", "--bar", "0.5", "--learning-rate", "1e-3", "--more-minutes", "1.5"]
+    arguments = [
+        "--minutes",
+        "1.5",
+        "--seed",
+        "738",
+        "--each",
+        "0",
+        "--bar",
+        "0.5",
+        "--learning-rate",
+        "1e-3",
+        "--more-minutes",
+        "1.5",
+    ]
     code = benchmark.main([*arguments, "--scratch", str(tmp_path), "--out", str(out)])
     printed = capsys.readouterr().out
     assert code == 0, printed

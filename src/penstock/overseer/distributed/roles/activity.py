@@ -44,6 +44,12 @@ class Activity:
         finally:
             self._change(1)
 
+    @property
+    def working(self) -> bool:
+        """Whether it works at this moment, and does not wait for others."""
+        with self._lock:
+            return self._running > 0
+
     def read(self) -> tuple[float, float]:
         """Busy and idle seconds."""
         with self._lock:

@@ -17,6 +17,7 @@ from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent
 from penstock.inference import RemoteContext
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Peer, View
+from penstock.overseer.distributed.roles.activity import Activity
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
 from penstock.overseer.distributed.roles.settings import Settings
@@ -50,7 +51,7 @@ class EvaluatorRole(ThreadedComponent):
         config = settings.config
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, settings.tokenizer())
-        self._context = _Pinned(self._contexts)
+        self._context = _Pinned(self._contexts, self.activity)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)
         self._evaluator = Evaluator(
@@ -158,9 +159,8 @@ class EvaluatorRole(ThreadedComponent):
         self._manager.shutdown()
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        working = self.doing.startswith("evaluating")
         facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
-        progress = float(self._context.completions) if working else None
+        progress = float(self._context.completions) if self.activity.working else None
         return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
 
 
@@ -177,10 +177,11 @@ class _Reporting:
 
 
 class _Pinned:
-    """An inference context that refuses completions of any version but one."""
+    """An inference context that refuses completions of any version but one, and tells waiting from work."""
 
-    def __init__(self, context: RemoteContext) -> None:
+    def __init__(self, context: RemoteContext, activity: Activity) -> None:
         self._context = context
+        self._activity = activity
         self._version: WeightVersion | None = None
         self.completions = 0
 
@@ -194,7 +195,8 @@ class _Pinned:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        answers = self._context.generate(prompts, n, decoding, seeds)
+        with self._activity.waiting():
+            answers = self._context.generate(prompts, n, decoding, seeds)
         for completion in (completion for answer in answers for completion in answer):
             self.completions += 1
             steps = {completion.oldest_weight_step, *completion.weight_steps.tolist()}

@@ -176,7 +176,7 @@ class ReplayRole(ThreadedComponent):
         # Neither busy nor idle is counted: the buffer serves others at every moment.
         return Condition(
             self.state,
-            self._service.waiting_for() if self._admitting else self.doing,
+            self.doing,
             None,
             metrics=self._service.metrics(),
             facts=self._facts(

@@ -112,7 +112,7 @@ class RolloutRole(ThreadedComponent):
         return Condition(
             self.state,
             self.doing if worker.running else "waiting for tickets",
-            float(worker.groups_finished + worker.groups_failed + self.answers) if worker.running else None,
+            float(worker.groups_finished + worker.groups_failed + self.answers) if self.activity.working else None,
             busy_s,
             idle_s,
             metrics={

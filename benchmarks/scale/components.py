@@ -1,0 +1,149 @@
+"""The learner and the inference servers of the simulation: real messages and real weights, no arithmetic."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition
+from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.replay import RemoteBatches
+from penstock.types import Stopped, UnreachableError, WeightsError, WeightVersion
+from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client
+
+WEIGHT_BYTES = 25_000_000
+CALL_S = 30.0
+
+
+class SimulatedLearner(ThreadedComponent):
+    """Takes batches and commits them at once; its broadcaster is the real one, over Arrow Flight, in this process."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        self._replay = around.caller("replay-0")
+        self._batches = RemoteBatches(self._replay, settings.lineage)
+        self._broadcaster: Broadcaster | None = None
+        self._arrays = {f"layer.{i}": np.full(WEIGHT_BYTES // 32, i, np.float32) for i in range(8)}
+        self._step = 0
+        self._trained: Counter[str] = Counter()
+        self._waited: list[float] = []
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self._broadcaster = open_broadcaster(self.config.weights, self.settings.job, self.settings.token, "")
+        self._broadcaster.publish(WeightVersion(self.settings.lineage, 0), self._arrays)
+        self.state, self.doing = "running", "training"
+        self.crew.start("learner.train", self._train)
+
+    def _train(self) -> None:
+        assert self._broadcaster is not None  # opened at the start
+        self._replay.call("admit", timeout_s=CALL_S)
+        try:
+            while not self.stopping.is_set():
+                began = time.monotonic()
+                batch = self._batches.next_batch(self._step, 600.0)
+                self._waited.append(time.monotonic() - began)
+                self._trained.update(name for example in batch.examples for name in example.rollout_ids)
+                self._batches.finish_update(self._step)
+                self._step += 1
+                self._batches.set_current_step(self._step)
+                self._broadcaster.publish(WeightVersion(self.settings.lineage, self._step), self._arrays)
+                self.around.metrics(self._step, {**batch.metrics, **self._broadcaster.metrics()})
+        except Stopped:
+            pass  # asked to, between two updates
+        self.state, self.doing = "finished", f"done at step {self._step}"
+
+    def finish(self) -> None:
+        """Training ends at the next update boundary."""
+        self.stopping.set()
+        self._batches.stop()
+
+    def trained(self) -> dict[str, int]:
+        """Rollout → how often it was in a batch."""
+        return dict(self._trained)
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self.finish()
+        super().stop(timeout_s)
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        weights = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": True}
+        return Condition(self.state, self.doing, None, address=weights, facts=self._facts(step=self._step))
+
+
+class SimulatedServer(ThreadedComponent):
+    """Fetches each version and tells the replay buffer, as an inference server does; serves nobody."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        self._replay = around.caller("replay-0")
+        self._client: WeightClient | None = None
+        self._held: WeightVersion | None = None
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.state = "running"
+        self.crew.start(f"{self.name}.weights", self._run)
+
+    def _run(self) -> None:
+        while not self.stopping.is_set():
+            learner = self.around.view.peer("learner-0")
+            endpoint = learner.address.get("weights") if learner is not None else None
+            if endpoint is None:
+                self.view_changed.wait(POLL_S)
+                self.view_changed.clear()
+                continue
+            if self._client is None:
+                self._client = open_client(endpoint, self.config.weights, self.settings.token, self.name)
+            try:
+                self._follow(self._client)
+            except (UnreachableError, WeightsError) as failure:  # a newer version meanwhile, or a slow answer
+                self.doing = str(failure)
+                self.stopping.wait(POLL_S)
+
+    def _follow(self, client: WeightClient) -> None:
+        version = client.wait_for(self._held, POLL_S)
+        if version is None:
+            return
+        began = time.monotonic()
+        client.fetch(version)
+        self._seconds.append(time.monotonic() - began)
+        me = self.around.identity
+        self._replay.call("server_holds", me.name, me.incarnation, version.lineage, version.step, timeout_s=CALL_S)
+        self._held, self.doing = version, "serving"
+
+    def fetches(self) -> list[float]:
+        """Seconds of each fetch since the last question."""
+        found, self._seconds = self._seconds, []
+        return found
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        if self._client is not None:
+            self._client.close()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        held = self._held
+        address: dict[str, Any] = {}
+        if held is not None:
+            address = {"url": "http://127.0.0.1:1", "lineage": held.lineage, "step": held.step}
+        return Condition(self.state, self.doing, None, address=address, facts=self._facts())
+
+
+def make_learner(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedLearner:
+    """Factory."""
+    return SimulatedLearner(around, Settings.of(settings))
+
+
+def make_server(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedServer:
+    """Factory."""
+    return SimulatedServer(around, Settings.of(settings))

@@ -1,0 +1,101 @@
+"""The learner's broadcaster may be restarted at any time, while versions are published too."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.overseer import load_config
+from penstock.overseer.distributed.records import Identity, View
+from penstock.overseer.distributed.roles.learner import LearnerRole
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.rundir import RunDirectory
+from penstock.types import UnreachableError, WeightVersion
+from penstock.weights import open_client
+
+LIMIT_S = 20.0
+
+
+class Around:
+    """A host that knows nobody else."""
+
+    identity = Identity("learner", 0, 0)
+    view = View()
+
+    def caller(self, name: str) -> "Around":
+        return self
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        raise UnreachableError(f"{method}: nobody is there")
+
+    def event(self, kind: str, step: int = 0, **fields: Any) -> None: ...
+
+    def metrics(self, step: int, values: Any) -> None: ...
+
+    def samples(self, step: int, conversations: list[Any]) -> None: ...
+
+
+class Step:
+    """Stands for the learner, whose weights are given by the test."""
+
+    step = 0
+
+
+def weights(step: int) -> dict[str, np.ndarray]:
+    return {"embedding": np.full((8, 4), step, np.float32)}
+
+
+@pytest.fixture
+def role(tmp_path):
+    config = load_config("cats", ["runtime=ray"])
+    role = LearnerRole(Around(), Settings(config, RunDirectory(tmp_path), "0" * 64))
+    yield role
+    role.stop(LIMIT_S)
+
+
+def begin(role: LearnerRole) -> None:
+    role._learner = Step()  # pyright: ignore[reportAttributeAccessIssue]
+    role._published = WeightVersion(0, 0), weights(0)
+    with role._publishing:
+        role._open_broadcaster()
+
+
+def endpoint(role: LearnerRole) -> dict[str, Any]:
+    return dict(role.condition().address["weights"])
+
+
+def test_a_restarted_broadcaster_offers_the_same_version_and_weights_under_another_incarnation(role):
+    begin(role)
+    role.publish(WeightVersion(0, 5), weights(5))
+    before = endpoint(role)
+    role.restart_broadcaster()
+    assert endpoint(role)["incarnation"] != before["incarnation"]
+    client = open_client(endpoint(role), role.config.weights, role.settings.token, "inference-0")
+    assert client.wait_for(None, LIMIT_S) == WeightVersion(0, 5)
+    np.testing.assert_array_equal(client.fetch(WeightVersion(0, 5))["embedding"], weights(5)["embedding"])
+    client.close()
+
+
+def test_versions_are_published_while_the_broadcaster_is_restarted_again_and_again(role):
+    begin(role)
+    restarted, ended = [], threading.Event()
+
+    def restart() -> None:
+        while not ended.is_set():
+            role.restart_broadcaster()
+            restarted.append(endpoint(role)["incarnation"])
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    for step in range(1, 60):
+        role.publish(WeightVersion(0, step), weights(step))
+    ended.set()
+    restarting.join(LIMIT_S)
+    assert len(set(restarted)) == len(restarted) > 0
+    assert role._broadcaster is not None and role._broadcaster.latest() == WeightVersion(0, 59)
+
+
+def test_a_learner_that_loads_has_no_broadcaster_to_restart(role):
+    with pytest.raises(UnreachableError, match="learner-0#0 has no broadcaster yet"):
+        role.restart_broadcaster()
