@@ -28,6 +28,8 @@ from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
 from benchmarks.chaos.slow_network import Proxy, free_port
 from benchmarks.chaos.small_disk import SmallDisk
 from benchmarks.chaos.watching import Effect, RunEnded, Watch
+from penstock.overseer import RunConfig
+from penstock.rundir import RunDirectory
 from penstock.types import PenstockError
 
 START_S = 300.0
@@ -160,8 +162,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if marks.missed else 0
 
 
-def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk):
-    """The run with all faults, to its end."""
+Outcome = tuple[Story, str, auditing.Audit, RunConfig, RunDirectory]
+
+
+def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk) -> Outcome:
+    """The run with all faults, to its end: its story, how it failed, what its files say."""
     clock_folder = scratch / "clocks"
     clock_folder.mkdir()
     weights_port, failure = free_port(), ""
@@ -174,7 +179,7 @@ def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk):
             chaos.thread.start()
             try:
                 run.oversee()
-            except PenstockError as error:
+            except Exception as error:  # whatever it is, what the files say of the run is told all the same
                 failure = f"{type(error).__name__}: {error}"
             finally:
                 run.ended.set()

@@ -12,11 +12,11 @@ from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteBatches
-from penstock.types import Stopped, UnreachableError, WeightsError, WeightVersion
+from penstock.types import PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client
 
 WEIGHT_BYTES = 25_000_000
-CALL_S = 30.0
+CALL_S, START_S = 30.0, 300.0
 
 
 class SimulatedLearner(ThreadedComponent):
@@ -41,8 +41,8 @@ class SimulatedLearner(ThreadedComponent):
 
     def _train(self) -> None:
         assert self._broadcaster is not None  # opened at the start
-        self._replay.call("admit", timeout_s=CALL_S)
         try:
+            PersistentCaller(self._replay, "replay-0", START_S).call("admit", timeout_s=CALL_S)
             while not self.stopping.is_set():
                 began = time.monotonic()
                 batch = self._batches.next_batch(self._step, 600.0)

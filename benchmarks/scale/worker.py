@@ -35,6 +35,7 @@ class SimulatedWorker:
         call: Reaches the replay buffer.
         loop: Where it runs.
         pace: Latencies at present, the same for all.
+        hurry: Once it is set, engines answer at once; what was begun is delivered, and nothing new is asked for.
         note_group: Told of each group that was taken.
     """
 
@@ -44,6 +45,7 @@ class SimulatedWorker:
         call: AsyncCall,
         loop: asyncio.AbstractEventLoop,
         pace: Callable[[], Latencies],
+        hurry: asyncio.Event,
         note_group: Callable[[str], None],
     ) -> None:
         self._around, self._loop, self._pace, self._note_group = around, loop, pace, note_group
@@ -52,11 +54,12 @@ class SimulatedWorker:
         self._me = (identity.name, identity.incarnation)
         self._rng = random.Random(identity.index)
         self._make = GroupMaker(identity.name)
-        self._hurry = asyncio.Event()
+        self._hurry = hurry
         self._numbers = {"acquire": 1, "deliver": 1}
         self._clock_offset, self._clock_due = 0.0, 0.0
         self._groups, self._running, self._full = 0, 0, 0
         self._state: Any = "starting"
+        self._draining = self._done = False
         self._error = ""
         self._view = around.view
 
@@ -69,8 +72,8 @@ class SimulatedWorker:
         self._view = view
 
     def drain(self) -> None:
-        """Its engine answers at once from now on; it delivers that and takes no new tickets."""
-        self._loop.call_soon_threadsafe(self._hurry.set)
+        """See `Component.drain`."""
+        self._draining = True
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
@@ -84,7 +87,7 @@ class SimulatedWorker:
             "generating" if self._running else "waiting for tickets",
             float(self._groups) if self._running else None,
             metrics={f"rollout/groups_{name}": float(count) for name, count in counts.items()},
-            facts={"tasks": {}, "groups": counts, "last_failure": "", "full": self._full},
+            facts={"tasks": {}, "groups": counts, "last_failure": "", "full": self._full, "done": self._done},
             error=self._error,
         )
 
@@ -94,13 +97,13 @@ class SimulatedWorker:
         self._state = "running"
         try:
             await self._generate()  # nobody begins in step with the others: first tokens are under way
-            while not self._hurry.is_set():
+            while not (self._hurry.is_set() or self._draining):
                 for ticket in await self._acquire():
                     self._running = 1
                     await self._generate()
                     await self._deliver(ticket)
                     self._running = 0
-            self._state = "drained"
+            self._state, self._done = "drained" if self._draining else "running", True
         except Stopped:
             self._state = "drained"
         except PenstockError as error:  # its condition, as of a real one

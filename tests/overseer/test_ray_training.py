@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -135,32 +136,53 @@ def test_a_dead_driver_takes_its_components_along(tmp_path: Path):
     eventually(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
 
 
-def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
-    """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross."""
+def run_on_cluster(tmp_path: Path, head: str, then: str, address: str, *words: str) -> Path:
+    """A run on a cluster of this machine's own; the head and further nodes as Python source."""
+    run_dir = tmp_path / "run"
     script = f"""
 import sys
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 4, "resources": {{"here": 100}}}})
-cluster.add_node(num_cpus=4, resources={{"there": 100}})
+cluster = Cluster(initialize_head=True, head_node_args={head})
+{then}
 from penstock.cli import main
-code = main([
-    "train", "cats", "-q", *{QUICK!r}, "steps=12", "rollout.workers=2", "weights.transport=arrow_flight",
-    f"ray.address={{cluster.address}}", "--run-dir={tmp_path / "run"}",
-    *[f"roles.{{role}}.resources.here=1" for role in ("learner", "replay", "curriculum")],
-    *[f"roles.{{role}}.resources.there=1" for role in ("inference", "rollout", "evaluator")],
-])
+code = main(["train", "cats", "-q", *{[*QUICK, *words]!r}, f"ray.address={address}", "--run-dir={run_dir}"])
 cluster.shutdown()
 sys.exit(code)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    run_dir = tmp_path / "run"
+    return run_dir
+
+
+def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
+    """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross."""
+    here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay", "curriculum")]
+    there = [f"roles.{role}.resources.there=1" for role in ("inference", "rollout", "evaluator")]
+    run_dir = run_on_cluster(
+        tmp_path,
+        '{"num_cpus": 4, "resources": {"here": 100}}',
+        'cluster.add_node(num_cpus=4, resources={"there": 100})',
+        "{cluster.address}",
+        "steps=12", "rollout.workers=2", "weights.transport=arrow_flight", *here, *there,
+    )  # fmt: skip
     arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-12" / "model" / "model.safetensors")
     size = sum(array.nbytes for array in arrays.values())
     rows = updates(run_dir)
     assert [row["step"] for row in rows] == list(range(1, 13))
-    swaps = rows[-1]["inference/weight_swaps_total"]
-    assert rows[-1]["weights/bytes_served"] >= swaps * size > 0
+    assert rows[-1]["weights/bytes_served"] >= rows[-1]["inference/weight_swaps_total"] * size > 0
     status = read_status(run_dir / "status.json")
-    assert status["numbers"]["rollout_storage/received_bytes"] > 0
+    assert status is not None and status["numbers"]["rollout_storage/received_bytes"] > 0
     assert closes(status["ledger"])
+
+
+def test_a_cluster_can_be_reached_through_ray_client(tmp_path: Path):
+    port = free_port()
+    head = f'{{"num_cpus": 4, "ray_client_server_port": {port}}}'
+    run_dir = run_on_cluster(tmp_path, head, "", f"ray://127.0.0.1:{port}", "steps=2")
+    status = read_status(run_dir / "status.json")
+    assert status is not None and status["state"] == "finished" and status["step"] == 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -180,6 +180,7 @@ class ReplayService:
                 return "full"
             with self._lock:
                 self._delivered[holder] = number
+                self._counts["bytes"] += len(message)
             return "taken"
         except Exception as error:
             self._counts["unreadable"] += 1
@@ -339,6 +340,7 @@ class ReplayService:
             **self._storage.metrics(),
             **self._receiver.metrics(),
             **self._curriculum.metrics(),
+            "rollout_storage/received_bytes": float(self._counts["bytes"]),
             "replay/waiting_workers": float(self._desk.waiting),
             "replay/reissued_tickets": float(self._desk.reissued),
             "replay/refused_messages": float(self._counts["refused"] + self._counts["unreadable"]),

@@ -213,7 +213,7 @@ class DistributedConductor:
         stage, config = self._stage, self._config
         self._phase("starting components")
         for name in ("replay-0", "learner-0"):
-            yield from stage.running(name)
+            yield from self._ending_with_the_run(stage.running(name))
         yield from self._until_served()
         if self._plan.settings.checkpoint is None:
             self._phase("evaluating the untrained policy")
