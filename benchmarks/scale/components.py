@@ -12,7 +12,7 @@ from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteBatches
-from penstock.types import PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
+from penstock.types import NoProgressError, PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client
 
 WEIGHT_BYTES = 25_000_000
@@ -30,7 +30,6 @@ class SimulatedLearner(ThreadedComponent):
         self._arrays = {f"layer.{i}": np.full(WEIGHT_BYTES // 32, i, np.float32) for i in range(8)}
         self._step = 0
         self._trained: Counter[str] = Counter()
-        self._waited: list[float] = []
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -44,9 +43,10 @@ class SimulatedLearner(ThreadedComponent):
         try:
             PersistentCaller(self._replay, "replay-0", START_S).call("admit", timeout_s=CALL_S)
             while not self.stopping.is_set():
-                began = time.monotonic()
-                batch = self._batches.next_batch(self._step, 600.0)
-                self._waited.append(time.monotonic() - began)
+                try:
+                    batch = self._batches.next_batch(self._step, POLL_S)
+                except NoProgressError:
+                    continue
                 self._trained.update(name for example in batch.examples for name in example.rollout_ids)
                 self._batches.finish_update(self._step)
                 self._step += 1
@@ -60,7 +60,6 @@ class SimulatedLearner(ThreadedComponent):
     def finish(self) -> None:
         """Training ends at the next update boundary."""
         self.stopping.set()
-        self._batches.stop()
 
     def trained(self) -> dict[str, int]:
         """Rollout → how often it was in a batch."""
@@ -68,8 +67,8 @@ class SimulatedLearner(ThreadedComponent):
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
-        self.finish()
         super().stop(timeout_s)
+        self._batches.stop()
         if self._broadcaster is not None:
             self._broadcaster.close()
 

@@ -151,7 +151,9 @@ def broken(window: Window, expected_groups_per_s: float, limits: Limits = Limits
         found.append(f"{window.deaths:.0f} components were given up")
     if window.beats_made < limits.beats_made:
         found.append(f"{window.beats_made:.0%} of the heartbeats that were due (limit {limits.beats_made:.0%})")
-    if (share := window.groups / window.seconds / expected_groups_per_s) < limits.groups_made:
+    expected = expected_groups_per_s * window.seconds
+    if window.groups < limits.groups_made * expected - 2 * expected**0.5:  # less than that is no chance
+        share = window.groups / expected
         found.append(f"{share:.0%} of the groups that the engines would give (limit {limits.groups_made:.0%})")
     if window.depth > limits.depth_share * window.workers:
         found.append(f"{window.depth:.0f} groups wait for the buffer (limit {limits.depth_share:g} per worker)")

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Farm:
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._groups: list[str] = []
         self._hurry = asyncio.Event()
+        self._views: dict[Any, asyncio.Future[View]] = {}
 
     async def pid(self) -> int:
         """Of this process."""
@@ -69,8 +70,13 @@ class Farm:
         """Starts it."""
         self._hosts[identity].start()
 
-    async def beat(self, identity: Identity, view: View, acknowledged: int) -> Report:
-        """See `Host.beat`."""
+    async def beat(self, identity: Identity, views: Sequence[Any], acknowledged: int) -> Report:
+        """See `Host.beat`; a view comes as Ray's object, which is read once for all workers here."""
+        view = None
+        for reference in views:
+            if reference not in self._views:
+                self._views = {reference: asyncio.ensure_future(reference)}
+            view = await self._views[reference]
         return await self._hosts[identity].beat(view, acknowledged)
 
     async def call(self, identity: Identity, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Any:
@@ -129,7 +135,7 @@ class _Guest:
 
     def __init__(self, farm: Any, identity: Identity) -> None:
         self.place, self.begin = _Method(farm.place, identity), _Method(farm.begin, identity)
-        self.beat, self.call = _Method(farm.beat, identity), _Method(farm.call, identity)
+        self.beat, self.call = _Beat(farm.beat, identity), _Method(farm.call, identity)
 
 
 class _Method:
@@ -138,6 +144,16 @@ class _Method:
 
     def remote(self, *args: Any) -> Any:
         return self._method.remote(self._identity, *args)
+
+
+class _Beat:
+    """In a list a reference stays one on its way."""
+
+    def __init__(self, method: Any, identity: Identity) -> None:
+        self._method, self._identity = method, identity
+
+    def remote(self, view: Any, acknowledged: int) -> Any:
+        return self._method.remote(self._identity, [] if view is None else [view], acknowledged)
 
 
 class TimedHandle:
@@ -151,7 +167,7 @@ class TimedHandle:
         """See `Handle.identity`."""
         return self._handle.identity
 
-    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
         """See `Handle.beat`."""
         began = time.perf_counter()
         answer = self._handle.beat(view, acknowledged)

@@ -198,7 +198,9 @@ class Phase:
         self._take()
         trained = self._call("learner-0", "trained")
         ledger = self._supervisor.reports["replay-0"].condition.facts["ledger"]
-        return Books(self._delivered, trained, ledger, GROUP_SIZE).check()
+        given_up = [f"{fields['component']} was given up: {fields['reason']}" for kind, fields in self.events
+                    if kind == "component_death"]  # fmt: skip
+        return [*given_up[:5], *Books(self._delivered, trained, ledger, GROUP_SIZE).check()]
 
     def _state(self, name: str) -> str:
         report = self._supervisor.report(name)
@@ -206,7 +208,7 @@ class Phase:
 
     def _delivered_all(self) -> bool:
         return all(
-            report.condition.facts["done"] for name, report in self._supervisor.reports.items() if name.startswith("rollout")
+            report.condition.facts.get("done") for name, report in self._supervisor.reports.items() if name.startswith("rollout")
         )
 
     def _replay_metrics(self) -> Mapping[str, float]:

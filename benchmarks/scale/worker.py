@@ -96,11 +96,12 @@ class SimulatedWorker:
     async def _live(self) -> None:
         self._state = "running"
         try:
-            await self._generate()  # nobody begins in step with the others: first tokens are under way
+            share = self._rng.random()  # of the first answer is there already: nobody begins in step with the others
             while not (self._hurry.is_set() or self._draining):
                 for ticket in await self._acquire():
                     self._running = 1
-                    await self._generate()
+                    await self._generate(share)
+                    share = 1.0
                     await self._deliver(ticket)
                     self._running = 0
             self._state, self._done = "drained" if self._draining else "running", True
@@ -109,9 +110,9 @@ class SimulatedWorker:
         except PenstockError as error:  # its condition, as of a real one
             self._state, self._error = "failed", f"{type(error).__name__}: {error}"
 
-    async def _generate(self) -> None:
+    async def _generate(self, share: float) -> None:
         try:
-            await asyncio.wait_for(self._hurry.wait(), self._pace().at(self._rng.random()))
+            await asyncio.wait_for(self._hurry.wait(), share * self._pace().at(self._rng.random()))
         except TimeoutError:
             return
 

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from penstock.inference.config import EngineConfig, ServeConfig, is_loopback
+from penstock.inference.config import EngineConfig, InferenceConfig, ServeConfig, is_loopback
 
 
 def test_buckets_end_with_what_the_longest_sequence_needs():
@@ -39,10 +39,11 @@ def test_an_address_that_others_reach_needs_a_token(host):
     assert ServeConfig(host=host, token="long enough").host == host
 
 
+@pytest.mark.parametrize("kind", [ServeConfig, InferenceConfig])
 @pytest.mark.parametrize("given", [{"tls_cert": "a.pem"}, {"tls_key": "a.pem"}])
-def test_a_certificate_and_its_key_go_together(given):
+def test_a_certificate_and_its_key_go_together(kind, given):
     with pytest.raises(ValidationError, match="tls_cert and tls_key go together"):
-        ServeConfig.model_validate(given)
+        kind.model_validate(given)
 
 
 def test_a_token_is_not_printed():

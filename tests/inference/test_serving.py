@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import re
+import socket
 import ssl
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -351,6 +354,15 @@ def test_a_server_starts_ready_and_ends_clean(served_engine, codec):
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health")
     assert not [thread for thread in threading.enumerate() if thread.name == "http-server" and thread.is_alive()][1:]
+
+
+def test_headers_without_an_end_are_cut_off_before_they_take_memory(url):
+    """Nobody has shown a token yet; a parser without a bound would keep all of it."""
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    with socket.create_connection((host, port), timeout=WAIT_S) as connection:
+        with suppress(ConnectionError):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 200_000)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
 
 
 def test_it_speaks_tls(served_engine, codec, tmp_path):

@@ -1,13 +1,16 @@
+import errno
 import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from penstock.learner import (
     Learner,
     OptimizerConfig,
+    checkpoints,
     latest_checkpoint,
     load_checkpoint,
     restore_learner,
@@ -207,3 +210,22 @@ def test_names_and_files_hold_no_pickle(tmp_path, learner):
             json.loads(file.read_text())
         elif file.is_file():
             assert file.suffix == ".safetensors"
+
+
+def test_a_full_disk_is_told_as_such_and_the_next_try_is_as_if_there_had_been_none(tmp_path, learner, monkeypatch):
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left") as raised:
+        full.setattr(checkpoints.safetensors.numpy, "save_file", raising(SafetensorError(said)))
+        _save(tmp_path, learner)
+    assert raised.value.errno == errno.ENOSPC
+    assert latest_checkpoint(tmp_path) is None
+    path = _save(tmp_path, learner)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert load_checkpoint(path).step == 1
+
+
+def raising(error: Exception):
+    def raise_it(*_, **__):
+        raise error
+
+    return raise_it

@@ -54,7 +54,7 @@ class ThreadHandle:
             coroutine.close()
             raise UnreachableError(f"{self.identity} is dead") from None
 
-    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
         answer: Future[Report] = Future()
         if not self.alive:
             answer.set_exception(UnreachableError(f"{self.identity} is dead"))
@@ -66,7 +66,7 @@ class ThreadHandle:
             answer.set_exception(error)
         return answer
 
-    async def _beat(self, view: View, acknowledged: int, answer: Future[Report]) -> None:
+    async def _beat(self, view: View | None, acknowledged: int, answer: Future[Report]) -> None:
         assert self.host is not None
         while not self.thawed.is_set():
             await asyncio.sleep(0.005)

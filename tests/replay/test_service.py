@@ -74,6 +74,7 @@ def test_a_delivery_counts_once_however_often_it_is_repeated(sim, serve, loop):
     settle(s, {"in_flight": 0})
     assert s.service.metrics()["replay/late_deliveries"] == 0
     assert s.service.metrics()["replay/repeated_messages"] == 2
+    assert s.service.metrics()["rollout_storage/received_bytes"] == len(first) + len(message_of(sim, tickets[1]))
 
 
 def test_a_writer_whose_share_is_full_is_told_so(sim, serve, loop):

@@ -45,6 +45,18 @@ def test_nobody_waits_for_a_dead_server_and_a_late_word_of_its_death_spares_the_
         serving.hold("inference-1", 0, 0, 5)
 
 
+def test_what_a_dead_server_still_says_holds_nothing_up():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 3)
+    serving.forget("inference-1", 4)
+    with pytest.raises(SupersededError, match="inference-1#4 is dead"):
+        serving.hold("inference-1", 4, 0, 2)
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step == 5
+    assert serving.hold("inference-1", 5, 0, 5)
+
+
 def test_a_server_that_joins_late_takes_nothing_back():
     issuer = issuer_at(5)
     serving = ServingVersions(issuer, needs_clearance=False)

@@ -309,3 +309,40 @@ def test_offsets_that_reach_outside_the_message_are_refused():
     names = pa.StringArray.from_buffers(5, offsets, pa.py_buffer(b"cats" * 5))
     with pytest.raises(TransferError, match="ffset"):
         batch_from_buffer(sealed(stream_of(table.set_column(index, table.schema.field(index), names))))
+
+
+def packed_stream(table: pa.Table, compression: str) -> bytes:
+    target = pa.BufferOutputStream()
+    with pa.ipc.new_stream(target, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table)
+    return target.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_compressed_columns_are_refused_before_they_are_unpacked(compression):
+    """A message of 100 kB would take a gigabyte; peers' numbers decide about no memory."""
+    table = pa.table({"env_name": pa.array(np.zeros(1 << 30, np.uint8))})
+    message = sealed(packed_stream(table, compression))
+    del table
+    before = pa.total_allocated_bytes()
+    pool = pa.default_memory_pool()
+    peak = pool.max_memory()
+    assert len(message) < 1 << 23
+    with pytest.raises(TransferError, match="compressed"):
+        batch_from_buffer(message)
+    assert pa.total_allocated_bytes() == before and pool.max_memory() == peak
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pa.nulls(1000), pa.array([{}] * 1000, pa.struct([])), pa.array(["x"] * 1000, pa.string_view())],
+    ids=lambda column: str(column.type),
+)
+def test_columns_whose_elements_take_no_memory_are_refused(column):
+    with pytest.raises(TransferError, match="types that no writer makes"):
+        batch_from_buffer(sealed(stream_of(pa.table({"env_name": column}))))
+
+
+def test_dictionaries_are_refused():
+    with pytest.raises(TransferError, match="a dictionary in a message"):
+        batch_from_buffer(sealed(stream_of(pa.table({"env_name": pa.array(["a"]).dictionary_encode()}))))

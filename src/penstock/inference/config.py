@@ -97,6 +97,12 @@ class InferenceConfig(EngineConfig):
     tls_ca: Path | None = None
     max_waiting: int = Field(default=1024, gt=0)
 
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> "InferenceConfig":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both, or neither")
+        return self
+
 
 def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int) -> tuple[int, ...]:
     lengths = list(given or ())

@@ -56,6 +56,7 @@ class HttpServer:
         self._server = _AnnouncingServer(
             uvicorn.Config(
                 app,
+                http="h11",  # bounds a request's headers; httptools, which may be installed too, does not
                 log_config=None,
                 access_log=False,
                 lifespan="off",

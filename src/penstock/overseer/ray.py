@@ -112,7 +112,7 @@ class ComponentActor:
         """Makes the component."""
         self._host.start()
 
-    async def beat(self, view: View, acknowledged: int) -> Report:
+    async def beat(self, view: View | None, acknowledged: int) -> Report:
         """See `Host.beat`."""
         return await self._host.beat(view, acknowledged)
 
@@ -222,7 +222,7 @@ class RayHandle:
     def _begin(self) -> None:
         self._kept.append(self._actor.begin.remote())
 
-    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
         """Tells it the view and asks how it is; see `Handle.beat`."""
         report: Future[Report] = Future()
 
@@ -234,7 +234,7 @@ class RayHandle:
                 report.set_exception(_unreachable(self._identity, error))
 
         try:
-            answer = self._actor.beat.remote(view, acknowledged)
+            answer = self._actor.beat.remote(self._launcher.carried(view), acknowledged)
             self._kept.append(answer)
             answer.future().add_done_callback(pass_on)
         except _RAY_ERRORS as error:
@@ -289,6 +289,7 @@ class RayLauncher:
         self._life = Life(config.namespace or f"penstock-{run_id}", secrets.token_hex(4), logs)
         self._lock = threading.Lock()
         self._handles: dict[RayHandle, dict[str, float]] = {}
+        self._carried: tuple[View, Any] | None = None
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="ray-launcher")
         self._noise = _Noise(logs / "ray.jsonl")
         self._connected_here = not ray.is_initialized()
@@ -352,6 +353,15 @@ class RayLauncher:
         self._noise.close()
 
     # --- for its handles -----------------------------------------------------------------------------------------
+
+    def carried(self, view: View | None) -> Any:
+        """A view as an object of Ray: pickled once, however many are told of it."""
+        if view is None:
+            return None
+        with self._lock:
+            if self._carried is None or self._carried[0] is not view:
+                self._carried = view, ray.put(view)
+            return self._carried[1]
 
     def in_turn(self, action: Callable[[], Any]) -> None:
         """Does something in a thread that may wait; Ray's own that tell of answers may not."""

@@ -177,7 +177,9 @@ def _resume_point(directory: RunDirectory, damages: _Damages) -> tuple[int, Path
             + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
         )
     salvage_logs(directory, damages.add)
-    return Lineages(directory.lineages_path).newest + 1, path
+    # A life that went back to its very beginning has a number, but no fork.
+    newest = max(Lineages(directory.lineages_path).newest, int(read_states(path)["run"]["lineage"]))
+    return newest + 1, path
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:

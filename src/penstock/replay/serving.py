@@ -29,6 +29,7 @@ class ServingVersions:
         self._needs_clearance = needs_clearance
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self._dead: dict[str, int] = {}
         self._cleared: int | None = None
 
     def hold(self, server: str, incarnation: int, lineage: int, step: int) -> bool:
@@ -42,6 +43,8 @@ class ServingVersions:
         """
         with self._lock:
             known = self._held.get(server)
+            if incarnation <= self._dead.get(server, -1):  # it would hold the serving version up for ever
+                raise SupersededError(f"{server}#{incarnation} is dead")
             if known is not None and incarnation < known.incarnation:
                 raise SupersededError(f"{server}#{incarnation} was replaced by #{known.incarnation}")
             if lineage != self._issuer.lineage:
@@ -53,6 +56,7 @@ class ServingVersions:
     def forget(self, server: str, incarnation: int) -> None:
         """An incarnation of a server is dead, and those before it."""
         with self._lock:
+            self._dead[server] = max(incarnation, self._dead.get(server, -1))
             known = self._held.get(server)
             if known is not None and known.incarnation <= incarnation:
                 del self._held[server]

@@ -6,7 +6,8 @@ group (ids and keys may repeat). Any Arrow reader opens a message; it stops befo
 
 Invariants: what is read is what was written, or an error; every array that is read is a read-only view of the
 message and keeps all of it alive, so who keeps rollouts for long copies them (`PackedRollout`); nothing of a message
-is executed (no pickle). The checksum is against accidents: it authenticates nobody.
+is executed (no pickle), and nothing is unpacked (no compression), so that memory is bounded by its size. The checksum
+is against accidents: it authenticates nobody.
 
 Not covered: a batch with more than 2³¹ tokens, and `RolloutBatch.metadata`, which is made anew from the members.
 """
@@ -48,9 +49,12 @@ TRANSFER_SCHEMA = ROLLOUT_SCHEMA.set(_MASK, _MASK_FIELD).append(_GROUP_FIELD)
 _TRAILER = struct.Struct("<4sIQ")
 """Magic, CRC-32 of the stream, length of the stream in bytes."""
 _MAGIC = b"PSR1"
+_INT32, _UINT32, _UINT16 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<H")
+_HEADER, _COMPRESSION = 2, 3
+"""Fields of Arrow's `Message`, and of its `RecordBatch` (https://github.com/apache/arrow/tree/main/format)."""
 _FORGED = (
     pa.ArrowException, RunDirectoryError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError,
-    OverflowError,
+    OverflowError, struct.error,
 )  # fmt: skip
 """What reading columns of other types and shapes than ours may raise."""
 
@@ -138,6 +142,7 @@ def _checked_stream(buffer: pa.Buffer) -> pa.Buffer:
 
 
 def _read(stream: pa.Buffer) -> pa.Table:
+    _check_unpacked(stream)
     with pa.ipc.open_stream(stream) as reader:
         version = schema_version(reader.schema)
         if version > SCHEMA_VERSION:
@@ -147,9 +152,50 @@ def _read(stream: pa.Buffer) -> pa.Table:
             )
         if version == SCHEMA_VERSION and not reader.schema.equals(TRANSFER_SCHEMA):
             raise TransferError(f"its columns are not those of schema version {version}: {reader.schema.names}")
+        odd = [field.name for field in reader.schema if version < SCHEMA_VERSION and not _has_elements(field.type)]
+        if odd:
+            raise TransferError(f"columns {odd} are of types that no writer makes")
         table = reader.read_all()
     table.validate(full=True)  # offsets and text: views must never reach outside the message
     return table
+
+
+def _check_unpacked(stream: pa.Buffer) -> None:
+    """Refuses compressed columns, which would be unpacked to whatever size they name, and dictionaries."""
+    for message in pa.ipc.MessageReader.open_stream(stream):
+        if message.type not in ("schema", "record batch"):
+            raise TransferError(f"a {message.type} in a message of rollouts: no writer makes one")
+        if message.type == "record batch" and _is_compressed(memoryview(message.metadata)):
+            raise TransferError("its columns are compressed, which no writer of messages does")
+
+
+def _is_compressed(metadata: memoryview) -> bool:
+    """Whether a record batch's header, a flatbuffer that Arrow has verified, names a compression."""
+    message = _UINT32.unpack_from(metadata)[0]
+    batch = _field(metadata, message, _HEADER)
+    return (
+        batch is not None
+        and _field(metadata, batch + _UINT32.unpack_from(metadata, batch)[0], _COMPRESSION) is not None
+    )
+
+
+def _field(metadata: memoryview, table: int, number: int) -> int | None:
+    """Where a field of a flatbuffer's table lies; None where it is left out."""
+    fields = table - _INT32.unpack_from(metadata, table)[0]
+    entry = _UINT16.size * (2 + number)  # after the sizes of the list of fields and of the table
+    offset = 0
+    if entry < _UINT16.unpack_from(metadata, fields)[0]:
+        offset = _UINT16.unpack_from(metadata, fields + entry)[0]
+    return table + offset if offset else None
+
+
+def _has_elements(kind: pa.DataType) -> bool:
+    """Whether each element of a column takes memory of its own, so that there are not more than the message holds."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _has_elements(kind.value_type)
+    if pa.types.is_struct(kind):
+        return kind.num_fields > 0 and all(_has_elements(field.type) for field in kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_primitive(kind)
 
 
 def _batch(table: pa.Table) -> RolloutBatch:

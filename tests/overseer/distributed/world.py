@@ -42,7 +42,7 @@ class Component:
     def report(self) -> Report:
         return Report(self.identity, 1000 + self.identity.incarnation, "host-a", self.condition, tuple(self.outbox))
 
-    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
         self.views.append(view)
         self.acknowledged = acknowledged
         answer: Future[Report] = Future()

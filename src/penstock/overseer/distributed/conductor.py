@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.bottleneck import find_bottleneck
+from penstock.overseer.config import rollout_workers
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.numbers import IdleShares, merge
 from penstock.overseer.distributed.plan import ESSENTIAL_NAMES, Plan
@@ -96,7 +97,8 @@ class DistributedConductor:
         self._supervisor.set_lineage(self.lineage)
         for spec in self._plan.components():
             self._supervisor.add(spec)
-        self._supervisor.scalable("rollout", self._plan.rollout)
+        per_lesson = isinstance(self._config.rollout.workers, dict)  # then nobody else would take a lesson's tickets
+        self._supervisor.scalable("rollout", self._plan.rollout, rollout_workers(self._config) if per_lesson else 1)
         self._supervisor.scalable("inference", self._plan.inference)
         script = self._phases_of_run()
         try:
@@ -214,6 +216,7 @@ class DistributedConductor:
         self._phase("starting components")
         for name in ("replay-0", "learner-0"):
             yield from self._ending_with_the_run(stage.running(name))
+        self._step = self._log.step = self._learner_step() or 0
         yield from self._until_served()
         if self._plan.settings.checkpoint is None:
             self._phase("evaluating the untrained policy")

@@ -7,6 +7,10 @@ from penstock.overseer.distributed.launcher import Handle
 from penstock.overseer.distributed.records import Report, View
 from penstock.types import UnreachableError
 
+NEWS_SHARE = 0.25
+"""Of `heartbeat_s`: so long after one question the next may be asked because of a newer view. Where many components
+come, go or move, a view a moment old is cheaper than telling everybody of every change."""
+
 
 class Heartbeat:
     """One question at a time; silence and death are told apart from an answer that is still to come.
@@ -24,15 +28,21 @@ class Heartbeat:
         self._config = config
         self._asked: Future[Report] | None = None
         self._asked_at = now_s
-        self._due_at = now_s
+        self._due_at = self._news_at = now_s
         self._told = -1
 
     def ask(self, view: View, now_s: float) -> None:
-        """Asks where that is due, or where the view is new to it; not while an answer is outstanding."""
-        if self._asked is not None or (now_s < self._due_at and self._told == view.number):
+        """Asks where that is due, or where the view is new to it; not while an answer is outstanding.
+
+        Only a view that is new to it travels: with many components it is by far the largest part of the question.
+        """
+        is_news = self._told != view.number  # whatever was told was received: the question was answered
+        if self._asked is not None or (now_s < self._due_at and not (is_news and now_s >= self._news_at)):
             return
-        self._asked_at, self._due_at, self._told = now_s, now_s + self._config.heartbeat_s, view.number
-        self._asked = self.handle.beat(view, self.acknowledged)
+        heartbeat_s = self._config.heartbeat_s
+        self._asked_at, self._due_at, self._news_at = now_s, now_s + heartbeat_s, now_s + NEWS_SHARE * heartbeat_s
+        self._told = view.number
+        self._asked = self.handle.beat(view if is_news else None, self.acknowledged)
 
     def collect(self, now_s: float) -> Report | None:
         """The answer, once; None where there is none yet.

@@ -79,17 +79,18 @@ class Host:
 
     # --- for the overseer ----------------------------------------------------------------------------------------
 
-    async def beat(self, view: View, acknowledged: int) -> Report:
+    async def beat(self, view: View | None, acknowledged: int) -> Report:
         """One heartbeat.
 
         Args:
-            view: Taken when it is newer than the present one.
+            view: Taken when it is newer than the present one; None where it was told of the newest before.
             acknowledged: Number of the last message that was logged.
         """
         return await asyncio.get_running_loop().run_in_executor(self._beats, self._beat, view, acknowledged)
 
-    def _beat(self, view: View, acknowledged: int) -> Report:
-        self._look(view)
+    def _beat(self, view: View | None, acknowledged: int) -> Report:
+        if view is not None:
+            self._look(view)
         condition = self._condition()  # before the messages: what came before a final state travels with it
         messages = self._outbox.unacknowledged(acknowledged)
         return Report(self.identity, os.getpid(), socket.gethostname(), condition, messages)

@@ -17,14 +17,14 @@ class Handle(Protocol):
         """Who it is."""
         ...
 
-    def beat(self, view: View, acknowledged: int) -> Future[Report]:
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
         """Tells it the view and asks how it is; never blocks.
 
         The future fails with `UnreachableError` when the process is dead or could not be made. That it does not answer
         is for the caller to notice.
 
         Args:
-            view: The newest.
+            view: The newest; None where it has been told of that before.
             acknowledged: Number of its last message that was logged.
         """
         ...

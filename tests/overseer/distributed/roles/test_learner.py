@@ -8,6 +8,7 @@ import pytest
 
 from penstock.overseer import load_config
 from penstock.overseer.distributed.records import Identity, View
+from penstock.overseer.distributed.roles import learner
 from penstock.overseer.distributed.roles.learner import LearnerRole
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.rundir import RunDirectory
@@ -99,3 +100,17 @@ def test_versions_are_published_while_the_broadcaster_is_restarted_again_and_aga
 def test_a_learner_that_loads_has_no_broadcaster_to_restart(role):
     with pytest.raises(UnreachableError, match="learner-0#0 has no broadcaster yet"):
         role.restart_broadcaster()
+
+
+def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(role, monkeypatch):
+    asked = []
+
+    def call(self, method, *args, timeout_s):
+        asked.append(method)
+        return {}
+
+    monkeypatch.setattr(Around, "call", call)
+    monkeypatch.setattr(learner, "save_checkpoint", lambda *args: asked.append("save"))
+    begin(role)
+    role._save(0)
+    assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]

@@ -75,10 +75,10 @@ class ThreadedComponent:
 
     def begin(self, task_id: str, method: str, *args: Any) -> None:
         """Runs a method in a thread; its outcome stands in `facts` under ``tasks``. A repeat changes nothing."""
-        if task_id in self._outcomes:
-            return
         target: Callable[..., Any] = getattr(self, method)
-        self._outcomes[task_id] = {"state": "running"}
+        running = {"state": "running"}
+        if self._outcomes.setdefault(task_id, running) is not running:
+            return
         self.crew.start(f"{self.name}.{method}", lambda: self._attempt(task_id, target, args))
 
     def _attempt(self, task_id: str, target: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -115,10 +115,11 @@ class EvaluatorRole(ThreadedComponent):
         name = peer.identity.name
         server = self.around.caller(name)
         with self._one_at_a_time:
-            held = server.call("hold", self.config.overseer.no_progress_s, timeout_s=CALL_S)
-            self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
-            self.doing = f"evaluating version {version.step} on {name}"
             try:
+                lease = self.config.overseer.no_progress_s, self.around.identity.incarnation
+                held = server.call("hold", *lease, timeout_s=CALL_S)
+                self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
+                self.doing = f"evaluating version {version.step} on {name}"
                 if held != version:
                     raise InterruptedEvaluation(f"{name} went on to {held}")
                 with self.activity.busy():

@@ -13,7 +13,7 @@ from penstock.inference import HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition, Identity
+from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.servers import reachable
 from penstock.overseer.distributed.roles.settings import Settings
@@ -41,7 +41,9 @@ class InferenceRole(ThreadedComponent):
         self._endpoint: Mapping[str, Any] = {}
         self._swap = threading.Lock()
         self._held: WeightVersion | None = None
+        self._held_from = ""  # incarnation of the broadcaster that it was fetched from
         self._leased_until = 0.0
+        self._leased_to = -1  # incarnation of the evaluator
         self._told: tuple[WeightVersion, Identity] | None = None
         self._swap_s = 0.0
         self._draining = False
@@ -74,9 +76,11 @@ class InferenceRole(ThreadedComponent):
         else:
             self.doing = "serving" if self._held else "waiting for the first weights"
             try:
-                version = client.wait_for(self._held, POLL_S)
+                source = str(self._endpoint["incarnation"])
+                # Another broadcaster may offer other weights under the version held, so anything of it is news.
+                version = client.wait_for(self._held if source == self._held_from else None, POLL_S)
                 if version is not None:
-                    self._take(version, client.fetch(version))
+                    self._take(version, client.fetch(version), source)
             except (UnreachableError, WeightsError) as failure:  # a restart, or a newer version meanwhile
                 self.doing = f"serving; weights: {failure}"
                 self.stopping.wait(POLL_S)
@@ -95,7 +99,7 @@ class InferenceRole(ThreadedComponent):
         self._endpoint = endpoint
         return self._client
 
-    def _take(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+    def _take(self, version: WeightVersion, arrays: Mapping[str, Any], source: str) -> None:
         with self._swap:
             if time.monotonic() < self._leased_until:
                 return  # the lease began during the fetch
@@ -104,7 +108,7 @@ class InferenceRole(ThreadedComponent):
             self._engine.set_weights(version, with_named_arrays(self._decoder, merged))
             self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
             self._swap_s = time.perf_counter() - started
-            self._held = version
+            self._held, self._held_from = version, source
 
     def _tell_replay(self) -> None:
         """The ticket issuer paces by the oldest version that any server holds."""
@@ -122,10 +126,21 @@ class InferenceRole(ThreadedComponent):
 
     # --- what others call ----------------------------------------------------------------------------------------
 
-    def hold(self, seconds: float) -> WeightVersion | None:
-        """Keeps the present version for so long at most; returns it. None before the first."""
+    def look(self, view: View) -> None:
+        """Ends the lease of an evaluator that died."""
+        evaluator = view.peer("evaluator-0")
+        if evaluator is None or evaluator.identity.incarnation != self._leased_to:
+            self.release()
+        super().look(view)
+
+    def hold(self, seconds: float, evaluator: int) -> WeightVersion | None:
+        """Keeps the present version for so long at most, while that incarnation of the evaluator lives.
+
+        Returns:
+            The version; None before the first.
+        """
         with self._swap:
-            self._leased_until = time.monotonic() + seconds
+            self._leased_until, self._leased_to = time.monotonic() + seconds, evaluator
             return self._held
 
     def release(self) -> None:
@@ -149,9 +164,10 @@ class InferenceRole(ThreadedComponent):
         held = self._held
         if self._draining and not (stats["inference/running"] or stats["inference/waiting"]):
             self.state = "drained"
-        if held is not None and self.state == "running" and not self._draining:
+        serving = self.state == "running" and not (self._draining or self.stopping.is_set())
+        if held is not None and serving:
             address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
-            address["weights"] = self._endpoint.get("incarnation", "")
+            address["weights"] = self._held_from
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
         return Condition(

@@ -210,12 +210,11 @@ class LearnerRole(ThreadedComponent):
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        states = self._commits.checkpoint_states(step, STATES_S)
-        try:
+        try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
             self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
         except UnreachableError:
             pass  # it is being replaced, and will go on from this older state: an evaluation is made again
-        states |= {
+        states = self._commits.checkpoint_states(step, STATES_S) | {
             "evaluator": self._evaluator_state,
             "run": {"lineage": self.settings.lineage, "results": self._results},
         }

@@ -1,5 +1,7 @@
 """What every component of a distributed run is told at its start, as plain values on the way."""
 
+import hashlib
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +54,9 @@ class Settings:
 
     @property
     def job(self) -> str:
-        """Tells this run's servers from those of others."""
-        return self.directory.path.name
+        """Tells this run's servers from those of others: directories of other runs may have the same name."""
+        path = self.directory.path.resolve()
+        return f"{path.name}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
     def tokenizer(self) -> Tokenizer:
         """The policy's."""

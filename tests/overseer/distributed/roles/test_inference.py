@@ -1,0 +1,207 @@
+"""An inference server tells which weights it serves only once it serves them, and speaks TLS where the run does."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.inference import RemoteContext
+from penstock.model.language import Decoder, named_arrays
+from penstock.overseer import load_config
+from penstock.overseer.distributed.records import Identity, Peer, View
+from penstock.overseer.distributed.roles.inference import InferenceRole
+from penstock.overseer.distributed.roles.servers import make_pool, servers_of
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.rundir import RunDirectory
+from penstock.types import Decoding, NoProgressError, UnreachableError, WeightVersion
+from penstock.weights import Broadcaster, open_broadcaster
+from tests.certificates import write_certificate
+
+LIMIT_S = 60.0
+TOKEN = "0" * 64
+VERSION = WeightVersion(0, 0)
+SMALL = [
+    "runtime=ray", "inference.max_slots=2", "inference.max_seq_len=32", "inference.prefill_lengths=[16]",
+    "inference.prefill_rows=1", "weights.fetch_timeout_s=20",
+]  # fmt: skip
+
+
+class Around:
+    """A host that knows a learner's broadcaster, and nobody else."""
+
+    identity = Identity("inference", 0, 0)
+
+    def __init__(self) -> None:
+        self.view = View()
+        self.others: tuple[Peer, ...] = ()
+
+    def follow(self, role: InferenceRole, broadcaster: Broadcaster) -> None:
+        address = {"weights": broadcaster.endpoint()}
+        self.view = View(self.view.number + 1, 0, (Peer(Identity("learner", 0, 0), address), *self.others))
+        role.look(self.view)
+
+    def caller(self, name: str) -> "Around":
+        return self
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        raise UnreachableError(f"{method}: nobody is there")
+
+
+class Engine:
+    """Stands for the engine; a swap takes as long as the test wants."""
+
+    busy_s = 0.0
+
+    def __init__(self) -> None:
+        self.served: list[float] = []
+        self.may_swap, self.swapping = threading.Event(), threading.Event()
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+    def raise_if_failed(self) -> None: ...
+
+    def wait_until_ready(self, timeout_s: float) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {"inference/running": 0.0, "inference/waiting": 0.0, "inference/tokens_total": 0.0}
+
+    def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
+        self.next = float(named_arrays(decoder)["final_norm"][0])
+
+    def wait_until_served(self, version: WeightVersion, timeout_s: float) -> None:
+        self.swapping.set()
+        if not self.may_swap.wait(LIMIT_S):
+            raise NoProgressError("the test never let the engine swap")
+        self.served.append(self.next)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def make_role(tmp_path, around, overrides=()):
+    config = load_config("cats", [*SMALL, *overrides])
+    return InferenceRole(around, Settings(config, RunDirectory(tmp_path), TOKEN))
+
+
+@pytest.fixture
+def role(tmp_path):
+    role = make_role(tmp_path, Around())
+    role._engine = Engine()
+    yield role
+    role._engine.may_swap.set()
+    role.stop(LIMIT_S)
+
+
+@pytest.fixture
+def broadcast(tmp_path):
+    opened = []
+
+    def broadcast(role, value):
+        broadcaster = open_broadcaster(role.config.weights, "job", TOKEN, str(tmp_path))
+        opened.append(broadcaster)
+        arrays = {name: np.asarray(array) for name, array in named_arrays(role._decoder).items()}
+        arrays["final_norm"] = np.full_like(arrays["final_norm"], value)
+        broadcaster.publish(VERSION, arrays)
+        role.around.follow(role, broadcaster)
+        return broadcaster.endpoint()["incarnation"]
+
+    yield broadcast
+    for broadcaster in opened:
+        broadcaster.close()
+
+
+def told(role):
+    return role.condition().address.get("weights")
+
+
+def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(role, broadcast):
+    """As after a warm start: whoever asks a server that tells the new incarnation must get the new weights."""
+    engine = role._engine
+    engine.may_swap.set()
+    first = broadcast(role, 1.0)
+    role.start()
+    until(lambda: told(role) == first)
+    engine.may_swap.clear()
+    engine.swapping.clear()
+    second = broadcast(role, 2.0)
+    assert engine.swapping.wait(LIMIT_S)
+    assert (told(role), engine.served) == (first, [1.0])
+    engine.may_swap.set()
+    until(lambda: told(role) == second)
+    assert engine.served == [1.0, 2.0]
+
+
+def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
+    engine = role._engine
+    engine.may_swap.set()
+    first = broadcast(role, 1.0)
+    role.start()
+    until(lambda: told(role) == first)
+    fetched, may_go_on = threading.Event(), threading.Event()
+    fetch = role._client.fetch
+
+    def slow_fetch(version):
+        arrays = fetch(version)
+        fetched.set()
+        assert may_go_on.wait(LIMIT_S)
+        return arrays
+
+    role._client.fetch = slow_fetch
+    second = broadcast(role, 2.0)
+    assert fetched.wait(LIMIT_S)
+    assert role.hold(LIMIT_S, 0) == VERSION
+    may_go_on.set()
+    until(lambda: role.doing == "held at its version")
+    assert (told(role), engine.served) == (first, [1.0])
+    role.release()
+    until(lambda: told(role) == second)
+    assert engine.served == [1.0, 2.0]
+
+
+def test_the_lease_of_an_evaluator_ends_with_its_life(role, broadcast):
+    engine, around = role._engine, role.around
+    engine.may_swap.set()
+    first = broadcast(role, 1.0)
+    role.start()
+    until(lambda: told(role) == first)
+    assert role.hold(LIMIT_S, 3) == VERSION
+    around.others = (Peer(Identity("evaluator", 0, 3), {}),)
+    broadcast(role, 2.0)
+    until(lambda: role.doing == "held at its version")
+    assert engine.served == [1.0]
+    around.others = (Peer(Identity("evaluator", 0, 4), {}),)
+    third = broadcast(role, 3.0)
+    until(lambda: told(role) == third)
+    assert engine.served[-1] == 3.0
+
+
+def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):
+    certificate, key = write_certificate(tmp_path)
+    files = {"tls_cert": certificate, "tls_key": key, "tls_ca": certificate}
+    around = Around()
+    role = make_role(tmp_path, around, [f"inference.{name}={path}" for name, path in files.items()])
+    pool = make_pool(role.settings)
+    try:
+        broadcast(role, 1.0)
+        role.start()
+        until(lambda: told(role) or role.condition().state == "failed")
+        condition = role.condition()
+        assert condition.address["url"].startswith("https://127.0.0.1:"), condition
+        pool.set_servers(servers_of(View(9, 0, (Peer(around.identity, condition.address),))))
+        prompt = np.array([5, 6], np.int32)
+        answers = RemoteContext(pool, role.settings.tokenizer()).generate(
+            [prompt], 1, Decoding(max_output_tokens=3), [7]
+        )
+        assert len(answers[0][0].response_tokens) > 0
+    finally:
+        pool.close()
+        role.stop(LIMIT_S)
