@@ -12,13 +12,16 @@ import pytest
 import safetensors.numpy
 from transformers import PreTrainedTokenizerFast
 
+from penstock.learner import read_states
 from penstock.overseer.distributed.conductor import DistributedConductor
 from penstock.overseer.distributed.plan import Plan
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import Progress
+from penstock.overseer.training import _Damages, _resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
-from penstock.types import RunFailed
+from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import merged, tiny
 from tests.overseer.thread_launcher import ThreadLauncher
 
@@ -33,15 +36,21 @@ QUICK: dict[str, Any] = {
 
 
 class Run:
-    """A run in the making: its conductor in a thread, its launcher at hand."""
+    """A run in the making, or resumed where there is one: its conductor in a thread, its launcher at hand."""
 
     def __init__(self, path: Path, changes: dict[str, Any]) -> None:
         config = tiny(merged(QUICK, changes))
-        self.directory = RunDirectory.create(path, config.dump())
+        lineage, checkpoint, states = 0, None, None
+        if path.exists():
+            self.directory = RunDirectory.open_existing(path)
+            lineage, checkpoint = _resume_point(self.directory, _Damages())
+            states = read_states(checkpoint)
+        else:
+            self.directory = RunDirectory.create(path, config.dump())
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, config.replay.staleness_budget))
-        settings = Settings(config, self.directory, "a token for this test")
-        self.conductor = DistributedConductor(Plan(settings), self.launcher, self.log)
+        settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
+        self.conductor = DistributedConductor(Plan(settings, states), self.launcher, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
 
@@ -194,3 +203,38 @@ def test_staleness_zero_trains_on_nothing_but_the_newest_version(run_dir: Path):
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
     assert all(row["replay/staleness_max"] == 0 for row in updates)
     assert all(row["train/mismatch_max"] <= 1e-4 for row in updates)
+
+
+def test_a_run_that_began_twice_can_be_resumed_and_says_at_once_how_far_it_is(run_dir: Path):
+    """Its second life has no checkpoint to fork from, and yet a lineage of its own."""
+    with running(run_dir, {"steps": 2}) as run:
+        run.until(lambda: run.log.progress.phase == "evaluating the untrained policy", "evaluation")
+        run.launcher.die("learner-0")
+        run.end()
+    assert run.conductor.complete and run.conductor.lineage == 1
+    with running(run_dir, {"steps": 2}) as again:
+        again.end()
+    assert again.conductor.complete and (again.conductor.lineage, again.conductor.step) == (2, 2)
+    assert len(again.events("rewind")) == 1  # the first life's
+
+
+def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir: Path):
+    limit_s = 1000.0
+    with running(run_dir, {"steps": 2, "overseer": {"no_progress_s": limit_s}}) as run:
+        run.until(lambda: any("held" in told.get("doing", "") for told in components(run).values()), "lease")
+        run.launcher.die("learner-0")
+        run.end()  # within far less than the lease
+    assert run.conductor.complete
+
+
+def test_a_lesson_with_workers_of_its_own_keeps_them(run_dir: Path):
+    cats = tiny().dump()["curriculum"]["lessons"]["cats"]
+    changes = {"steps": 1000, "rollout": {"workers": {"cats": 1, "more": 1}}, "curriculum": {"lessons": {"more": cats}}}
+    with running(run_dir, changes) as run:
+        run.until(lambda: "rollout-1" in components(run), "second worker")
+        with pytest.raises(ConfigError, match="rollout=1 is outside of 2"):
+            ask_to_scale(run_dir, "rollout", 1, LIMIT_S)
+
+
+def components(run: Run) -> dict[str, Any]:
+    return run.conductor.status()["components"]

@@ -1,7 +1,6 @@
 """What every component of a distributed run is told at its start, as plain values on the way."""
 
 import hashlib
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
