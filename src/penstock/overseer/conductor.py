@@ -8,6 +8,7 @@ boundary is checkpointed before the other components are stopped, with the ticke
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from penstock.environments import Environment
@@ -17,6 +18,7 @@ from penstock.model.language import named_arrays
 from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
+from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.local import WORKER_ID, Components, Start, wire
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.result_rows import Results, read_results, write_results
@@ -275,7 +277,8 @@ class Conductor:
         with parts.buffer.boundary():
             states = {name: part.state() for name, part in parts.checkpointables.items()}
         states["run"] = {"lineage": self.start.lineage, "results": write_results(self.results)}
-        path = save_checkpoint(
+        save = partial(
+            save_checkpoint,
             self._directory.checkpoints,
             step,
             parts.learner,
@@ -283,8 +286,13 @@ class Conductor:
             states,
             self._config.overseer.keep_checkpoints,
         )
+        path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
         parts.buffer.checkpoint_saved()
         self._log.event("checkpoint", step, path=str(path))
+
+    def _wait_for_room(self, seconds: float, why: str) -> None:
+        self._log.progress.notes.append(why)
+        time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
 
     def refresh(self) -> None:
         """Brings the view up to date; called by the supervising thread."""

@@ -3,7 +3,6 @@
 It tells clients when there is a new version, and gives each of them its place in the fan-out tree.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from penstock.weights.flight_messages import (
     read_request,
 )
 from penstock.weights.flight_service import Served, WeightService
+from penstock.weights.own_address import own_address
 from penstock.weights.publishing import Publication
 
 LEASE_S = 60.0
@@ -115,7 +115,7 @@ class FlightStore:
     def _own_address(self) -> str:
         host = self._config.host
         if host in ("0.0.0.0", "::"):
-            host = socket.gethostbyname(socket.gethostname())
+            host = own_address()
         return join_address(host, self._service.port)
 
     def _wait(self, body: bytes, host: str) -> bytes:

@@ -37,7 +37,7 @@ class ComponentSpec:
     role: str
     index: int
     factory: Factory
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)  # the run's token is among them
     resources: RoleConfig = field(default_factory=RoleConfig)
     essential: bool = False
     peer_group: str = ""

@@ -1,11 +1,11 @@
 """The inference servers, as rollout workers, the evaluator and the learner's probe see them."""
 
-import socket
 from urllib.parse import urlsplit
 
 from penstock.inference import Server, ServerPool
 from penstock.overseer.distributed.records import View
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.weights.own_address import own_address
 
 
 def make_pool(settings: Settings) -> ServerPool:
@@ -20,7 +20,7 @@ def reachable(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
         return url
-    return f"{parts.scheme}://{socket.gethostbyname(socket.gethostname())}:{parts.port}"
+    return f"{parts.scheme}://{own_address()}:{parts.port}"
 
 
 def servers_of(view: View) -> list[Server]:
