@@ -16,15 +16,18 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.marks import Marks
 from benchmarks.scale import reporting
 from benchmarks.scale.counting import Limits, Window, broken, saturated
 from benchmarks.scale.latencies import Latencies
+from penstock.types import PenstockError
 
-FARMS = 2
 FLAT, FLAT_MARGIN = 1.25, 2.0
 """Most that one of many workers may cost, as a multiple of one of the fewest; and most that one *more* may cost, from
 the second largest to the largest number, as a multiple of one more from the smallest to the second."""
@@ -49,45 +52,84 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> tuple[dict[int, list[Window]], list[Window], list[str]]:
-    """Windows by number of workers; those of the search for the limit; what was wrong with the books."""
-    from benchmarks.scale.farm import FarmLauncher, cluster
-    from benchmarks.scale.phase import running
+@dataclass
+class Found:
+    """What was measured.
 
-    windows: dict[int, list[Window]] = defaultdict(list)
-    faster: list[Window] = []
-    faults: list[str] = []
+    Attributes:
+        windows: By number of workers.
+        faster: Those of the search for the limit.
+        faults: What was wrong with the books, and what failed.
+    """
+
+    windows: dict[int, list[Window]] = field(default_factory=lambda: defaultdict(list))
+    faster: list[Window] = field(default_factory=list[Window])
+    faults: list[str] = field(default_factory=list[str])
+
+    @contextmanager
+    def faults_of(self, what: str) -> Iterator[None]:
+        """A run that fails is a fault, and the others are measured all the same."""
+        try:
+            yield
+        except (RuntimeError, PenstockError) as error:
+            self.faults.append(f"{what}: {type(error).__name__}: {error}")
+            print(f"  {self.faults[-1]}", flush=True)
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> Found:
+    """Runs of all numbers of workers in turns, and then the search for the limit."""
+    from benchmarks.scale.farm import cluster  # Ray is an extra
+    from benchmarks.scale.phase import farmed
+
+    found = Found()
     ray = cluster(scratch)
     try:
         for repeat in range(options.repeats):
             for workers in options.workers:
-                farms = FarmLauncher(ray, FARMS, 1.0)
-                with running(farms, scratch / f"{workers}-{repeat}", workers) as phase:
-                    phase.turn(options.settle)
-                    windows[workers].append(phase.measure(options.seconds))
-                    faults += phase.finish()
-                    reporting.print_run(phase.started_s, windows[workers][-1], faults)
-                farms.close(30)
+                with (
+                    found.faults_of(f"{workers} workers"),
+                    farmed(ray, scratch / f"{workers}-{repeat}", workers) as run,
+                ):
+                    run.phase.turn(options.settle)
+                    found.windows[workers].append(run.phase.measure(options.seconds))
+                    found.faults += run.phase.finish()
+                    reporting.print_run(run.phase.started_s, found.windows[workers][-1], found.faults)
         if not options.no_limit:
-            farms = FarmLauncher(ray, FARMS, 1.0)
-            with running(farms, scratch / "limit", options.workers[-1]) as phase:
-                speed = 2.0
-                while speed <= FASTEST:
-                    farms.set_speed(speed)
-                    phase.turn(options.settle)
-                    faster.append(phase.measure(options.seconds, speed))
-                    reporting.print_run(phase.started_s, faster[-1], faults)
-                    if broken(faster[-1], reporting.expected_groups_per_s(faster[-1])):
-                        break
-                    speed *= 2
-                faults += phase.finish()
-            farms.close(30)
+            workers = options.workers[-1]
+            with found.faults_of("the search for the limit"), farmed(ray, scratch / "limit", workers) as run:
+                search(run, options, found)
     finally:
         ray.close(60)
-    return windows, faster, faults
+    return found
 
 
-def mark(windows: dict[int, Sequence[Window]], faults: Sequence[str], marks: Marks) -> None:
+def search(run: Any, options: argparse.Namespace, found: Found) -> None:
+    """Engines go twice as fast again and again, until a limit is crossed."""
+    speed = 2.0
+    while speed <= FASTEST:
+        run.farms.set_speed(speed)
+        run.phase.turn(options.settle)
+        window = run.phase.measure(options.seconds, speed)
+        found.faster.append(window)
+        reporting.print_run(run.phase.started_s, window, found.faults)
+        if broken(window, reporting.expected_groups_per_s(window)):
+            break
+        speed *= 2
+    run.farms.set_speed(1.0)
+    found.faults += run.phase.finish()
+
+
+def crossed_limits(windows: dict[int, list[Window]]) -> list[str]:
+    """In words, at the measured pace."""
+    return [
+        f"{workers:,} workers: {limit}"
+        for workers, found in windows.items()
+        for window in found
+        for limit in broken(window, reporting.expected_groups_per_s(window))
+    ]
+
+
+def mark(windows: dict[int, list[Window]], faults: Sequence[str], marks: Marks) -> None:
     """What was promised."""
     costs = reporting.costs(windows)
     counts = list(windows)
@@ -98,8 +140,7 @@ def mark(windows: dict[int, Sequence[Window]], faults: Sequence[str], marks: Mar
         first, last = reporting.margins(costs)[0], reporting.margins(costs)[-1]
         marks.at_most(f"cost of one more, {counts[-2]:,} to {counts[-1]:,} / {counts[0]:,} to {counts[1]:,}",
                       last / first, FLAT_MARGIN)  # fmt: skip
-    crossed = [limit for found in windows.values() for w in found for limit in broken(w, reporting.expected_groups_per_s(w))]  # fmt: skip
-    marks.at_most("limits crossed at the measured pace", float(len(crossed)), 0.0)
+    marks.at_most("limits crossed at the measured pace", float(len(crossed_limits(windows))), 0.0)
     marks.at_most("faults in the books", float(len(faults)), 0.0)
 
 
@@ -109,13 +150,19 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"engines answer within {latencies.at(0):.1f}–{latencies.at(1):.1f} s, {latencies.mean_s:.1f} s on average; "
           f"{os.cpu_count()} cores for everything, the simulated workers included")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="penstock-scale-") as scratch:
-        windows, faster, faults = measure(options, Path(scratch))
+        found = measure(options, Path(scratch))
+    windows, faults = found.windows, found.faults
+    if not all(windows[workers] for workers in options.workers):
+        print("\n".join(["\nNot everything could be measured:", *faults]))
+        return 1
     reporting.print_table(windows)
     reporting.print_cost(windows)
-    if faster:
-        reporting.print_limit(faster, Limits(), saturated)
+    if found.faster:
+        reporting.print_limit(found.faster, Limits(), saturated)
     mark(windows, faults, marks)
     print("\nMarks\n" + "\n".join([*marks.lines, *(f"  {fault}" for fault in faults)]))
+    for limit in sorted(set(crossed_limits(windows))):
+        print(f"  crossed: {limit}")
     return 1 if marks.missed else 0
 
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -110,8 +111,8 @@ class Window:
 
 def median_of(windows: Sequence[Window], value: str, *arguments: object) -> float:
     """Median over windows of a property or of what a method returns."""
-    found = [getattr(window, value) for window in windows]
-    return statistics.median(one(*arguments) if callable(one) else one for one in found)
+    found: list[Any] = [getattr(window, value) for window in windows]
+    return statistics.median(float(one(*arguments)) if arguments else float(one) for one in found)
 
 
 def marginal(smaller: tuple[int, float], larger: tuple[int, float]) -> float:

@@ -196,7 +196,7 @@ class FarmLauncher:
         self._launcher = launcher
         self.beats_s: list[float] = []
         self._life: Life = launcher._life  # pyright: ignore[reportPrivateUsage]
-        self._farms = [ray.remote(**_OPTIONS)(Farm).remote(self._life, speed) for _ in range(farms)]  # pyright: ignore
+        self._farms: list[Any] = [ray.remote(**_OPTIONS)(Farm).remote(self._life, speed) for _ in range(farms)]  # pyright: ignore
         self.pids: list[int] = ray.get([farm.pid.remote() for farm in self._farms], timeout=SPAWN_S)
 
     def spawn(
@@ -215,7 +215,7 @@ class FarmLauncher:
 
         return TimedHandle(handle, self.beats_s.append, kill)
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         """Ends the farms; the launcher of the others belongs to somebody else."""
         for farm in self._farms:
             ray.kill(farm, no_restart=True)

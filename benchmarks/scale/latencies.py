@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 QUANTILES_S: tuple[float, ...] = (1.67, 3.45, 4.78, 6.62, 7.38, 8.49, 9.00, 10.44, 12.40, 14.96, 24.15)
-"""Seconds from request to last answer, at the shares 0, 10%, …, 100%; measured on a machine of 2 cores that was busy otherwise, too."""
+"""Seconds from request to last answer, at the shares 0, 10%, …, 100%; measured on 2 cores that others used, too."""
 
 CALLERS, CALLS, GROUP_SIZE, SLOTS = 16, 6, 8, 128
 SHORTEST, LONGEST = 64, 256

@@ -3,10 +3,10 @@
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from penstock.overseer.distributed.plan import FACTORIES, Plan
 from penstock.overseer.distributed.records import Identity, Message
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.ray import RayLauncher
 from penstock.rundir import RunDirectory, write_atomically
 
-SERVERS = 2
+FARMS, SERVERS = 2, 2
 TURN_S, LOOK_S = 0.05, 0.5
 """As in `penstock.overseer.distributed.conductor`."""
 START_S, END_S, CALL_S = 300.0, 120.0, 60.0
@@ -76,9 +77,7 @@ class Phase:
         self._settings = Settings(self._config, self._directory, secrets.token_hex(16))
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.messages = 0
-        self._supervisor = Supervisor(
-            launcher, self._config.overseer, self._on_message, self._on_event, self._on_loss
-        )
+        self._supervisor = Supervisor(launcher, self._config.overseer, self._on_message, self._on_event, self._on_loss)
         self._look_due = 0.0
         self._delivered: set[str] = set()
         self.started_s = 0.0
@@ -133,7 +132,7 @@ class Phase:
             write_atomically(self._directory.status_path, json.dumps(told), durable=False)
         time.sleep(TURN_S)
 
-    # --- measuring -----------------------------------------------------------------------------------------------------
+    # --- measuring ---------------------------------------------------------------------------------------------------
 
     def measure(self, seconds: float, speed: float = 1.0) -> Window:
         """One window of time."""
@@ -185,13 +184,15 @@ class Phase:
     def _call(self, name: str, method: str, *args: Any) -> Any:
         return self._supervisor.call(name, method, *args, timeout_s=CALL_S)
 
-    # --- the end -------------------------------------------------------------------------------------------------------
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> list[str]:
         """Workers deliver what they began, the learner ends; returns what is wrong with the books."""
         self._launcher.hurry()
         self._turn_until(self._delivered_all, "all workers have delivered", END_S)
-        self._turn_until(lambda: self._replay_metrics().get("rollout_storage/depth", 0.0) == 0.0, "no group waits", END_S)
+        self._turn_until(
+            lambda: self._replay_metrics().get("rollout_storage/depth", 0.0) == 0.0, "no group waits", END_S
+        )
         self._call("learner-0", "finish")
         self._turn_until(lambda: self._state("learner-0") == "finished", "the learner has finished", END_S)
         self.turn(2.5 * self._config.overseer.heartbeat_s)
@@ -208,7 +209,9 @@ class Phase:
 
     def _delivered_all(self) -> bool:
         return all(
-            report.condition.facts.get("done") for name, report in self._supervisor.reports.items() if name.startswith("rollout")
+            report.condition.facts.get("done")
+            for name, report in self._supervisor.reports.items()
+            if name.startswith("rollout")
         )
 
     def _replay_metrics(self) -> Mapping[str, float]:
@@ -219,13 +222,22 @@ class Phase:
         self._supervisor.stop(self._config.overseer.stop_timeout_s)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A phase whose workers run, and the farms that they live in."""
+
+    farms: FarmLauncher
+    phase: Phase
+
+
 @contextmanager
-def running(launcher: FarmLauncher, path: Path, workers: int) -> Iterator[Phase]:
-    """A phase whose workers run; it is ended afterwards."""
-    phase = Phase(launcher, path, workers)
+def farmed(ray: RayLauncher, path: Path, workers: int) -> Iterator[Run]:
+    """Farms and a phase whose workers run; all is ended afterwards."""
+    farms = FarmLauncher(ray, FARMS, 1.0)
+    phase = Phase(farms, path, workers)
     try:
         phase.start()
-        yield phase
+        yield Run(farms, phase)
     finally:
         phase.close()
-        assert threading.active_count() < 500, "threads are left over"
+        farms.close()

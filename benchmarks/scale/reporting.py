@@ -47,7 +47,9 @@ def print_table(windows: Mapping[int, Sequence[Window]]) -> None:
     print("\nLatency in ms, p50 / p99 (acquire: only those that were answered with tickets)")
     print(f"{'workers':>9}" + "".join(f"{kind:>20}" for kind in KINDS))
     for workers, found in windows.items():
-        pairs = (f"{median_of(found, 'p', k, 0.5) * 1e3:.1f} / {median_of(found, 'p', k, 0.99) * 1e3:.1f}" for k in KINDS)
+        pairs = (
+            f"{median_of(found, 'p', k, 0.5) * 1e3:.1f} / {median_of(found, 'p', k, 0.99) * 1e3:.1f}" for k in KINDS
+        )
         print(f"{workers:>9,}" + "".join(f"{pair:>20}" for pair in pairs))
 
 

@@ -153,5 +153,3 @@ class SimulatedWorker:
             except UnreachableError:
                 self._clock_due = 0.0
         return self._clock_offset + time.monotonic()
-
-

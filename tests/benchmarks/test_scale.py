@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from benchmarks.scale import reporting
 from benchmarks.scale.counting import Books, Limits, Window, broken, cpu_seconds, descendants, marginal, saturated
 from benchmarks.scale.latencies import QUANTILES_S, Latencies, quantiles
 from benchmarks.scale.making import GROUP_SIZE, GroupMaker
 from benchmarks.scale.worker import SimulatedWorker
+
 from penstock.overseer.distributed.records import Identity, View
 from penstock.replay.transfer import batch_from_buffer
 from penstock.types import SupersededError, Ticket, UnreachableError
@@ -29,7 +29,7 @@ def window(**changes: Any) -> Window:
         workers=100,
         seconds=10.0,
         latencies_s={"deliver": [0.01] * 100, "acquire": [0.02] * 100, "heartbeat": [0.1] * 1000},
-        cpu_s={"overseer": 2.0, "replay": 4.0, "farms": 30.0},
+        cpu_s={"overseer": 2.0, "replay": 4.0, "farms": 6.0},
         machine_share=0.5,
         groups=100,
         beats_due=1000.0,
@@ -37,7 +37,7 @@ def window(**changes: Any) -> Window:
     return replace(quiet, **changes)
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------------------
+# --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 def test_latencies_follow_their_quantiles():
@@ -78,7 +78,10 @@ def test_one_more_worker_shows_what_the_mean_hides():
     ("changes", "words"),
     [
         ({}, []),
-        ({"latencies_s": {"deliver": [0.01] * 97 + [1.5] * 3, "heartbeat": [0.1] * 1000}}, ["p99 of deliver is 1.50 s"]),
+        (
+            {"latencies_s": {"deliver": [0.01] * 97 + [1.5] * 3, "heartbeat": [0.1] * 1000}},
+            ["p99 of deliver is 1.50 s"],
+        ),
         ({"latencies_s": {"heartbeat": [0.1] * 700}}, ["70% of the heartbeats"]),
         ({"deaths": 2.0}, ["2 components were given up"]),
         ({"groups": 55}, ["55% of the groups"]),
@@ -109,7 +112,7 @@ def test_processor_time_of_processes():
     assert os.getppid() not in descendants(os.getpid())
 
 
-# --- books ---------------------------------------------------------------------------------------------------------------
+# --- books -----------------------------------------------------------------------------------------------------------
 
 
 def books(**changes: Any) -> Books:
@@ -136,7 +139,7 @@ def test_books_that_do_not(changes, words):
     assert any(words in fault for fault in books(**changes).check())
 
 
-# --- the simulated worker ------------------------------------------------------------------------------------------------
+# --- the simulated worker --------------------------------------------------------------------------------------------
 
 
 class Around:
@@ -226,7 +229,7 @@ def test_groups_are_those_of_their_tickets():
     assert sum(rollout.episode_reward for rollout in batch.rollouts()) == GROUP_SIZE / 2
 
 
-# --- all of it -----------------------------------------------------------------------------------------------------------
+# --- all of it -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ray
@@ -238,7 +241,9 @@ def test_a_tiny_run(monkeypatch, capsys):
     options = ["--workers", "2,6", "--seconds", "4", "--settle", "2", "--repeats", "1", "--no-limit"]
     benchmark.main(options)
     printed = capsys.readouterr().out
-    marks = dict(re.findall(r"^  (.*?) +-?[\d.]+  at (?:most|least) [\d.e+]+ +(reached|MISSED)$", printed, re.MULTILINE))
+    marks = dict(
+        re.findall(r"^  (.*?) +-?[\d.]+  at (?:most|least) [\d.e+]+ +(reached|MISSED)$", printed, re.MULTILINE)
+    )
     assert marks["faults in the books"] == "reached"
     assert marks["cost per worker at 6 / at 2"] == "reached"
     assert re.search(r"^ +6 +[\d.]+ +[\d.]+", printed, re.MULTILINE)

@@ -135,6 +135,21 @@ def test_heartbeats_do_not_queue_behind_waiting_calls(spawned):
     assert {answer.value for answer in ray.get(waits, timeout=30)} == {"opened"}
 
 
+def test_a_view_is_made_an_object_of_ray_once_however_many_are_told(launcher, spawned, monkeypatch):
+    import ray
+
+    put, seen = [], view(7, Identity("replay", 1, 0))
+    original = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: put.append(value) or original(value))
+    handles = [spawned(), spawned()]
+    for handle in handles:
+        running(handle, seen)
+        handle.beat(None, 0).result(10)
+    assert put == [seen]
+    assert launcher.carried(None) is None
+    assert ray.get(launcher.carried(seen), timeout=10) == seen
+
+
 def test_messages_are_repeated_until_they_are_acknowledged(spawned):
     handle = spawned()
     running(handle)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights.streams import Piece, cut
+from penstock.weights.streams import Piece, cut, pieces_of
 
 
 def test_shares_are_equal_and_messages_end_with_their_buffers():
@@ -35,3 +35,13 @@ def test_every_byte_is_in_one_message_of_one_stream(sizes, streams, chunk_bytes)
     assert covered == [set(range(size)) for size in sizes]
     shares = [sum(piece.size for piece in pieces) for pieces in plan]
     assert max(shares) == -(-sum(sizes) // streams)
+
+
+def test_a_plan_of_tiny_messages_takes_no_memory_before_it_is_used():
+    """A client says how small; a plan of all of them at once would have sixteen million entries here."""
+    pieces = pieces_of([1 << 36], 1, 4096, 0)
+    assert next(pieces) == Piece(0, 0, 4096) and next(pieces) == Piece(0, 4096, 4096)
+
+
+def test_a_stream_that_is_not_there_has_nothing():
+    assert list(pieces_of([10, 20], 2, 8, 2)) == [] == list(pieces_of([], 2, 8, 0))

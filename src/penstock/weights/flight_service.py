@@ -7,7 +7,7 @@ place meanwhile.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.types import ConfigError, SupersededVersionError, WeightsError, We
 from penstock.weights.flight_access import Access, join_address, peer_host, serving_options, wire_error
 from penstock.weights.flight_messages import SCHEMA, Content, StreamTicket, content_pair, pair, read_request
 from penstock.weights.manifest import Manifest, raw_bytes
-from penstock.weights.streams import Piece, cut
+from penstock.weights.streams import Piece, pieces_of
 
 Action = Callable[[bytes, str], bytes]
 """Answers a request, given its body and the host that it came from."""
@@ -150,8 +150,8 @@ class WeightService(flight.FlightServerBase):
             buffers = served.buffers(request.base)
         except WeightsError as error:
             raise wire_error(error) from error
-        plan = cut([buffer.size for buffer in buffers], request.streams, request.chunk_bytes)
-        pieces = plan[request.stream] if request.stream < request.streams else []
+        sizes = [buffer.size for buffer in buffers]
+        pieces = pieces_of(sizes, request.streams, request.chunk_bytes, request.stream)
         batches = self._batches(buffers, pieces, request.client)
         return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(SCHEMA, batches))
 
@@ -169,7 +169,7 @@ class WeightService(flight.FlightServerBase):
         if ending.is_alive():
             _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
 
-    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Sequence[Piece], client: str) -> Iterator[pa.RecordBatch]:
+    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Iterable[Piece], client: str) -> Iterator[pa.RecordBatch]:
         for piece in pieces:
             if self._closing:
                 raise flight.FlightUnavailableError("the weight server is closing")

@@ -5,7 +5,7 @@ its bytes, cut at the buffers' ends and at the largest message: so each message 
 there and received into there without any other copy of ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -29,15 +29,23 @@ def cut(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[Piece
     Returns:
         One list per stream; together they cover every byte once.
     """
+    return [list(pieces_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
+
+
+def pieces_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[Piece]:
+    """The messages of one stream, one after the other: a server keeps no plan, however small a client wants them.
+
+    Args:
+        sizes: As for `cut`, with the next two.
+        streams: How many there are.
+        chunk_bytes: Most bytes of a message.
+        stream: Which; one that is not among them has nothing.
+    """
     share = -(-sum(sizes) // streams)
-    plan: list[list[Piece]] = [[] for _ in range(streams)]
-    stream, room = 0, share
+    first, end = stream * share, (stream + 1) * share if stream < streams else 0
+    start = 0
     for index, size in enumerate(sizes):
-        offset = 0
-        while offset < size:
-            if room == 0:
-                stream, room = stream + 1, share
-            taken = min(size - offset, room, chunk_bytes)
-            plan[stream].append(Piece(index, offset, taken))
-            offset, room = offset + taken, room - taken
-    return plan
+        low, high = max(first - start, 0), min(end - start, size)
+        for offset in range(low, high, chunk_bytes):
+            yield Piece(index, offset, min(chunk_bytes, high - offset))
+        start += size

@@ -228,8 +228,8 @@ def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir:
 
 
 def test_a_lesson_with_workers_of_its_own_keeps_them(run_dir: Path):
-    cats = tiny().dump()["curriculum"]["lessons"]["cats"]
-    changes = {"steps": 1000, "rollout": {"workers": {"cats": 1, "more": 1}}, "curriculum": {"lessons": {"more": cats}}}
+    more = {**tiny().dump()["curriculum"]["lessons"]["cats"], "lesson_id": "more"}
+    changes = {"steps": 1000, "rollout": {"workers": {"cats": 1, "more": 1}}, "curriculum": {"lessons": {"more": more}}}
     with running(run_dir, changes) as run:
         run.until(lambda: "rollout-1" in components(run), "second worker")
         with pytest.raises(ConfigError, match="rollout=1 is outside of 2"):

@@ -50,6 +50,13 @@ def running(handle: ThreadHandle, seen: View | None = None) -> Report:
         assert time.monotonic() < deadline, "the component is not made"
 
 
+def test_a_heartbeat_without_a_view_leaves_it_as_it_is(launcher):
+    handle = spawn(launcher, OTHER, view(2, OTHER))
+    running(handle, view(3, OTHER))
+    assert handle.beat(None, 0).result(5).condition.state == "running"
+    assert handle.host is not None and handle.host.view.number == 3
+
+
 # --- calls ---------------------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def make_role(tmp_path, around, overrides=()):
 
 @pytest.fixture
 def role(tmp_path):
-    role = make_role(tmp_path, Around())
+    role: Any = make_role(tmp_path, Around())
     role._engine = Engine()
     yield role
     role._engine.may_swap.set()
