@@ -59,3 +59,9 @@ def test_a_prompt_of_another_dtype_is_refused():
 def test_decoding_out_of_range_is_bad_input(decoding, message):
     with pytest.raises(ConfigError, match=message):
         check(**decoding)
+
+
+@pytest.mark.parametrize("stops", [("a",) * 65, ("a" * 1025,)])
+def test_stop_strings_are_bounded(stops):
+    with pytest.raises(ConfigError, match="stop has .* at most 64 of at most 1024"):
+        check(stop_strings=stops)

@@ -19,6 +19,10 @@ HIGHEST_TEMPERATURE = 1e6
 LOWEST_TOP_P = 1e-6
 """Below this, only the most probable token is left anyway; far below, float32 would make it zero."""
 
+MOST_STOP_STRINGS = 64
+LONGEST_STOP_STRING = 1024
+"""Every sampled token is compared with all of them."""
+
 TOKEN_ID_LIMIT = 2**31
 """One past the largest int32."""
 
@@ -75,6 +79,12 @@ def _outside(prompt: np.ndarray, vocab_size: int) -> int:
 
 def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
     """Ranges of the sampling parameters, named as in `Decoding`."""
+    stops = decoding.stop_strings
+    if len(stops) > MOST_STOP_STRINGS or any(len(each) > LONGEST_STOP_STRING for each in stops):
+        raise ConfigError(
+            f"stop has {len(stops)} strings, the longest of {max(map(len, stops))} characters: give at most "
+            f"{MOST_STOP_STRINGS} of at most {LONGEST_STOP_STRING}"
+        )
     if decoding.temperature != 0 and not LOWEST_TEMPERATURE <= decoding.temperature <= HIGHEST_TEMPERATURE:
         raise ConfigError(
             f"temperature is {decoding.temperature}: it must be 0 (greedy), or from {LOWEST_TEMPERATURE} to "
