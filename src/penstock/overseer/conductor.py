@@ -99,6 +99,11 @@ class Conductor:
         return self._stopping.is_set()
 
     @property
+    def stop_limit_s(self) -> float:
+        """How long the end of a run may take."""
+        return self._config.overseer.stop_timeout_s
+
+    @property
     def lineage(self) -> int:
         """Which life of the run this is."""
         return self.start.lineage

@@ -41,6 +41,11 @@ class RunConductor(Protocol):
         ...
 
     @property
+    def stop_limit_s(self) -> float:
+        """How long the end of a run may take."""
+        ...
+
+    @property
     def stopping(self) -> bool:
         """Whether a stop was asked for."""
         ...
@@ -137,7 +142,7 @@ class Overseer:
             except BaseException as error:
                 self._fail(error)
                 raise
-        left = self._crew.join(self._config.stop_timeout_s)
+        left = self._crew.join(self._conductor.stop_limit_s)
         self._log.event("end", still_running=left)
         self._write_status("finished" if self._conductor.complete else "stopped")
 
@@ -146,7 +151,7 @@ class Overseer:
         self._log.event("failure", error=type(error).__name__, message=str(error))
         self._conductor.stop()
         if not isinstance(error, KeyboardInterrupt):  # a second stop request waits for nobody
-            self._crew.join(self._config.stop_timeout_s)
+            self._crew.join(self._conductor.stop_limit_s)
         self._write_status("failed")
 
     def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:

@@ -116,9 +116,13 @@ def _run_in_many_processes(
             if not resume:
                 shutil.rmtree(directory.path)  # nothing of a run is in it
             raise
-        log, crew = _open_log(config, directory, recipe, damages if resume else None), Crew()
-        settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
-        conductor = DistributedConductor(Plan(settings, states), launcher, log)
+        try:
+            log, crew = _open_log(config, directory, recipe, damages if resume else None), Crew()
+            settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
+            conductor = DistributedConductor(Plan(settings, states), launcher, log)
+        except BaseException:
+            launcher.close(config.overseer.stop_timeout_s)
+            raise
         _oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
 

@@ -17,6 +17,7 @@ from penstock.overseer.distributed.conductor import DistributedConductor
 from penstock.overseer.distributed.plan import Plan
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.scaling import ask_to_scale
+from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training import _Damages, _resume_point
@@ -218,11 +219,21 @@ def test_a_run_that_began_twice_can_be_resumed_and_says_at_once_how_far_it_is(ru
     assert len(again.events("rewind")) == 1  # the first life's
 
 
-def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir: Path):
-    limit_s = 1000.0
-    with running(run_dir, {"steps": 2, "overseer": {"no_progress_s": limit_s}}) as run:
-        run.until(lambda: any("held" in told.get("doing", "") for told in components(run).values()), "lease")
+def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, cut_short = threading.Event(), threading.Event()
+    evaluate = Evaluator.evaluate
+
+    def slow(self: Evaluator, step: int) -> Any:
+        begun.set()
+        cut_short.wait(LIMIT_S)  # the first evaluation never ends by itself
+        return evaluate(self, step)
+
+    monkeypatch.setattr(Evaluator, "evaluate", slow)
+    with running(run_dir, {"steps": 2, "overseer": {"no_progress_s": 1000.0}}) as run:
+        run.until(begun.is_set, "evaluation")
         run.launcher.die("learner-0")
+        run.until(lambda: run.launcher.incarnations("evaluator-0") == [0, 1], "evaluator of the new lineage")
+        cut_short.set()
         run.end()  # within far less than the lease
     assert run.conductor.complete
 
@@ -238,3 +249,35 @@ def test_a_lesson_with_workers_of_its_own_keeps_them(run_dir: Path):
 
 def components(run: Run) -> dict[str, Any]:
     return run.conductor.status()["components"]
+
+
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
+def test_a_machine_that_goes_has_the_newest_version_saved_first(run_dir: Path, name: str):
+    with running(run_dir, {"steps": 20, "overseer": {"checkpoint_every": 500}}) as run:
+        run.until(lambda: run.conductor.step >= 5, "fifth update")
+        host = run.launcher.newest(name).host
+        assert host is not None
+        host.drain("SIGTERM")
+        run.end()
+    assert run.conductor.complete and run.conductor.lineage == 1
+    (rewind,) = run.events("rewind")
+    assert f"{name}#0 was told to end by its machine" in rewind["reason"]
+    assert int(rewind["checkpoint"].removeprefix("step-")) >= 5
+    updates = [row["step"] for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert updates == list(range(1, 21))  # no update was made twice
+
+
+def test_deaths_without_a_new_version_end_the_run_however_slowly_they_come(run_dir: Path):
+    limits = {"max_restarts": 1, "restart_window_s": 0.001, "checkpoint_every": 500}
+    with running(run_dir, {"steps": 1000, "overseer": limits}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        for incarnation in range(1, 10):
+            run.launcher.die("learner-0")
+            begun = lambda n=incarnation: run.launcher.incarnations("learner-0")[-1] == n or run.failure  # noqa: E731
+            limit = time.monotonic() + LIMIT_S
+            while not begun() and time.monotonic() < limit:
+                time.sleep(0.01)
+            if run.failure is not None:
+                break
+        with pytest.raises(RunFailed, match="died or were ended without one new version"):
+            run.end()

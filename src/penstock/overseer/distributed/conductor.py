@@ -20,7 +20,7 @@ from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.config import rollout_workers
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.numbers import IdleShares, merge
-from penstock.overseer.distributed.plan import ESSENTIAL_NAMES, Plan
+from penstock.overseer.distributed.plan import ESSENTIAL, ESSENTIAL_NAMES, Plan
 from penstock.overseer.distributed.records import Identity, Message, Report, View
 from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
@@ -34,6 +34,8 @@ from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
 TURN_S = 0.05
 """Seconds between two turns of the loop."""
+MOST_DEATHS = 5
+"""Times ``overseer.max_restarts``: so many components may die without one new version of the policy."""
 LOOK_S = 0.5
 """Seconds between two looks at all components for people and the watchdog, and for requests to scale."""
 
@@ -74,10 +76,14 @@ class DistributedConductor:
         self._directory = settings.directory
         self._launcher = launcher
         self._log = log
-        self._supervisor = Supervisor(launcher, settings.config.overseer, self._on_message, log.event, self._on_loss)
+        self._supervisor = Supervisor(
+            launcher, settings.config.overseer, self._on_message, self._on_event, self._on_loss
+        )
         self._stage = Stage(self._supervisor)
         self._stopping = threading.Event()
         self._lost: list[str] = []
+        self._notices: list[str] = []
+        self._deaths, self._newest_step = 0, 0
         self._idle = IdleShares()
         self._overview, self._look_due = Overview(), 0.0
         self._scale_desk = ScaleDesk(self._directory.path, self._supervisor.scale)
@@ -134,6 +140,11 @@ class DistributedConductor:
             supervisor.describe(), supervisor.counters(), supervisor.who_owes_progress(), supervisor.reports
         )
         self._scale_desk.serve()
+
+    @property
+    def stop_limit_s(self) -> float:
+        """How long the end of a run may take: the last update and checkpoint, the components, their launcher."""
+        return 4 * self._config.overseer.stop_timeout_s
 
     def stop(self) -> None:
         """Asks the run to end at the next update boundary, with a checkpoint."""
@@ -239,20 +250,34 @@ class DistributedConductor:
     def _train(self) -> Turns:
         started = time.monotonic()
         try:
-            training = self._stage.task("learner-0", "train", write_results(self.results))
-            asked = False
-            for _ in training:
-                done = self._stopping.is_set() or self._graduated
-                if done and not asked:
-                    yield from self._stage.call("learner-0", "finish")
-                    asked = True
-                yield
+            yield from self._train_to_the_end()
         except (UnreachableError, SupersededError) as failure:  # it lost the replay buffer before we noticed
-            self._supervisor.end("learner-0", str(failure))
-            while True:
-                yield  # until that is noticed, and the script begins anew
+            yield from self._lose_learner(str(failure))
         finally:
             self.training_s += time.monotonic() - started
+
+    def _train_to_the_end(self) -> Turns:
+        """Until the last step, a stop request, or the last graduation; saved and begun anew where a machine goes."""
+        training = self._stage.task("learner-0", "train", write_results(self.results))
+        asked = False
+        while True:
+            try:
+                next(training)
+            except StopIteration:
+                break
+            if not asked and (self._stopping.is_set() or self._graduated or self._notices):
+                yield from self._stage.call("learner-0", "finish")
+                asked = True
+            yield
+        if self._notices and not self._stopping.is_set():  # its newest version is saved
+            notices, self._notices = "; ".join(self._notices), []
+            yield from self._lose_learner(notices)
+
+    def _lose_learner(self, reason: str) -> Turns:
+        """Waits until the loop has noticed, and begins the script anew."""
+        self._supervisor.end("learner-0", reason)
+        while True:
+            yield
 
     @property
     def _graduated(self) -> bool:
@@ -303,6 +328,26 @@ class DistributedConductor:
 
     # --- losses ----------------------------------------------------------------------------------------------------
 
+    def _on_event(self, kind: str, **fields: Any) -> None:
+        self._log.event(kind, **fields)
+        if kind == "component_death":
+            self._count_death(str(fields.get("reason", "")))
+
+    def _count_death(self, reason: str) -> None:
+        """A run in which things die and nothing is learned ends, however slowly they die.
+
+        Raises:
+            RunFailed: too many died since the last new version.
+        """
+        self._deaths += 1
+        limit = MOST_DEATHS * max(1, self._config.overseer.max_restarts)
+        if self._deaths > limit:
+            self._deaths = 0  # the end of the run takes a few more
+            raise RunFailed(
+                f"{limit + 1} components died or were ended without one new version of the policy; the last: {reason} "
+                f"({MOST_DEATHS} × overseer.max_restarts)"
+            )
+
     def _on_loss(self, identity: Identity, reason: str) -> None:
         self._lost.append(f"{identity}: {reason}")
 
@@ -316,7 +361,7 @@ class DistributedConductor:
 
     def _rewind(self) -> None:
         """Back to the newest good checkpoint, in a new lineage."""
-        reasons, self._lost = "; ".join(self._lost), []
+        reasons, self._lost, self._notices = "; ".join(self._lost), [], []
         checkpoint = newest_good_checkpoint(self._directory.checkpoints, self._log.damage)
         salvage_logs(self._directory, self._log.damage)
         self.lineage = max(self.lineage, Lineages(self._directory.lineages_path).newest) + 1
@@ -361,6 +406,8 @@ class DistributedConductor:
             case "event":
                 fields = {"component": identity.name, **message.fields}
                 self._log.event(message.name, message.step or None, **fields)
+                if message.name == "drain_notice" and identity.role in ESSENTIAL:
+                    self._notices.append(f"{identity} was told to end by its machine")
             case "samples":
                 self._log.conversations(message.fields["conversations"])
             case "metrics" if identity.role == "learner" and "time/update" in message.fields:
@@ -376,6 +423,8 @@ class DistributedConductor:
             idle, {"staleness_budget": float(self._config.replay.staleness_budget)}
         )
         self._step = self._log.step = step
+        if step > self._newest_step:
+            self._newest_step, self._deaths = step, 0
         values = {**merge(reports.values()), **shares, **self._supervisor.metrics(), **metrics}
         self._log.metrics(step, values)
         progress = self._log.progress

@@ -74,8 +74,15 @@ class ThreadedComponent:
     # --- tasks ---------------------------------------------------------------------------------------------------
 
     def begin(self, task_id: str, method: str, *args: Any) -> None:
-        """Runs a method in a thread; its outcome stands in `facts` under ``tasks``. A repeat changes nothing."""
+        """Runs a method in a thread; its outcome stands in `facts` under ``tasks``. A repeat changes nothing.
+
+        One task follows another, so that outcomes of earlier ones were read.
+        """
         target: Callable[..., Any] = getattr(self, method)
+        for earlier in [
+            name for name, told in self._outcomes.items() if name != task_id and told["state"] != "running"
+        ]:
+            del self._outcomes[earlier]
         running = {"state": "running"}
         if self._outcomes.setdefault(task_id, running) is not running:
             return

@@ -17,7 +17,7 @@ from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.servers import reachable
 from penstock.overseer.distributed.roles.settings import Settings
-from penstock.types import UnreachableError, WeightsError, WeightVersion
+from penstock.types import NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightClient, merged_arrays, open_client
 
 CALL_S = 10.0
@@ -46,6 +46,7 @@ class InferenceRole(ThreadedComponent):
         self._leased_to = -1  # incarnation of the evaluator
         self._told: tuple[WeightVersion, Identity] | None = None
         self._swap_s = 0.0
+        self._failing_since: float | None = None
         self._draining = False
 
     def start(self) -> None:
@@ -71,6 +72,7 @@ class InferenceRole(ThreadedComponent):
         client = self._connected()
         if client is None or time.monotonic() < self._leased_until:
             self.doing = "waiting for the learner" if client is None else "held at its version"
+            self._failing_since = None
             self.view_changed.wait(POLL_S)
             self.view_changed.clear()
         else:
@@ -81,10 +83,19 @@ class InferenceRole(ThreadedComponent):
                 version = client.wait_for(self._held if source == self._held_from else None, POLL_S)
                 if version is not None:
                     self._take(version, client.fetch(version), source)
+                self._failing_since = None
             except (UnreachableError, WeightsError) as failure:  # a restart, or a newer version meanwhile
-                self.doing = f"serving; weights: {failure}"
+                self._note(failure)
                 self.stopping.wait(POLL_S)
         self._tell_replay()
+
+    def _note(self, failure: PenstockError) -> None:
+        """Fetching may fail for a while; a server that cannot at all is of no use."""
+        self.doing = f"serving; weights: {failure}"
+        now, limit_s = time.monotonic(), self.config.overseer.no_progress_s / 2
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > limit_s:
+            raise NoProgressError(f"no weights could be fetched for {limit_s:g} s: {failure}") from failure
 
     def _connected(self) -> WeightClient | None:
         """The client of the living learner's broadcaster, if that has announced one."""

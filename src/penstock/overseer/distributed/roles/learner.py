@@ -47,7 +47,7 @@ class LearnerRole(ThreadedComponent):
         self._broadcaster: Broadcaster | None = None
         self._publishing = threading.Lock()
         self._published: tuple[WeightVersion, Mapping[str, Any]] | None = None
-        self._training = False
+        self._training = self._waiting_for_room = False
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
         self._steps_done = 0
@@ -187,6 +187,9 @@ class LearnerRole(ThreadedComponent):
             self._loop.stop()
         self._batches.stop()
 
+    def drain(self) -> None:
+        """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
+
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
         self.stopping.set()
@@ -229,8 +232,10 @@ class LearnerRole(ThreadedComponent):
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
         self.around.event("disk_full", reason=why)
+        self._waiting_for_room = True
         if self.stopping.wait(seconds):
             raise Stopped(why)
+        self._waiting_for_room = False
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps_done += 1
@@ -242,7 +247,7 @@ class LearnerRole(ThreadedComponent):
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
-        waiting = doing.startswith(("waiting", "done"))
+        waiting = self._waiting_for_room or doing.startswith(("waiting", "done"))
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
         return Condition(

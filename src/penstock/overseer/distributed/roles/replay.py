@@ -128,6 +128,9 @@ class ReplayRole(ThreadedComponent):
         if values:
             self.around.metrics(step + 1, values)
 
+    def drain(self) -> None:
+        """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
+
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
         super().stop(timeout_s)
