@@ -1,7 +1,7 @@
 """What the tests of weights over sockets share."""
 
 import pytest
-from tests.weights.certificates import write_certificate
+from tests.certificates import write_certificate
 
 from penstock.weights import WeightsConfig
 
@@ -10,4 +10,4 @@ from penstock.weights import WeightsConfig
 def tls_config(tmp_path):
     """A configuration with a certificate for loopback."""
     certificate, key = write_certificate(tmp_path)
-    return WeightsConfig(tls_cert=certificate, tls_key=key, tls_ca=certificate)
+    return WeightsConfig(tls_cert=str(certificate), tls_key=str(key), tls_ca=str(certificate))

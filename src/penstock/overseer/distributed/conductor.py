@@ -10,25 +10,24 @@ the supervisor alone while the run goes on.
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from penstock.learner import newest_good_checkpoint, read_states
-from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.config import rollout_workers
 from penstock.overseer.distributed.launcher import Launcher
-from penstock.overseer.distributed.numbers import IdleShares, merge
+from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.plan import ESSENTIAL, ESSENTIAL_NAMES, Plan
-from penstock.overseer.distributed.records import Identity, Message, Report, View
+from penstock.overseer.distributed.records import Identity, Message, View
 from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
 from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.distributed.updates import Updates
 from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.terminal import step_line
 from penstock.replay import Lineages, salvage_logs
 from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
@@ -38,23 +37,6 @@ MOST_DEATHS = 5
 """Times ``overseer.max_restarts``: so many components may die without one new version of the policy."""
 LOOK_S = 0.5
 """Seconds between two looks at all components for people and the watchdog, and for requests to scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """How all components were at the last look; other threads read it.
-
-    Attributes:
-        components: For status.json.
-        counters: For the watchdog.
-        owes: Who owes progress, in words.
-        reports: The newest of each.
-    """
-
-    components: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    counters: Mapping[str, float] = field(default_factory=dict[str, float])
-    owes: str = "no component was started yet"
-    reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
 
 
 class DistributedConductor:
@@ -84,11 +66,9 @@ class DistributedConductor:
         self._lost: list[str] = []
         self._notices: list[str] = []
         self._deaths, self._newest_step = 0, 0
-        self._idle = IdleShares()
-        self._overview, self._look_due = Overview(), 0.0
+        self._updates = Updates(log, self._config.replay.staleness_budget)
+        self._seen, self._look_due = Look(), 0.0
         self._scale_desk = ScaleDesk(self._directory.path, self._supervisor.scale)
-        self._bottleneck = ""
-        self._step = 0
         self._phases = 0
 
     # --- what the overseer asks ------------------------------------------------------------------------------------
@@ -136,7 +116,7 @@ class DistributedConductor:
             return
         self._look_due = time.monotonic() + LOOK_S
         supervisor = self._supervisor
-        self._overview = Overview(
+        self._seen = Look(
             supervisor.describe(), supervisor.counters(), supervisor.who_owes_progress(), supervisor.reports
         )
         self._scale_desk.serve()
@@ -163,22 +143,22 @@ class DistributedConductor:
     @property
     def step(self) -> int:
         """The learner's version, as far as it was told."""
-        return self._step
+        return self._updates.step
 
     @property
     def lessons(self) -> dict[str, str]:
         """Each lesson's status in words."""
-        return dict(self._facts("replay-0").get("lessons", {}))
+        return dict(self._seen.facts("replay-0").get("lessons", {}))
 
     @property
     def failed_groups(self) -> int:
         """Groups whose environment or reward function failed, as far as living workers know."""
-        return sum(facts["groups"]["failed"] for facts in self._worker_facts())
+        return self._seen.failed_groups
 
     @property
     def last_failure(self) -> str:
         """What the last of them said."""
-        return next((facts["last_failure"] for facts in self._worker_facts() if facts["last_failure"]), "")
+        return self._seen.last_failure
 
     @property
     def complete(self) -> bool:
@@ -187,37 +167,37 @@ class DistributedConductor:
 
     def refresh(self) -> None:
         """Brings the view up to date."""
-        progress, replay = self._log.progress, self._facts("replay-0")
-        progress.tokens_per_s = merge(self._reports().values()).get("inference/tokens_per_s", 0.0)
+        progress, replay = self._log.progress, self._seen.facts("replay-0")
+        progress.tokens_per_s = self._seen.numbers().get("inference/tokens_per_s", 0.0)
         progress.ledger = dict(replay.get("ledger", progress.ledger))
         progress.lessons = dict(replay.get("lessons", progress.lessons))
 
     def counters(self) -> dict[str, float]:
         """What changes while the run makes progress."""
-        return {**self._overview.counters, "phases": float(self._phases)}
+        return {**self._seen.counters, "phases": float(self._phases)}
 
     def who_owes_progress(self) -> str:
         """In words, for the error that ends a silent run."""
-        waiting = self._facts("replay-0").get("waiting_for", "")
-        return f"the run is at «{self._log.progress.phase}»; {self._overview.owes}; {waiting}"
+        waiting = self._seen.facts("replay-0").get("waiting_for", "")
+        return f"the run is at «{self._log.progress.phase}»; {self._seen.owes}; {waiting}"
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
-        replay = self._facts("replay-0")
+        replay = self._seen.facts("replay-0")
         return {
             "phase": self._log.progress.phase,
-            "step": self._step,
+            "step": self._updates.step,
             "steps": self._config.steps,
             "lineage": self.lineage,
             "runtime": "ray",
-            "components": self._overview.components,
+            "components": self._seen.components,
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
             "waiting_for": replay.get("waiting_for", ""),
-            "bottleneck": self._bottleneck,
+            "bottleneck": self._updates.bottleneck,
             "rollout_storage": replay.get("rollout_storage", {}),
-            "groups": {"failed": self.failed_groups, "last_failure": self.last_failure},
-            "numbers": merge(self._reports().values()),
+            "groups": {"failed": self._seen.failed_groups, "last_failure": self._seen.last_failure},
+            "numbers": self._seen.numbers(),
         }
 
     # --- phases ----------------------------------------------------------------------------------------------------
@@ -227,7 +207,7 @@ class DistributedConductor:
         self._phase("starting components")
         for name in ("replay-0", "learner-0"):
             yield from self._ending_with_the_run(stage.running(name))
-        self._step = self._log.step = self._learner_step() or 0
+        self._updates.begin_at(self._learner_step() or 0)
         yield from self._until_served()
         if self._plan.settings.checkpoint is None:
             self._phase("evaluating the untrained policy")
@@ -281,7 +261,7 @@ class DistributedConductor:
 
     @property
     def _graduated(self) -> bool:
-        return self._config.curriculum.when_complete == "stop" and bool(self._facts("replay-0").get("complete"))
+        return self._config.curriculum.when_complete == "stop" and bool(self._seen.facts("replay-0").get("complete"))
 
     def _evaluate(self, when: str) -> Generator[None, None, Results]:
         step = yield from self._stage.until(self._learner_step)
@@ -385,7 +365,7 @@ class DistributedConductor:
         except UnreachableError:
             return  # then the newest checkpoint is what remains
         limit = time.monotonic() + self._config.overseer.stop_timeout_s
-        while time.monotonic() < limit and self._facts("learner-0").get("training"):
+        while time.monotonic() < limit and self._seen.facts("learner-0").get("training"):
             time.sleep(TURN_S)
             with suppress(RunFailed):  # told already
                 self._supervisor.tick()
@@ -411,36 +391,9 @@ class DistributedConductor:
             case "samples":
                 self._log.conversations(message.fields["conversations"])
             case "metrics" if identity.role == "learner" and "time/update" in message.fields:
-                self._on_step(message.step, message.fields)
+                self._updates.add(message.step, message.fields, self._seen, self._supervisor.metrics())
+                if message.step > self._newest_step:
+                    self._newest_step, self._deaths = message.step, 0
             case "metrics":
                 self._log.metrics(message.step, message.fields)
                 self._log.note_rewards(message.fields)
-
-    def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        reports = self._reports()
-        idle = self._idle.take(reports.values())
-        self._bottleneck, shares = find_bottleneck(
-            idle, {"staleness_budget": float(self._config.replay.staleness_budget)}
-        )
-        self._step = self._log.step = step
-        if step > self._newest_step:
-            self._newest_step, self._deaths = step, 0
-        values = {**merge(reports.values()), **shares, **self._supervisor.metrics(), **metrics}
-        self._log.metrics(step, values)
-        progress = self._log.progress
-        progress.step = step
-        progress.rewards.append(values.get("train/reward_mean", 0.0))
-        progress.staleness = values.get("replay/staleness_mean", 0.0)
-        progress.step_s = values["time/wait_for_batch"] + values["time/update"]
-        progress.lines.append(step_line(progress))
-
-    def _reports(self) -> Mapping[str, Report]:
-        return self._overview.reports
-
-    def _facts(self, name: str) -> Mapping[str, Any]:
-        report = self._reports().get(name)
-        return report.condition.facts if report is not None else {}
-
-    def _worker_facts(self) -> list[Mapping[str, Any]]:
-        found = [report.condition.facts for report in self._reports().values() if report.identity.role == "rollout"]
-        return [facts for facts in found if "groups" in facts]

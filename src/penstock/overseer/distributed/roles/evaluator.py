@@ -6,19 +6,17 @@ lease ran out) makes the attempt count for nothing; it is made again on another 
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
-
-import numpy as np
 
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent
 from penstock.inference import RemoteContext
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Peer, View
-from penstock.overseer.distributed.roles.activity import Activity
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.contexts import InterruptedEvaluation, PinnedContext
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.evaluator import Evaluator
@@ -26,13 +24,10 @@ from penstock.overseer.result_rows import write_stats
 from penstock.rollout import RolloutManager
 from penstock.types import (
     Caller,
-    Completion,
-    Decoding,
     NoProgressError,
     PenstockError,
     RolloutBatchStats,
     Stopped,
-    TextCodec,
     UnreachableError,
     WeightVersion,
 )
@@ -51,7 +46,8 @@ class EvaluatorRole(ThreadedComponent):
         config = settings.config
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, settings.tokenizer())
-        self._context = _Pinned(self._contexts, self.activity)
+        self._answers = 0
+        self._context = PinnedContext(self._contexts, self.activity, self._count_answer)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)
         self._evaluator = Evaluator(
@@ -159,9 +155,12 @@ class EvaluatorRole(ThreadedComponent):
         self._pool.close()
         self._manager.shutdown()
 
+    def _count_answer(self) -> None:
+        self._answers += 1
+
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
-        progress = float(self._context.completions) if self.activity.working else None
+        progress = float(self._answers) if self.activity.working else None
         return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
 
 
@@ -175,39 +174,6 @@ class _Reporting:
     def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
         self._replay.call("update_evaluation", stats, step, timeout_s=CALL_S)
         return ()  # the replay service tells of events
-
-
-class _Pinned:
-    """An inference context that refuses completions of any version but one, and tells waiting from work."""
-
-    def __init__(self, context: RemoteContext, activity: Activity) -> None:
-        self._context = context
-        self._activity = activity
-        self._version: WeightVersion | None = None
-        self.completions = 0
-
-    def pin(self, context: RemoteContext, version: WeightVersion) -> None:
-        self._context, self._version = context, version
-
-    @property
-    def tokenizer(self) -> TextCodec:
-        return self._context.tokenizer
-
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        with self._activity.waiting():
-            answers = self._context.generate(prompts, n, decoding, seeds)
-        for completion in (completion for answer in answers for completion in answer):
-            self.completions += 1
-            steps = {completion.oldest_weight_step, *completion.weight_steps.tolist()}
-            if self._version is None or completion.lineage != self._version.lineage or steps != {self._version.step}:
-                raise InterruptedEvaluation(f"steps {sorted(steps)} answered where {self._version} was evaluated")
-        return answers
-
-
-class InterruptedEvaluation(PenstockError):
-    """The evaluated version was not held to the end."""
 
 
 def _serving(view: View) -> list[Peer]:

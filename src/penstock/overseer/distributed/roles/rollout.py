@@ -5,24 +5,23 @@ ends the component, and its tickets are handed to another.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.contexts import TimedContext
 from penstock.overseer.distributed.roles.run_clock import RunClock
 from penstock.overseer.distributed.roles.servers import make_pool, servers_of
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteSink, RemoteTickets
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import Completion, Decoding, InferenceContext, RolloutBatch, TextCodec, Ticket
+from penstock.types import InferenceContext, RolloutBatch, Ticket
 
 
 class RolloutRole(ThreadedComponent):
@@ -100,7 +99,10 @@ class RolloutRole(ThreadedComponent):
     @contextmanager
     def _context_of(self, ticket: Ticket) -> Iterator[InferenceContext]:
         with self.activity.busy():
-            yield _Timed(self._contexts.for_session(ticket.ticket_id), self)
+            yield TimedContext(self._contexts.for_session(ticket.ticket_id), self.activity, self._count_answer)
+
+    def _count_answer(self) -> None:
+        self.answers += 1
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
@@ -123,26 +125,6 @@ class RolloutRole(ThreadedComponent):
             },
             facts=self._facts(groups=counts, last_failure=worker.last_failure),
         )
-
-
-class _Timed:
-    """An inference context that tells a worker's own work from its waiting for tokens."""
-
-    def __init__(self, context: InferenceContext, role: RolloutRole) -> None:
-        self._context = context
-        self._role = role
-
-    @property
-    def tokenizer(self) -> TextCodec:
-        return self._context.tokenizer
-
-    def generate(
-        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        with self._role.activity.waiting():
-            answers = self._context.generate(prompts, n, decoding, seeds)
-        self._role.answers += 1
-        return answers
 
 
 def _replay_in(view: View) -> Identity | None:
