@@ -9,6 +9,9 @@ is made: one that could not tell has made nothing. A driver that dies takes its 
 each machine the system kills them with Ray's own daemon there, stopped ones too.
 """
 
+# pyright: reportMissingImports=false
+# Ray is an extra: type checking does without it.
+
 import logging
 import os
 import secrets
