@@ -202,6 +202,14 @@ def test_a_closed_client_fetches_nothing():
         client.wait_for(None, 1.0)
 
 
+def test_what_was_fetched_without_a_question_for_news_is_not_ahead_of_it():
+    client = client_of(FakeReader(announced(5), answers=(whole(5), whole(6))))
+    client.latest()
+    client.fetch(WeightVersion(0, 5))
+    client.fetch(WeightVersion(0, 6))
+    assert client.metrics()["weights/lag"] == 0
+
+
 def test_lag_counts_versions():
     reader = FakeReader(announced(5), answers=(whole(2),))
     client = client_of(reader)

@@ -260,4 +260,4 @@ class FetchingClient:
             return 0
         newest, held = self._newest.version, self._held.manifest.version
         behind = newest.step - held.step
-        return behind if newest.lineage == held.lineage else max(1, behind)
+        return max(0, behind) if newest.lineage == held.lineage else max(1, behind)
