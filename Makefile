@@ -28,7 +28,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow --ignore=tests/fuzz

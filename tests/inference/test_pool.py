@@ -399,6 +399,8 @@ def test_servers_come_and_go_under_load_and_nothing_is_lost(start, make_pool, in
 
 def test_a_certificate_is_checked(tmp_path, make_pool):
     async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer({"seeds": [8], "n": 1})[1]).encode()})
 
@@ -406,7 +408,7 @@ def test_a_certificate_is_checked(tmp_path, make_pool):
     server.start()
     assert server.url.startswith("https://127.0.0.1:")
     known = Server("inference-0", 0, server.url)
-    trusting = make_pool(known, certificate_authority=str(tmp_path / "cert.pem"))
+    trusting = make_pool(known, certificate_authority=str(tmp_path / "cert.pem"), request_timeout_s=WAIT_S)
     doubting = make_pool(known, request_timeout_s=0.5)
     try:
         assert trusting.ask([request(8)]) == [[8]]
