@@ -1,8 +1,13 @@
 """Test-wide set-up: array shapes and dtypes are checked at every call of the mathematical packages."""
 
+import signal
+
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  (the hook below names it)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start so what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _HOOK = install_import_hook(
     ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "tests.typecheck.checked"
