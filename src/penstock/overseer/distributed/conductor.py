@@ -90,7 +90,7 @@ class DistributedConductor:
         try:
             while True:
                 self._supervisor.tick()
-                self._look()
+                self._look_if_due()
                 if self._lost:
                     script.close()
                     if self._all_are_gone():
@@ -111,15 +111,17 @@ class DistributedConductor:
         finally:
             self._shut_down()
 
+    def _look_if_due(self) -> None:
+        if time.monotonic() >= self._look_due:
+            self._look_due = time.monotonic() + LOOK_S
+            self._look()
+            self._scale_desk.serve()
+
     def _look(self) -> None:
-        if time.monotonic() < self._look_due:
-            return
-        self._look_due = time.monotonic() + LOOK_S
         supervisor = self._supervisor
         self._seen = Look(
             supervisor.describe(), supervisor.counters(), supervisor.who_owes_progress(), supervisor.reports
         )
-        self._scale_desk.serve()
 
     @property
     def stop_limit_s(self) -> float:
@@ -365,6 +367,7 @@ class DistributedConductor:
         except UnreachableError:
             return  # then the newest checkpoint is what remains
         limit = time.monotonic() + self._config.overseer.stop_timeout_s
+        self._look()  # what was seen before may be from before it trained
         while time.monotonic() < limit and self._seen.facts("learner-0").get("training"):
             time.sleep(TURN_S)
             with suppress(RunFailed):  # told already
@@ -372,7 +375,6 @@ class DistributedConductor:
             self._look()
 
     def _shut_down(self) -> None:
-        self._look_due = 0.0
         self._look()  # the last one: whoever asks later is told how it was
         left = self._supervisor.stop(self._config.overseer.stop_timeout_s)
         if left:
