@@ -83,11 +83,11 @@ class Commands:
         self.drop(name)
         self._clients.pop(name).close()
 
-    def raw(self, port: int, streams: int, chunk_bytes: int, keep: bool) -> dict[str, float]:
+    def raw(self, port: int, streams: int, chunk_bytes: int, how: str, nbytes: int) -> dict[str, float]:
         """Seconds of a raw fetch, and its bytes."""
         client = self._raw.setdefault(port, RawClient(port, streams))
         began = time.perf_counter()
-        read = client.read(chunk_bytes, keep)
+        read = client.read(chunk_bytes, how, nbytes)
         return {"seconds": time.perf_counter() - began, "bytes": read}
 
 

@@ -23,6 +23,9 @@ from penstock.weights.manifest import array_digest
 WARM_UP_ROUNDS = 3
 """Shared memory has warm segments from the third publication on."""
 
+RAW = ("thrown away", "kept", "into arrays")
+"""What raw Flight does with what it receives."""
+
 _ARRAY_BYTES = 32 * 1024 * 1024
 _CROSSING = ("shared_memory", "arrow_flight", "checkpoint")
 
@@ -123,11 +126,11 @@ def _cross(
 
 
 def _raw(raw: RawServer, config: WeightsConfig, fetcher: Fetcher, measured: Measured) -> None:
-    for keep, name in ((False, "raw Flight, thrown away"), (True, "raw Flight, kept")):
+    for how in RAW:
         more = {"port": raw.port, "streams": config.streams, "chunk_bytes": config.chunk_bytes}
-        found = fetcher(do="raw", keep=keep, **more)
+        found = fetcher(do="raw", how=how, nbytes=measured.nbytes, **more)
         assert found["bytes"] == measured.nbytes
-        measured.add(name, found["seconds"])
+        measured.add(f"raw Flight, {how}", found["seconds"])
 
 
 def _check(fetcher: Fetcher, transports: tuple[str, ...], arrays: dict[str, np.ndarray]) -> None:

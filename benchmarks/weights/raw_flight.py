@@ -1,8 +1,8 @@
 """Arrow Flight with nothing around it: the reference for the transport that is built on it.
 
 The server sends byte slices of the same arrays in messages of the same size over as many streams; there are no tokens,
-versions, digests or retries. Its client either throws away what it reads, or keeps it all, as a client that wants the
-arrays must.
+versions, digests or retries. Its client throws away what it reads, or keeps the messages, or, as a client that wants
+arrays must, copies them to where the arrays lie.
 """
 
 import threading
@@ -44,23 +44,38 @@ class RawClient:
 
     def __init__(self, port: int, streams: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
+        self.memory = np.empty(0, np.uint8)
         self._connections = [
             flight.connect(f"grpc://127.0.0.1:{port}", generic_options=options) for _ in range(streams)
         ]
 
-    def read(self, chunk_bytes: int, keep: bool) -> int:
-        """Reads all arrays once; the number of bytes."""
+    def read(self, chunk_bytes: int, how: str, nbytes: int) -> int:
+        """Reads all arrays once; the number of bytes.
+
+        Args:
+            chunk_bytes: Of a message.
+            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: memory that was touched before.
+            nbytes: Of all arrays.
+        """
         found: list[int] = [0] * len(self._connections)
         kept: list[pa.Table] = []
+        if self.memory.size != nbytes:
+            self.memory = np.zeros(nbytes, np.uint8)
+        share = -(-nbytes // len(self._connections))
 
         def run(stream: int) -> None:
             text = f"{len(self._connections)},{stream},{chunk_bytes}"
             reader = self._connections[stream].do_get(flight.Ticket(text.encode()))
-            if keep:
+            if how == "kept":
                 kept.append(reader.read_all())
                 found[stream] = kept[-1].num_rows
-            else:
-                found[stream] = sum(chunk.data.num_rows for chunk in reader)
+                return
+            for chunk in reader:
+                if how == "into arrays":
+                    at = stream * share + found[stream]
+                    received = np.frombuffer(chunk.data.column(0).buffers()[1], np.uint8, chunk.data.num_rows)
+                    self.memory[at : at + received.size] = received
+                found[stream] += chunk.data.num_rows
 
         run_together(run, len(self._connections))
         return sum(found)

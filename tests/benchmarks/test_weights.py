@@ -14,6 +14,7 @@ from benchmarks.weights.raw_flight import RawClient, RawServer
 from benchmarks.weights.slow_link import SlowLink
 
 MEASURED = ("memory copy", "local", "arrow_flight: fetch", "shared_memory: without digests", "raw Flight, kept")
+MORE = ("arrow_flight: fetch without digests", "raw Flight, thrown away", "raw Flight, into arrays")
 
 
 def test_arrays_have_the_size_that_was_asked_for_and_do_not_repeat():
@@ -28,7 +29,8 @@ def test_raw_flight_moves_every_byte_once_over_any_number_of_streams():
     with RawServer(arrays) as server:
         for streams in (1, 3, 4):
             client = RawClient(server.port, streams)
-            assert client.read(chunk_bytes=300, keep=False) == client.read(chunk_bytes=300, keep=True) == 4007
+            assert {client.read(300, how, 4007) for how in handover.RAW} == {4007}
+            assert client.memory.tobytes() == arrays["a"].tobytes() + arrays["b"].tobytes()
 
 
 def test_every_transport_is_measured_and_its_arrays_are_compared():
@@ -92,20 +94,20 @@ def test_the_slow_link_passes_everything_at_its_rate():
 
 def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):
     measured = Measured(25_000_000)
-    seconds = {name: 1.0 for name in (*MEASURED, "arrow_flight: fetch without digests", "raw Flight, thrown away")}
-    for name, value in (seconds | {"local": 0.0005, "raw Flight, kept": 0.5}).items():
+    seconds = {name: 1.0 for name in (*MEASURED, *MORE)}
+    for name, value in (seconds | {"local": 0.0005, "raw Flight, into arrays": 0.5}).items():
         measured.add(name, value)
     updates = [deltas.Update(0.01, 100.0, 5.0, {"full": 0.3, "delta": 0.1})]
     monkeypatch.setattr(handover, "measure", lambda nbytes, rounds: measured)
     monkeypatch.setattr(deltas, "measure", lambda size, rate, updates_: updates)
     assert benchmark.main(["--sizes", "25"]) == 1
     printed = capsys.readouterr().out
-    assert "Flight is 1.00 of raw Flight that keeps nothing" in printed
+    assert "Flight is 1.00 of raw Flight, thrown away" in printed
     marks = dict(re.findall(r"^  (.*?) +[\d.]+  at (?:most|least) [\d.e+]+ +(reached|MISSED)$", printed, re.MULTILINE))
     assert marks == {
         "25 MB: local, ms": "reached",
         "25 MB: shared memory / memory copy": "reached",
-        "25 MB: Flight / raw Flight": "MISSED",
+        "25 MB: Flight / raw Flight, both into arrays": "MISSED",
         "learning rate 1e-06: bytes whole / delta": "reached",
         "learning rate 1e-06: time whole / delta, 1 Gbit/s": "reached",
     }

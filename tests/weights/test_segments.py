@@ -7,7 +7,9 @@ import pytest
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.manifest import Manifest, describe
-from penstock.weights.segments import Segment, mapped_arrays, memory_folder, segment_bytes
+from penstock.weights.segments import Copier, Segment, mapped_arrays, memory_folder, segment_bytes
+
+COPIER = Copier()
 
 
 def arrays(value: float) -> dict[str, np.ndarray]:
@@ -21,7 +23,7 @@ def described(value: float) -> Manifest:
 def written(path: Path, value: float) -> Segment:
     segment = Segment(path, segment_bytes(described(value)))
     assert segment.take()
-    segment.write(described(value), arrays(value))
+    segment.write(described(value), arrays(value), COPIER)()
     segment.give()
     return segment
 
@@ -94,3 +96,11 @@ def test_only_this_user_may_read_it(path: Path):
     segment = written(path, 1.0)
     assert path.stat().st_mode & 0o777 == 0o600
     segment.remove()
+
+
+def test_a_copier_moves_every_byte_of_arrays_of_any_size():
+    sources = [np.arange(size, dtype=np.int64).view(np.uint8) for size in (0, 1, 400_000, 1_000_003)]
+    targets = [np.zeros_like(source) for source in sources]
+    COPIER.begin(zip(targets, sources, strict=True))()
+    for target, source in zip(targets, sources, strict=True):
+        np.testing.assert_array_equal(target, source)

@@ -49,6 +49,7 @@ def segments(job: str) -> list[str]:
 
 def publish(memory: SharedMemory, value: float, taken: set[str]) -> str:
     name = memory.write_arrays(described(value), arrays(value), taken)
+    memory.write_marker(name.encode())
     memory.discard(taken - {name})
     return name
 
@@ -98,6 +99,13 @@ def test_arrays_of_another_size_get_another_segment(memory: SharedMemory, job: s
     larger = {"x": np.zeros(50_000, np.float32)}
     manifest = describe("job", "a" * 32, WeightVersion(0, 1), larger)
     assert memory.write_arrays(manifest, larger, {first}) == "segment-1.weights"
+
+
+def test_a_publication_that_was_given_up_holds_nothing(memory: SharedMemory, job: str):
+    first = publish(memory, 0, set())
+    given_up = memory.write_arrays(described(1), arrays(1), {first})  # and then, say, the disk was full
+    assert publish(memory, 2, {first}) == given_up
+    np.testing.assert_array_equal(SharedMemoryShelf(job).arrays(given_up, described(2))["x"], arrays(2)["x"])
 
 
 def test_the_marker_is_seen_when_it_changes(memory: SharedMemory, job: str):

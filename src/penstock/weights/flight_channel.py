@@ -23,6 +23,7 @@ from penstock.weights.streams import Piece, cut
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
+_BYTES = pa.uint8()
 
 
 class Channel:
@@ -185,7 +186,7 @@ class _Fetch:
 
     def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
         column = batch.column(0) if batch is not None and batch.num_columns == 1 else None
-        if column is None or len(column) != piece.size or column.type != pa.uint8() or column.null_count:
+        if column is None or len(column) != piece.size or column.type != _BYTES or column.null_count:
             raise WeightsError(f"the weight server at {self._address} sent other things than {piece.size} bytes")
         received = np.frombuffer(column.buffers()[1], np.uint8, piece.size, column.offset)
         self._buffers[piece.index][piece.offset : piece.offset + piece.size] = received

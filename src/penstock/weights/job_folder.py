@@ -7,6 +7,7 @@ the machine, of whichever job of this user.
 import fcntl
 import hashlib
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -48,10 +49,10 @@ class OwnedFolder:
 def is_own_folder(path: Path) -> bool:
     """Whether it is a folder of this user that others cannot write to."""
     try:
-        status = path.lstat()
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _prefix() -> str:

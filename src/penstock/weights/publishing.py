@@ -82,7 +82,8 @@ class PublishingBroadcaster:
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """See `Broadcaster.publish`."""
         with self._lock:
-            self._check(version, layout_of(arrays))
+            layout = layout_of(arrays)
+            self._check(version, layout)
             began = time.perf_counter()
             host = host_arrays(arrays, self._config.bfloat16)
             copied = time.perf_counter()
@@ -92,7 +93,7 @@ class PublishingBroadcaster:
             encoded = time.perf_counter()
             self._store.put(publication)
             ended = time.perf_counter()
-            self._version, self._layout = version, layout_of(arrays)
+            self._version, self._layout = version, layout
             self._numbers |= {
                 "weights/publish_s": ended - began,
                 "weights/host_copy_s": copied - began,

@@ -10,7 +10,9 @@ import mmap
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ from penstock.weights.manifest import Manifest, from_raw_bytes, raw_bytes
 
 _MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
+_MOST_COPIERS = 4
+_PIECE_BYTES = 1 << 20
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once: touching fresh ones one by one takes ten times as long."""
 
@@ -67,19 +71,61 @@ class Segment:
         """Lets others read."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def write(self, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copies the arrays in; the caller has taken it."""
+    def write(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], copier: "Copier") -> Callable[[], None]:
+        """Begins to copy the arrays in, and returns what ends that; the caller has taken the segment."""
         memory = np.frombuffer(self._map, np.uint8)
+        pairs: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 0
         for spec in manifest.arrays:
-            np.copyto(memory[offset : offset + spec.nbytes], raw_bytes(arrays[spec.name]))
+            pairs.append((memory[offset : offset + spec.nbytes], raw_bytes(arrays[spec.name])))
             offset += _aligned(spec.nbytes)
+        return copier.begin(pairs)
 
     def remove(self) -> None:
         """Takes its name away. Its memory is freed when the last reader has let it go."""
         self.path.unlink(missing_ok=True)
         self._map.close()
         os.close(self._descriptor)
+
+
+class Copier:
+    """Copies large memory with several threads: one core alone cannot use a machine's memory bandwidth."""
+
+    def __init__(self) -> None:
+        self._helpers = min(_MOST_COPIERS, os.cpu_count() or 1) - 1
+        self._pool = ThreadPoolExecutor(max(self._helpers, 1), thread_name_prefix="weights-copy")
+
+    def begin(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Callable[[], None]:
+        """Begins to copy to the first of each pair from the second, uint8 [size] both; returns what ends it.
+
+        Whoever calls that copies along.
+        """
+        pieces = deque(
+            (to[start : start + _PIECE_BYTES], source[start : start + _PIECE_BYTES])
+            for to, source in pairs
+            for start in range(0, to.size, _PIECE_BYTES)
+        )
+        helpers = [self._pool.submit(_copy, pieces) for _ in range(min(self._helpers, len(pieces)))]
+
+        def finish() -> None:
+            _copy(pieces)
+            for helper in helpers:
+                helper.result()
+
+        return finish
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown()
+
+
+def _copy(pieces: deque[tuple[np.ndarray, np.ndarray]]) -> None:
+    while True:
+        try:
+            to, source = pieces.popleft()
+        except IndexError:
+            return
+        np.copyto(to, source)
 
 
 def mapped_arrays(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:

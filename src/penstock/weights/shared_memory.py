@@ -9,7 +9,7 @@ without a memory file system the segments are temporary files.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.types import UnreachableError, WeightsError
 from penstock.weights.job_folder import OwnedFolder, is_own_folder, job_folder
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest
 from penstock.weights.marker import free_name
-from penstock.weights.segments import Segment, mapped_arrays, segment_bytes
+from penstock.weights.segments import Copier, Segment, mapped_arrays, segment_bytes
 
 _MARKER = "marker.json"
 _TAKEOVER_S = 10.0
@@ -38,15 +38,15 @@ class SharedMemory:
     def __init__(self, job: str) -> None:
         self._folder = OwnedFolder(job, _TAKEOVER_S)
         self._segments: dict[str, Segment] = {}
+        self._copier = Copier()
+        self._copying: tuple[Segment, Callable[[], None]] | None = None
         self._offered = ""
 
     def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
         """See `WritableShelf.write_arrays`."""
+        self._finish_copying()
         name, segment = self._taken_segment(segment_bytes(manifest), taken)
-        try:
-            segment.write(manifest, arrays)
-        finally:
-            segment.give()
+        self._copying = segment, segment.write(manifest, arrays, self._copier)
         self._offered = name
         return name
 
@@ -56,7 +56,7 @@ class SharedMemory:
 
     def write_marker(self, content: bytes) -> None:
         """See `WritableShelf.write_marker`."""
-        self._write(_MARKER, content)
+        self._write(_MARKER, content, self._finish_copying)
 
     def discard(self, names: set[str]) -> None:
         """See `WritableShelf.discard`. One segment that nobody reads stays for the next version."""
@@ -72,6 +72,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Frees the memory, as far as nobody reads it any more."""
+        self._finish_copying()
+        self._copier.close()
         for segment in self._segments.values():
             segment.remove()
         self._segments.clear()
@@ -94,14 +96,29 @@ class SharedMemory:
         self._segments[name] = segment
         return name, segment
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _finish_copying(self) -> None:
+        if self._copying is not None:
+            (segment, finish), self._copying = self._copying, None
+            try:
+                finish()
+            finally:
+                segment.give()
+
+    def _write(self, name: str, content: bytes, before: Callable[[], None] | None = None) -> None:
         """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
-        aside = self._folder.path / f".{name}.tmp"
+        path = f"{self._folder.path}/{name}"
+        aside = f"{path}.tmp"
         try:
-            aside.write_bytes(content)
-            os.replace(aside, self._folder.path / name)
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(descriptor, content)
+            finally:
+                os.close(descriptor)
+            if before is not None:
+                before()
+            os.replace(aside, path)
         except OSError as error:
-            aside.unlink(missing_ok=True)
+            Path(aside).unlink(missing_ok=True)
             raise WeightsError(f"shared memory cannot be written: {error}") from error
 
 
@@ -116,13 +133,14 @@ class SharedMemoryShelf:
 
     def __init__(self, job: str) -> None:
         self._folder = job_folder(job)
+        self._marker_path = f"{self._folder}/{_MARKER}"
         self._seen: tuple[tuple[int, int, int], bytes] | None = None
 
     def marker(self) -> bytes | None:
         """See `Shelf.marker`."""
-        path = self._folder / _MARKER
+        path = self._marker_path
         try:
-            status = path.stat()
+            status = os.stat(path)
             identity = status.st_ino, status.st_mtime_ns, status.st_size
             if self._seen is None or self._seen[0] != identity:
                 if not is_own_folder(self._folder):
@@ -143,14 +161,27 @@ class SharedMemoryShelf:
     def message(self, name: str, most_bytes: int) -> bytes:
         """See `Shelf.message`."""
         try:
-            return _read_bounded(self._folder / name, most_bytes)
+            return _read_bounded(f"{self._folder}/{name}", most_bytes)
         except FileNotFoundError as error:
             raise WeightsError(f"the delta {name} of weights is gone") from error
 
 
-def _read_bounded(path: Path, most_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
+def _write_all(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _read_bounded(path: str, most_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(descriptor).st_size
         if nbytes > most_bytes:
             raise WeightsError(f"{path} has {nbytes} bytes, at most {most_bytes} are read")
-        return file.read(most_bytes)
+        parts: list[bytes] = []
+        while nbytes > 0 and (part := os.read(descriptor, nbytes)):
+            parts.append(part)
+            nbytes -= len(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)

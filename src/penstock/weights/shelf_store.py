@@ -20,6 +20,8 @@ class WritableShelf(Protocol):
     def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
         """Writes arrays to a file that is not among the taken ones; its name.
 
+        It may still be written when this returns, and is whole when the marker is. The arrays do not change meanwhile.
+
         Raises:
             WeightsError: there is no room.
         """
@@ -30,7 +32,7 @@ class WritableShelf(Protocol):
         ...
 
     def write_marker(self, content: bytes) -> None:
-        """Replaces the marker in one move. Raises as above."""
+        """Replaces the marker in one move, after all else is whole. Raises as above."""
         ...
 
     def discard(self, names: set[str]) -> None:
