@@ -128,23 +128,24 @@ def _copy(pieces: deque[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(to, source)
 
 
-def mapped_arrays(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+def mapped_arrays(path: Path | str, manifest: Manifest) -> dict[str, np.ndarray]:
     """The arrays of a segment, read-only and by reference; it is not written over while any of them lives.
 
     Raises:
         WeightsError: it is gone, is being written, or is too small for the manifest.
     """
+    name, nbytes = os.path.basename(path), segment_bytes(manifest)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        raise WeightsError(f"the segment {path.name} of weights cannot be opened: {error}") from error
+        raise WeightsError(f"the segment {name} of weights cannot be opened: {error}") from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < segment_bytes(manifest):
-            raise WeightsError(f"the segment {path.name} of weights has {status.st_size} bytes, too few")
+        if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
+            raise WeightsError(f"the segment {name} of weights has {status.st_size} bytes, too few")
         if not _locked(descriptor, fcntl.LOCK_SH):
-            raise WeightsError(f"the segment {path.name} of weights is being written")
-        memory = np.frombuffer(mmap.mmap(descriptor, segment_bytes(manifest), access=mmap.ACCESS_READ), np.uint8)
+            raise WeightsError(f"the segment {name} of weights is being written")
+        memory = np.frombuffer(mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ), np.uint8)
     finally:
         os.close(descriptor)  # the map has a copy of it, and with that the lock
     arrays, offset = dict[str, np.ndarray](), 0

@@ -156,7 +156,7 @@ class SharedMemoryShelf:
 
     def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
         """See `Shelf.arrays`."""
-        return mapped_arrays(self._folder / name, manifest)
+        return mapped_arrays(f"{self._folder}/{name}", manifest)
 
     def message(self, name: str, most_bytes: int) -> bytes:
         """See `Shelf.message`."""
