@@ -175,12 +175,33 @@ def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
     assert closes(status["ledger"])
 
 
-def test_a_cluster_can_be_reached_through_ray_client(tmp_path: Path):
+OWN_CODE = """
+from penstock.environments.cats import CatsEnvironment
+
+class OwnAnimals(CatsEnvironment):
+    def __init__(self, seen: str) -> None:
+        super().__init__()
+        with open(seen, "a") as file:
+            file.write(f"{__file__}\\n")
+"""
+
+
+def test_a_cluster_is_reached_through_ray_client_and_given_the_users_code(tmp_path: Path):
     port = free_port()
     head = f'{{"num_cpus": 4, "ray_client_server_port": {port}}}'
-    run_dir = run_on_cluster(tmp_path, head, "", f"ray://127.0.0.1:{port}", "steps=2")
+    own, seen = tmp_path / "own", tmp_path / "seen"
+    own.mkdir()
+    (own / "own_animals.py").write_text(OWN_CODE)
+    run_dir = run_on_cluster(
+        tmp_path, head, f"sys.path.insert(0, {str(own)!r})", f"ray://127.0.0.1:{port}", "steps=2",
+        f"ray.runtime_env.working_dir={own}", "curriculum.lessons.cats.environment.env_class=own_animals.OwnAnimals",
+        f"curriculum.lessons.cats.environment.env_args.seen={seen}",
+    )  # fmt: skip
     status = read_status(run_dir / "status.json")
     assert status is not None and status["state"] == "finished" and status["step"] == 2
+    driver, *components = sorted(set(seen.read_text().split()), key=lambda path: not path.startswith(str(own)))
+    assert driver == str(own / "own_animals.py")
+    assert components and all("runtime_resources" in path for path in components), components
 
 
 def free_port() -> int:

@@ -53,6 +53,7 @@ _RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
 
 _ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": MOST_CALLS}
 _TASK_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+_JOIN_ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
 
@@ -412,13 +413,25 @@ def _connect(config: RayConfig, namespace: str) -> None:
     try:
         with _termination_unchanged():
             if config.address is not None:
-                ray.init(config.address, **options)
+                _join(config.address, options)
             else:
                 with _this_machine_only():
                     ray.init("local", num_cpus=config.num_cpus, include_dashboard=False, **options)
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         aim = "start a cluster here" if config.address is None else f"join the cluster at ray.address {config.address}"
         raise ConfigError(f"Ray could not {aim}: {_words(error)}") from error
+
+
+def _join(address: str, options: Mapping[str, Any]) -> None:
+    """Joins a cluster. The server of ``ray://`` now and then fails to start a client's process: it is asked again."""
+    for left in reversed(range(_JOIN_ATTEMPTS)):
+        try:
+            ray.init(address, **options)
+            return
+        except ConnectionAbortedError:
+            if not left or not address.startswith("ray://"):
+                raise
+            ray.shutdown()
 
 
 @contextmanager

@@ -24,13 +24,15 @@ def test_idle_shares_are_those_since_the_last_window():
     now = 0.0
     shares = IdleShares(window_s=3.0, clock=lambda: now)
     now = 4.0
-    assert shares.take([report("learner", busy_s=3.0, idle_s=1.0), report("rollout", busy_s=0.0, idle_s=0.0)]) == {
-        "learner": 0.25
-    }
+    shares.look([report("learner", busy_s=3.0, idle_s=1.0), report("rollout", busy_s=0.0, idle_s=0.0)])
+    assert shares.of_roles == {"learner": 0.25} and shares.of_components == {"learner-0": 0.25}
     now = 5.0  # too soon: the last window's
-    assert shares.take([report("learner", busy_s=3.0, idle_s=2.0)]) == {"learner": 0.25}
+    shares.look([report("learner", busy_s=3.0, idle_s=2.0)])
+    assert shares.of_roles == {"learner": 0.25}
     now = 8.0
-    assert shares.take([report("learner", busy_s=4.0, idle_s=4.0)]) == {"learner": 0.75}
-    now = 12.0  # another incarnation counts from its own start; two of a role count together
-    found = shares.take([report("learner", 0, 1, busy_s=1.0, idle_s=0.0), report("learner", 1, busy_s=0.0, idle_s=1.0)])
-    assert found == {"learner": 0.5}
+    shares.look([report("learner", busy_s=4.0, idle_s=4.0)])
+    assert shares.of_roles == {"learner": 0.75}
+    now = 12.0  # another incarnation counts from its own start; two of a role count together, and apart
+    shares.look([report("learner", 0, 1, busy_s=1.0, idle_s=0.0), report("learner", 1, busy_s=0.0, idle_s=1.0)])
+    assert shares.of_roles == {"learner": 0.5}
+    assert shares.of_components == {"learner-0": 0.0, "learner-1": 1.0}

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.overseer.distributed.records import Identity, Report
 
@@ -27,33 +27,44 @@ def _merged(name: str, values: list[float]) -> float:
 
 
 class IdleShares:
-    """How idle each role was lately.
+    """How idle each role, and each component, was lately.
 
     Args:
         window_s: Shares are over at least so long: reports come only now and then.
         clock: Monotonic seconds.
+
+    Attributes:
+        of_roles: Role → idle share of its components' time in the last whole window.
+        of_components: Component → idle share of its own.
     """
 
     def __init__(self, window_s: float = 3.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.of_roles: dict[str, float] = {}
+        self.of_components: dict[str, float] = {}
         self._window_s = window_s
         self._clock = clock
         self._since = clock()
         self._seen: dict[Identity, tuple[float, float]] = {}
-        self._shares: dict[str, float] = {}
 
-    def take(self, reports: Iterable[Report]) -> dict[str, float]:
-        """Role → idle share of its components' time since the window began; those of the last window before its end."""
+    def look(self, reports: Iterable[Report]) -> None:
+        """Where the window is over, shares are those since it began."""
         now = self._clock()
         if now - self._since < self._window_s:
-            return self._shares
+            return
         self._since = now
-        busy: dict[str, float] = defaultdict(float)
-        idle: dict[str, float] = defaultdict(float)
+        roles: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        components: dict[str, list[tuple[float, float]]] = {}
         for report in reports:
             identity, condition = report.identity, report.condition
-            before = self._seen.get(identity, (0.0, 0.0))
+            busy_s, idle_s = self._seen.get(identity, (0.0, 0.0))
             self._seen[identity] = (condition.busy_s, condition.idle_s)
-            busy[identity.role] += condition.busy_s - before[0]
-            idle[identity.role] += condition.idle_s - before[1]
-        self._shares = {role: idle[role] / (busy[role] + idle[role]) for role in busy if busy[role] + idle[role] > 0}
-        return self._shares
+            spent = (condition.busy_s - busy_s, condition.idle_s - idle_s)
+            roles[identity.role].append(spent)
+            components[identity.name] = [spent]
+        self.of_roles, self.of_components = _shares(roles), _shares(components)
+
+
+def _shares(spent: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """Name → idle share, of (busy, idle) seconds; nothing where no time was spent."""
+    whole = {name: (sum(busy for busy, _ in times), sum(idle for _, idle in times)) for name, times in spent.items()}
+    return {name: idle / (busy + idle) for name, (busy, idle) in whole.items() if busy + idle > 0}

@@ -41,7 +41,9 @@ class Updates:
             look: The others, as they were last seen.
             overseer: The overseer's own numbers.
         """
-        self.bottleneck, shares = find_bottleneck(self._idle.take(look.reports.values()), self._gauges)
+        self._idle.look(look.reports.values())
+        self.bottleneck, shares = find_bottleneck(self._idle.of_roles, self._gauges)
+        shares |= {f"time/idle/{name}": share for name, share in sorted(self._idle.of_components.items())}
         self.step = self._log.step = step
         values = {**look.numbers(), **shares, **overseer, **metrics}
         self._log.metrics(step, values)
