@@ -37,7 +37,7 @@ fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
 
 test-ray: $(RAY_STAMP)
-	$(BIN)/pytest -m ray
+	$(BIN)/pytest -m ray --numprocesses 2
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -130,9 +130,9 @@ def test_heartbeats_do_not_queue_behind_waiting_calls(spawned):
     handle = spawned()
     running(handle)
     waits = [handle._actor.call.remote(None, "wait_in_loop", ()) for _ in range(2000)]
-    assert handle.beat(View(), 0).result(10).condition.state == "running"
-    handle.call("open", timeout_s=10)
-    assert {answer.value for answer in ray.get(waits, timeout=30)} == {"opened"}
+    assert handle.beat(View(), 0).result(30).condition.state == "running"
+    handle.call("open", timeout_s=30)
+    assert {answer.value for answer in ray.get(waits, timeout=90)} == {"opened"}
 
 
 def test_a_view_is_made_an_object_of_ray_once_however_many_are_told(launcher, spawned, monkeypatch):

@@ -16,10 +16,10 @@ import safetensors.numpy
 from penstock.rundir import read_events, read_metrics, read_status
 from tests.overseer.ray_waiting import eventually
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 PENSTOCK = [sys.executable, "-m", "penstock"]
 QUICK = ["runtime=ray", "overseer.heartbeat_s=0.3", "overseer.heartbeat_timeout_s=10"]
-LIMIT_S = 240.0
+LIMIT_S = 360.0
 
 
 class Driver:
