@@ -56,3 +56,11 @@ def test_a_column_of_other_values_is_refused(tmp_path):
     with pytest.raises(RunDirectoryError, match="not a JSON object of this log"):
         read_log_table(path, FATE_SCHEMA)
     assert isinstance(read_log_table(tmp_path / "none", FATE_SCHEMA), pa.Table)
+
+
+def test_a_metric_that_is_a_list_of_nulls_is_a_column_like_any_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 1.0, "never": null}\n{"step": 2, "time": 2.0, "list": [null, null]}\n')
+    table = read_metric_table(path)
+    assert table.column("never").type == pa.float64() and table.column("never").null_count == 2
+    assert table.column("list").to_pylist() == [None, [None, None]]

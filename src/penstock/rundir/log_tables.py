@@ -62,9 +62,11 @@ def read_fate_table(path: Path) -> pa.Table:
 def read_metric_table(path: Path) -> pa.Table:
     """``metrics.jsonl`` with one column per metric; null where a line does not have it."""
     table = _read(path, _METRIC_KEYS, "infer")
-    # A metric that was null on every line has no type of its own yet.
-    fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in table.schema]
-    return table.cast(pa.schema(fields))
+    for index, field in enumerate(table.schema):
+        if pa.types.is_null(field.type):  # null on every line: it has no type of its own yet
+            typed = field.with_type(pa.float64())
+            table = table.set_column(index, typed, pa.nulls(table.num_rows, typed.type))
+    return table
 
 
 def read_event_table(path: Path) -> pa.Table:
