@@ -60,7 +60,7 @@ def test_a_column_of_other_values_is_refused(tmp_path):
 
 def test_a_metric_that_is_a_list_of_nulls_is_a_column_like_any_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "time": 1.0, "never": null}\n{"step": 2, "time": 2.0, "list": [null, null]}\n')
+    path.write_text('{"step": 1, "time": 1.0, "never": null}\n{"step": 2, "time": 2.0, "list": [null, null, null]}\n')
     table = read_metric_table(path)
     assert table.column("never").type == pa.float64() and table.column("never").null_count == 2
-    assert table.column("list").to_pylist() == [None, [None, None]]
+    assert table.column("list").to_pylist() == [None, [None, None, None]]
