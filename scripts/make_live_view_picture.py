@@ -23,7 +23,7 @@ def progress_at(directory: RunDirectory, step: int) -> Progress:
     now = rows[-1]
     progress = Progress("penstock · cats", config["steps"], config["replay"]["staleness_budget"], "training", step)
     progress.rewards.extend(row["train/reward_mean"] for row in rows)
-    progress.tokens_per_s = now["inference/tokens_per_s"]
+    progress.units_per_s = now["inference/tokens_per_s"]
     progress.step_s = now["time/wait_for_batch"] + now["time/update"]
     progress.staleness = now["replay/staleness_mean"]
     ledger = {name.removeprefix("replay/ledger/"): int(value) for name, value in now.items() if "/ledger/" in name}

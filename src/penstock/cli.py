@@ -19,7 +19,7 @@ _LONGEST_MESSAGE = 600
 
 _app = typer.Typer(
     name="penstock",
-    help="Asynchronous reinforcement learning for language models.",
+    help="Asynchronous reinforcement learning for language models and simulator agents.",
     epilog="Start with: penstock train cats",
     add_completion=False,
     rich_markup_mode=None,
@@ -134,23 +134,35 @@ def evaluate(
     recipe: Annotated[
         str | None, typer.Option(help="Whose lessons; by default those of the checkpoint's own run.")
     ] = None,
-    lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson; may be repeated.")] = None,
-    n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson.")] = None,
+    lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson or task; may be repeated.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson, or episodes per task.")] = None,
     generations: Annotated[int, typer.Option(min=1, help="Responses per prompt: the largest k of pass@k.")] = 1,
     rollouts: Annotated[
         Path | None, typer.Option(help="Parquet file for the rollouts; by default evaluations/<checkpoint>-<time>.")
     ] = None,
+    video: Annotated[
+        Path | None, typer.Option(help="Folder for a film of one episode per task; control policies only.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
-    """Evaluate a checkpoint on held-out prompts: mean reward and pass@k, with 95% intervals."""
+    """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators."""
     from penstock.overseer.config_loading import load_config
 
     config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
-    from penstock.overseer import evaluate
+    from penstock.overseer import FleetRunConfig
 
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
-    report = evaluate(checkpoint, config, lesson, n, generations, path)
+    if isinstance(config, FleetRunConfig):
+        from penstock.overseer import evaluate_fleet
+
+        _refuse_given({"--generations": generations != 1, "--rollouts": rollouts is not None}, "a language policy's")
+        report = evaluate_fleet(checkpoint, config, lesson, n, video)
+    else:
+        from penstock.overseer import evaluate
+
+        _refuse_given({"--video": video is not None}, "a control policy's")
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
+        report = evaluate(checkpoint, config, lesson, n, generations, path)
     if json:
         import json as encoder
 
@@ -279,6 +291,46 @@ def scale(
     return 0
 
 
+_fleet = typer.Typer(
+    help="Simulator fleets: find a good shape for one.",
+    epilog="Example: penstock fleet autotune cartpole",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+_app.add_typer(_fleet, name="fleet", short_help="Find a good shape for a simulator fleet.")
+
+
+@_fleet.command(epilog="Example: penstock fleet autotune crafter --seconds 60")
+def autotune(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with a fleet, or a YAML file.")],
+    overrides: _Overrides = None,
+    seconds: Annotated[float, typer.Option(min=1, help="For all measurements together.")] = 60.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
+) -> int:
+    """Measure how many steps per second this machine makes, and propose workers, simulators and batch size."""
+    from penstock.overseer.config_loading import load_config
+
+    config = load_config(recipe, overrides or [])
+    from penstock.overseer import FleetRunConfig
+
+    if not isinstance(config, FleetRunConfig):
+        from penstock.types import ConfigError
+
+        raise ConfigError(f"{recipe} has no fleet: give a recipe that trains in simulators, such as cartpole")
+    from rich.console import Console
+
+    from penstock.overseer import autotune
+
+    report = autotune(config, seconds, None if json else print)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(report.to_json(), indent=2))
+    else:
+        report.print(Console())
+    return 0
+
+
 @_app.command(epilog="Example: penstock recipes")
 def recipes() -> int:
     """List the recipes that ship."""
@@ -330,6 +382,14 @@ def _recorded_config(checkpoint: Path) -> str:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return str(folder.parent / "config.yaml")
     raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
+
+
+def _refuse_given(given: dict[str, bool], whose: str) -> None:
+    from penstock.types import ConfigError
+
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
 
 
 def _token(path: Path | None) -> str | None:

@@ -13,7 +13,7 @@ from penstock.types import (
     UnreachableError,
 )
 
-VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "doctor"]
+VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "doctor", "fleet"]
 
 
 def test_help_lists_what_exists(penstock):

@@ -23,7 +23,7 @@ def progress() -> Progress:
     made = Progress("penstock · cats", steps=40, staleness_budget=1, phase="training", step=12)
     made.rewards.extend([0.1, 0.4, 0.8])
     made.samples.append(Sample("Say something", "the cat\nsat", 0.9, "cats"))
-    made.tokens_per_s, made.staleness = 4321.0, 0.75
+    made.units_per_s, made.staleness = 4321.0, 0.75
     made.ledger = {"started": 104, "in_flight": 8, "waiting": 0, "trained": 96}
     return made
 

@@ -134,15 +134,15 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
 
 
 def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.training_loop as training_loop
+    import penstock.overseer.local as local
 
-    original = training_loop.named_arrays
+    original = local.named_arrays
 
     def perturbed(decoder):
         arrays = original(decoder)
         return {**arrays, "final_norm": arrays["final_norm"].at[0].add(0.5)}
 
-    monkeypatch.setattr(training_loop, "named_arrays", perturbed)
+    monkeypatch.setattr(local, "named_arrays", perturbed)
     with pytest.raises(MismatchError, match="learner.mismatch_limit"):
         train(tiny({"async": False}), run_dir, quiet=True)
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from penstock.overseer import training_loop
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.types import NoProgressError, RunFailed, Stopped, TrainingBatch
 
@@ -12,7 +11,6 @@ class Fakes:
 
     def __init__(self, waits: int = 0) -> None:
         self.step = 0
-        self.decoder = None
         self.seen: list[str] = []
         self.waits = waits
         self.work_done = 0
@@ -42,11 +40,6 @@ class Fakes:
         return self.work_done
 
 
-@pytest.fixture(autouse=True)
-def no_arrays(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(training_loop, "named_arrays", lambda decoder: {})
-
-
 def loop_of(fakes: Fakes, **changes) -> TrainingLoop:
     settings = {
         "lineage": 0,
@@ -58,7 +51,7 @@ def loop_of(fakes: Fakes, **changes) -> TrainingLoop:
         "checkpoint_every": 1,
         **changes,
     }
-    return TrainingLoop(fakes, fakes, fakes, fakes, **settings)
+    return TrainingLoop(fakes, dict, fakes, fakes, fakes, **settings)
 
 
 def test_when_no_batch_can_come_the_last_version_is_kept():

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fragments_made import make_fragment
 
 import penstock.types
 from penstock.types import (
     Completion,
     Decoding,
     EnvironmentSpec,
+    FragmentExample,
     GenerationCall,
+    LeafSpace,
     PackedRollout,
     RLExample,
     Rollout,
@@ -22,6 +25,7 @@ from penstock.types import (
     RolloutGroup,
     RolloutMetadata,
     RolloutRecord,
+    Spaces,
     Ticket,
     TrainingBatch,
     Turn,
@@ -72,6 +76,7 @@ def records():
     group = RolloutGroup("cats:17", (rollout, PackedRollout(rollout)), "cats-0-3")
     batch = RolloutBatch.of((group,))
     ids = np.array([1, 2], np.int32)
+    leaf = LeafSpace("image", "box", (2, 3), "uint8", low=0.0, high=255.0)
     return [
         rollout.metadata,
         rollout.turns[0],
@@ -89,6 +94,10 @@ def records():
         EnvironmentSpec("penstock.environments.cats.CatsEnvironment", {"length": 3}),
         GenerationCall((ids,), 2, Decoding(), (7,)),
         Completion(ids, ids, np.array([-1, -2], np.float32), ids, 1, 0, "ab", "stop"),
+        make_fragment(),
+        FragmentExample(make_fragment()),
+        leaf,
+        Spaces((leaf,), (LeafSpace("", "discrete", (), "int64", (2,)),)),
     ]
 
 
@@ -100,6 +109,8 @@ def content(value):
         return ("packed", content(value.unpacked()))
     if dataclasses.is_dataclass(value):
         return (type(value), [content(getattr(value, field.name)) for field in dataclasses.fields(value)])
+    if isinstance(value, dict):
+        return {key: content(member) for key, member in value.items()}
     if isinstance(value, tuple | list):
         return [content(member) for member in value]
     return value

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         example_from_rollout,
         trainable_tokens,
     )
+    from penstock.batch.fragments import (
+        FragmentBatchMaker,
+    )
     from penstock.batch.maker import (
         BatchMaker,
         Dropped,
@@ -63,6 +66,7 @@ _EXPORTS = {
     "BatchMakerConfig": "config",
     "DeadlineBatchMaker": "deadline",
     "Dropped": "maker",
+    "FragmentBatchMaker": "fragments",
     "GrpoBatchMaker": "reservoir",
     "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
@@ -90,10 +94,10 @@ _EXPORTS = {
 
 __all__ = [
     "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
-    "Dropped", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch", "Placement", "RecencyBatchMaker", "Unit",
-    "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo", "example_from_pair", "example_from_rollout",
-    "grpo", "has_signal", "make_batch_maker", "pack", "place", "reinforce_pp", "rloo", "stack", "trainable_tokens",
-    "unpack", "valid_rollouts",
+    "Dropped", "FragmentBatchMaker", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch", "Placement",
+    "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
+    "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker", "pack", "place",
+    "reinforce_pp", "rloo", "stack", "trainable_tokens", "unpack", "valid_rollouts",
 ]  # fmt: skip
 
 

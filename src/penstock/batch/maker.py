@@ -10,9 +10,21 @@ knows: deadlines, and which rollouts are gone.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
-from penstock.types import AnyRollout, Fate, RLExample
+from penstock.types import Fate
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # defaults of type variables are of Python 3.13
+
+    from penstock.types import AnyRollout, Experience, RLExample, TrainingExample
+
+    Given = TypeVar("Given", bound=Experience, default=AnyRollout, contravariant=True)
+    Made = TypeVar("Made", bound=TrainingExample, default=RLExample)
+else:
+    from typing import TypeVar
+
+    Given, Made = TypeVar("Given", contravariant=True), TypeVar("Made")
 
 Unit = Literal["group", "rollout"]
 
@@ -31,11 +43,11 @@ class Dropped(NamedTuple):
     reason: str
 
 
-class BatchMaker(ABC):
-    """Chooses training batches."""
+class BatchMaker(ABC, Generic[Given, Made]):
+    """Chooses training batches: of language rollouts, unless its type arguments say otherwise."""
 
     @abstractmethod
-    def add_rollout(self, rollout: AnyRollout) -> None:
+    def add_rollout(self, rollout: Given) -> None:
         """Takes one rollout; its group is the part of its id before the last slash.
 
         All rollouts of a group are added before the next `create_batch`.
@@ -49,7 +61,7 @@ class BatchMaker(ABC):
         """
 
     @abstractmethod
-    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+    def create_batch(self, batch_size: int) -> list[Made] | None:
         """The next batch; None while there is too little for one. Being in it is one use of a rollout.
 
         Args:
@@ -57,11 +69,11 @@ class BatchMaker(ABC):
         """
 
     @abstractmethod
-    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+    def get_batch_metadata(self, batch: Sequence[Made]) -> dict[str, Any]:
         """Facts about the batch that `create_batch` returned last, its numbers for the metrics under ``metrics``."""
 
 
-class PacedBatchMaker(BatchMaker):
+class PacedBatchMaker(BatchMaker[Given, Made]):
     """A batch maker that knows deadlines, counts uses itself, and forgets what the buffer drops."""
 
     @property

@@ -91,7 +91,7 @@ def _load_class(path: str) -> type[BatchMaker]:
     if found is None:
         known = [member for member in dir(module) if not member.startswith("_")]
         raise ConfigError(f"{FIELD} {path!r}: module {module_name} has no {name!r}; it has {', '.join(known)}")
-    if not (inspect.isclass(found) and issubclass(found, BatchMaker)):
+    if not _is_maker(found):
         raise ConfigError(
             f"{FIELD} {path!r}: {found!r} is no class derived from penstock.batch.BatchMaker; "
             "docs/batch.md shows one of fifteen lines"
@@ -100,6 +100,10 @@ def _load_class(path: str) -> type[BatchMaker]:
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"{FIELD} {path!r}: {name} is abstract: define {missing}")
     return found
+
+
+def _is_maker(found: object) -> bool:
+    return inspect.isclass(found) and issubclass(found, BatchMaker)
 
 
 def _import_module(module_name: str, path: str) -> Any:

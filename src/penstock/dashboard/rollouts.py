@@ -17,6 +17,7 @@ from penstock.dashboard.query_table import print_query, print_query_json
 from penstock.dashboard.safe_text import printable
 from penstock.dashboard.token_table import token_table
 from penstock.dashboard.token_text import TokenText
+from penstock.rundir import RunDirectory
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, Fate
 
@@ -122,6 +123,7 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
         raise ConfigError(f"--export {request.export} needs --out PATH, a path that does not exist yet")
     if request.min_margin is not None and request.select != "pairs":
         raise ConfigError("--min-margin goes with --select pairs")
+    _refuse_fleet(request.run_dir)
     wanted = GroupFilter(request.step, request.lesson, request.fate)
     with RunViews(request.run_dir) as views:
         if mode == "show":
@@ -138,6 +140,16 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
             print_groups_json(views, wanted, request.limit)
         else:
             print_groups(views, wanted, request.limit, console)
+
+
+def _refuse_fleet(run_dir: Path) -> None:
+    """What simulators did is no conversation."""
+    directory = RunDirectory(run_dir)
+    if directory.config_path.is_file() and "fleet" in directory.read_config():
+        raise ConfigError(
+            f"{run_dir} trains a control policy, whose experience is in fragments/ and no conversation: read the Parquet "
+            "with DuckDB or pandas (docs/fleet_runs.md), or film episodes with penstock eval --video"
+        )
 
 
 def _show(views: RunViews, request: RolloutsRequest, console: Console) -> None:

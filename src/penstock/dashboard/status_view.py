@@ -20,6 +20,11 @@ THROUGHPUT = (
     ("waiting requests", "inference/waiting", "{:,.0f}"),
     ("groups running", "rollout/groups_running", "{:,.0f}"),
     ("weights MiB/s", "weights/mib_per_s", "{:,.0f}"),
+    ("steps/s", "fleet/steps_per_s", "{:,.0f}"),
+    ("simulator processes live", "fleet/live", "{:,.0f}"),
+    ("respawning", "fleet/respawning", "{:,.0f}"),
+    ("quarantined", "fleet/quarantined", "{:,.0f}"),
+    ("restarts", "fleet/restarts", "{:,.0f}"),
 )
 """What is shown, by which number, and how."""
 
@@ -63,13 +68,14 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     ledger = [f"{state} {count}" for state, count in _mapping(content.get("ledger")).items() if count]
     lessons = [f"{lesson}: {state}" for lesson, state in _mapping(content.get("lessons")).items()]
+    is_fleet = "account" in content
     lines = [
         ("phase", str(content.get("phase", ""))),
         ("step", f"{step} of {steps}, lineage {content.get('lineage', 0)}" if step is not None else ""),
         ("bottleneck", str(content.get("bottleneck", ""))),
         ("throughput", ", ".join(throughput)),
-        ("rollouts", ", ".join(ledger)),
-        ("lessons", "; ".join(lessons)),
+        ("fragments" if is_fleet else "rollouts", ", ".join(ledger)),
+        ("tasks" if is_fleet else "lessons", "; ".join(lessons)),
         ("learner", str(content.get("learner", ""))),
         ("waiting", str(content.get("waiting_for", ""))),
     ]

@@ -4,11 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.learner.advantages import gae, vtrace
     from penstock.learner.aggregation import sequence_weights
     from penstock.learner.checkpoint_files import latest_checkpoint, newest_good_checkpoint, read_states
     from penstock.learner.checkpoints import (
         Checkpoint,
         load_checkpoint,
+        restore_control_learner,
         restore_learner,
         save_checkpoint,
     )
@@ -19,33 +21,49 @@ if TYPE_CHECKING:
         OptimizerConfig,
         WarmStartConfig,
     )
+    from penstock.learner.control_config import (
+        ControlOptimizerConfig,
+        PpoConfig,
+        ReferenceKlConfig,
+        VTraceConfig,
+    )
+    from penstock.learner.control_learner import ControlLearner
     from penstock.learner.learner import Learner
     from penstock.learner.logprobs import tiled_logprobs
     from penstock.learner.losses import PolicyLoss
 
 _EXPORTS = {
     "Checkpoint": "checkpoints",
+    "ControlLearner": "control_learner",
+    "ControlOptimizerConfig": "control_config",
     "CorrectionConfig": "config",
     "Learner": "learner",
     "LearnerConfig": "config",
     "LossConfig": "config",
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
+    "PpoConfig": "control_config",
+    "ReferenceKlConfig": "control_config",
+    "VTraceConfig": "control_config",
     "WarmStartConfig": "config",
+    "gae": "advantages",
     "latest_checkpoint": "checkpoint_files",
     "load_checkpoint": "checkpoints",
     "newest_good_checkpoint": "checkpoint_files",
     "read_states": "checkpoint_files",
+    "restore_control_learner": "checkpoints",
     "restore_learner": "checkpoints",
     "save_checkpoint": "checkpoints",
     "sequence_weights": "aggregation",
     "tiled_logprobs": "logprobs",
+    "vtrace": "advantages",
 }
 
 __all__ = [
-    "Checkpoint", "CorrectionConfig", "Learner", "LearnerConfig", "LossConfig", "OptimizerConfig", "PolicyLoss",
-    "WarmStartConfig", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states",
-    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs",
+    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "Learner", "LearnerConfig",
+    "LossConfig", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "VTraceConfig", "WarmStartConfig",
+    "gae", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states", "restore_control_learner",
+    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "vtrace",
 ]  # fmt: skip
 
 

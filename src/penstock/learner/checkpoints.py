@@ -1,7 +1,8 @@
 """Checkpoints: one directory per version, whole or not there.
 
-Layout of ``<root>/step-<n>/``: ``model/`` (a Hugging Face directory), ``learner.safetensors`` (optimiser state
-and counters), ``state.json`` (every other component's state), ``manifest.json`` (size and CRC-32 of each file).
+Layout of ``<root>/step-<n>/``: ``model/`` (written by the learner: a Hugging Face directory, or a control policy's
+folder), ``learner.safetensors`` (optimiser state and counters), ``state.json`` (every other component's state),
+``manifest.json`` (size and CRC-32 of each file).
 Everything is written into ``.tmp-…`` beside it, flushed to the disk, and renamed; the rename is the run's only
 commit. Each step is written once. Leftovers of a writer that died are ignored by readers and removed by the next
 writer. No pickle.
@@ -14,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import safetensors.numpy
@@ -29,8 +30,11 @@ from penstock.learner.checkpoint_files import (
     verify_checkpoint,
 )
 from penstock.learner.config import LearnerConfig
+from penstock.learner.control_config import PpoConfig
+from penstock.learner.control_learner import ControlLearner
 from penstock.learner.learner import Learner
-from penstock.model.language import Decoder, load_decoder, save_decoder
+from penstock.model.control import ControlPolicy, load_control_policy
+from penstock.model.language import Decoder, load_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import CheckpointError, ConfigError
 
@@ -40,22 +44,57 @@ class Checkpoint:
     """A checkpoint read back.
 
     Attributes:
-        path: Its directory; ``path / "model"`` is a Hugging Face directory with the tokenizer.
+        path: Its directory; ``path / "model"`` is a Hugging Face directory with the tokenizer, or a control policy's
+            folder.
         step: The version of the parameters.
-        decoder: The parameters, in the dtype they were trained in.
+        model: The parameters, in the dtype they were trained in.
         learner_arrays: For `Learner.restore_arrays`.
         states: State of each other component by name, for `Checkpointable.restore`.
     """
 
     path: Path
     step: int
-    decoder: Decoder
+    model: Decoder | ControlPolicy
     learner_arrays: dict[str, np.ndarray]
     states: dict[str, Any]
 
+    @property
+    def decoder(self) -> Decoder:
+        """The language policy.
 
+        Raises:
+            CheckpointError: it is of a control policy.
+        """
+        if isinstance(self.model, Decoder):
+            return self.model
+        raise CheckpointError(f"{self.path} holds a control policy, no language policy: name another checkpoint")
+
+    @property
+    def policy(self) -> ControlPolicy:
+        """The control policy.
+
+        Raises:
+            CheckpointError: it is of a language policy.
+        """
+        if isinstance(self.model, ControlPolicy):
+            return self.model
+        raise CheckpointError(f"{self.path} holds a language policy, no control policy: name another checkpoint")
+
+
+@overload
 def save_checkpoint(
     root: Path, step: int, learner: Learner, tokenizer: PolicyTokenizer, states: Mapping[str, Any], keep_last: int = 2
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    root: Path, step: int, learner: ControlLearner, tokenizer: None, states: Mapping[str, Any], keep_last: int = 2
+) -> Path: ...
+
+
+def save_checkpoint(
+    root: Path, step: int, learner: Any, tokenizer: Any, states: Mapping[str, Any], keep_last: int = 2
 ) -> Path:
     """Writes ``root/step-<step>`` and returns it once it is on the disk.
 
@@ -63,7 +102,7 @@ def save_checkpoint(
         root: The run's ``checkpoints`` directory; made if missing. It has one writer.
         step: The version that the learner holds.
         learner: Parameters and optimiser state.
-        tokenizer: Goes into ``model/``.
+        tokenizer: Goes into ``model/``; None for a control policy.
         states: JSON-serialisable, by component.
         keep_last: How many checkpoints stay; the oldest beyond are removed.
 
@@ -102,8 +141,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     state = read_state(path)
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
-        decoder = load_decoder(path / "model", state["dtype"])
-        return Checkpoint(path, int(state["step"]), decoder, arrays, dict(state["states"]))
+        return Checkpoint(path, int(state["step"]), _load_model(path, state), arrays, dict(state["states"]))
     except (SafetensorError, ConfigError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -119,13 +157,39 @@ def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: 
     return learner
 
 
-def _write(directory: Path, step: int, learner: Learner, tokenizer: PolicyTokenizer, states: Mapping[str, Any]) -> None:
-    save_decoder(learner.decoder, directory / "model", tokenizer)
+def restore_control_learner(
+    checkpoint: Checkpoint, config: PpoConfig, total_steps: int, seed: int = 0
+) -> ControlLearner:
+    """The same for a control policy; the seed is the run's.
+
+    Raises:
+        CheckpointError: the optimiser state does not fit the policy or the configuration.
+    """
+    learner = ControlLearner(checkpoint.policy, config, total_steps, seed)
+    learner.restore_arrays(checkpoint.learner_arrays)
+    return learner
+
+
+def _load_model(path: Path, state: Mapping[str, Any]) -> Decoder | ControlPolicy:
+    if state.get("policy", "language") == "control":
+        return load_control_policy(path / "model")
+    return load_decoder(path / "model", state["dtype"])
+
+
+def _kind(learner: Learner | ControlLearner) -> dict[str, str]:
+    """What ``state.json`` says of the model, so that it is read as what it is."""
+    if isinstance(learner, ControlLearner):
+        return {"policy": "control", "dtype": learner.policy.config.dtype}
+    return {"policy": "language", "dtype": learner.decoder.config.dtype}
+
+
+def _write(directory: Path, step: int, learner: Any, tokenizer: Any, states: Mapping[str, Any]) -> None:
+    learner.save_model(directory / "model", tokenizer)
     safetensors.numpy.save_file(learner.state_arrays(), directory / "learner.safetensors")
     content = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        "dtype": learner.decoder.config.dtype,
+        **_kind(learner),
         "states": states,
     }
     try:

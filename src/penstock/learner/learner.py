@@ -8,11 +8,12 @@ donated: `decoder` stays valid for whoever holds it. One thread at a time.
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Array, Float32
 
 from penstock.batch import unpack
 from penstock.learner import step as compiled
@@ -28,7 +29,8 @@ from penstock.learner.reporting import (
     throughput_metrics,
 )
 from penstock.learner.state_names import from_named, to_named
-from penstock.model.language import Decoder
+from penstock.model.language import Decoder, named_arrays, save_decoder
+from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError
 
 _SUPERVISED = LossConfig()
@@ -67,6 +69,10 @@ class Learner:
     def step(self) -> int:
         """The version of the current parameters: how many updates are behind them."""
         return self._step
+
+    def named_arrays(self) -> dict[str, Array]:
+        """The current parameters by name, as weights travel."""
+        return named_arrays(self._decoder)
 
     def compile(self) -> None:
         """Compiles the update ahead of the first batch; optional, and safe while an engine is running."""
@@ -172,6 +178,10 @@ class Learner:
         counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
         self._state = from_named(self._state, rest)
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
+
+    def save_model(self, folder: Path, tokenizer: PolicyTokenizer) -> None:
+        """Writes a Hugging Face directory with the tokenizer."""
+        save_decoder(self._decoder, folder, tokenizer)
 
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
         if version_step != self._step:

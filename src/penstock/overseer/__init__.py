@@ -8,23 +8,32 @@ if TYPE_CHECKING:
     from penstock.overseer.config_loading import load_config
     from penstock.overseer.evaluation import evaluate
     from penstock.overseer.evaluation_report import EvaluationReport
+    from penstock.overseer.fleet_autotune import AutotuneReport, autotune
+    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.fleet_evaluation import evaluate_fleet
+    from penstock.overseer.fleet_report import FleetEvaluationReport
     from penstock.overseer.summary import RunSummary, print_summary
     from penstock.overseer.training import train
 
 _EXPORTS = {
+    "AutotuneReport": "fleet_autotune",
     "EvaluationReport": "evaluation_report",
+    "FleetEvaluationReport": "fleet_report",
+    "FleetRunConfig": "fleet_config",
     "OverseerConfig": "config",
     "RunConfig": "config",
     "RunSummary": "summary",
+    "autotune": "fleet_autotune",
     "evaluate": "evaluation",
+    "evaluate_fleet": "fleet_evaluation",
     "load_config": "config_loading",
     "print_summary": "summary",
     "train": "training",
 }
 
 __all__ = [
-    "EvaluationReport", "OverseerConfig", "RunConfig", "RunSummary", "evaluate", "load_config",
-    "print_summary", "train",
+    "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "OverseerConfig", "RunConfig",
+    "RunSummary", "autotune", "evaluate", "evaluate_fleet", "load_config", "print_summary", "train",
 ]  # fmt: skip
 
 

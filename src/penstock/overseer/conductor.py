@@ -304,7 +304,7 @@ class Conductor:
         if self._parts is None:
             return
         progress = self._log.progress
-        progress.tokens_per_s = self._parts.engine.stats().get("inference/tokens_per_s", 0.0)
+        progress.units_per_s = self._parts.engine.stats().get("inference/tokens_per_s", 0.0)
         progress.ledger = self._parts.ledger.snapshot()
         progress.lessons = self._parts.curriculum.describe()
 

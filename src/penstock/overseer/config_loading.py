@@ -21,12 +21,13 @@ from penstock.types import ConfigError
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
+    from penstock.overseer.fleet_config import FleetRunConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig":
-    """A run's configuration from a recipe.
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig | FleetRunConfig":
+    """A run's configuration from a recipe: a `FleetRunConfig` where there is a ``fleet`` section.
 
     Args:
         recipe: A packaged name or a YAML path; see `load_recipe`.
@@ -35,9 +36,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig
     Raises:
         ConfigError: one line that names the key, its value and the remedy.
     """
+    values = apply_overrides(load_recipe(recipe), overrides)
+    if "fleet" in values:
+        from penstock.overseer.fleet_config import FleetRunConfig
+
+        if "curriculum" in values:
+            raise ConfigError(
+                f"{recipe}: fleet and curriculum are both there: a run trains a control policy in simulators (fleet) "
+                "or a language policy on lessons (curriculum); remove one"
+            )
+        return build_config(FleetRunConfig, values, source=str(recipe))
     from penstock.overseer.config import RunConfig
 
-    return build_config(RunConfig, apply_overrides(load_recipe(recipe), overrides), source=str(recipe))
+    return build_config(RunConfig, values, source=str(recipe))
 
 
 def recipe_summaries() -> dict[str, str]:

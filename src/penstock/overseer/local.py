@@ -14,7 +14,7 @@ from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.learner import Checkpoint, Learner
-from penstock.model.language import Decoder, with_named_arrays
+from penstock.model.language import Decoder, named_arrays, with_named_arrays
 from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
@@ -164,6 +164,7 @@ def wire(
     )
     loop = TrainingLoop(
         learner,
+        lambda: named_arrays(learner.decoder),
         loader,
         buffer,
         weights,

@@ -9,16 +9,21 @@ from pathlib import Path
 from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
+from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.yaml_documents import dump_yaml
 from penstock.types import ConfigError
 
 
-def describe_plan(config: RunConfig) -> str:
+def describe_plan(config: RunConfig | FleetRunConfig) -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
         ConfigError: the model or tokenizer that the config names is not there.
     """
+    if isinstance(config, FleetRunConfig):
+        from penstock.overseer.fleet_plan import describe_fleet_plan
+
+        return describe_fleet_plan(config)
     model = model_shape(config.model)
     memory = estimate_memory(model, config.inference, config.learner)
     comments = [

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.overseer.config import RunConfig
+from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.overseer.terminal import Progress, Sample
@@ -18,7 +19,8 @@ from penstock.types import RolloutBatch, RolloutGroup
 SHOWN_EVENTS = frozenset(
     {
         "component_death", "files_damaged", "evaluation_failed", "graduated", "group_failed", "regressed",
-        "rewind", "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
+        "rewind", "rollouts_quarantined", "scale_refused", "simulator_death", "simulator_quarantined", "straggler",
+        "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -33,13 +35,13 @@ class RunLog:
         progress: What the view shows.
     """
 
-    def __init__(self, directory: RunDirectory, config: RunConfig, progress: Progress) -> None:
+    def __init__(self, directory: RunDirectory, config: RunConfig | FleetRunConfig, progress: Progress) -> None:
         self._metrics = MetricsLog(directory.metrics_path)
         self._events = EventLog(directory.events_path)
         self._writes = WaitingWrites(config.replay.store.full_disk_s)
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed)
         self._samples_per_log = config.tracking.samples_per_log
-        self._tally = RolloutTally(success_thresholds(config))
+        self._tally = RolloutTally(success_thresholds(config) if isinstance(config, RunConfig) else {})
         self.progress = progress
         self.step = 0
 

@@ -1,8 +1,9 @@
-"""What a run says at its end: reward before and after on held-out prompts, and where to look next."""
+"""What a run says at its end: its score before and after, on what it was not trained on, and where to look next."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ class RunSummary:
         lessons: Each lesson's status at the end.
         failed_groups: Groups whose environment or reward function failed.
         last_failure: What the last of them said.
+        kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
     """
 
     run_dir: Path
@@ -44,6 +46,7 @@ class RunSummary:
     lessons: Mapping[str, str] = field(default_factory=dict)
     failed_groups: int = 0
     last_failure: str = ""
+    kind: Literal["language", "control"] = "language"
 
 
 def interval_text(stats: RolloutBatchStats) -> str:
@@ -55,7 +58,8 @@ def interval_text(stats: RolloutBatchStats) -> str:
 def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
     """Prints the summary and the next commands to try."""
     if summary.after:
-        console.print("Reward on held-out prompts, mean and 95% interval")
+        of = "Reward on held-out prompts" if summary.kind == "language" else "Return of episodes"
+        console.print(f"{of}, mean and 95% interval")
         console.print(_table(summary))
     if summary.failed_groups:
         console.print(f"{summary.failed_groups} groups failed; the last: {summary.last_failure}", style="yellow")
@@ -71,7 +75,8 @@ def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
 
 def _table(summary: RunSummary) -> Table:
     table = Table()
-    table.add_column("lesson")
+    language = summary.kind == "language"
+    table.add_column("lesson" if language else "task")
     for lesson_id in summary.after:
         table.add_column(lesson_id)
     stages = {"untrained": summary.untrained, "warm start": summary.before, "trained": summary.after}
@@ -80,9 +85,11 @@ def _table(summary: RunSummary) -> Table:
     for stage, results in stages.items():
         known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}
         table.add_row(stage, *(known.get(lesson_id, "–") for lesson_id in summary.after))  # a resume may add lessons
-    table.add_row(
-        "prompts", *(f"{len(set(stats.prompts))} different, {stats.groups} in all" for stats in summary.after.values())
-    )
+    if language:
+        counts = [f"{len(set(stats.prompts))} different, {stats.groups} in all" for stats in summary.after.values()]
+    else:
+        counts = [str(stats.groups) for stats in summary.after.values()]
+    table.add_row("prompts" if language else "episodes", *counts)
     table.add_row("status", *(summary.lessons.get(lesson_id, "") for lesson_id in summary.after))
     return table
 
@@ -91,11 +98,9 @@ def _next_commands(summary: RunSummary, recipe: str) -> list[str]:
     checkpoint = summary.run_dir / "checkpoints" / f"step-{summary.step}"
     if not checkpoint.is_dir():
         return []  # interrupted before the first checkpoint
-    commands = [
-        f"penstock rollouts {summary.run_dir}",
-        f"penstock eval {checkpoint} --recipe {recipe}",
-        f"penstock serve {checkpoint}",
-    ]
+    commands = [f"penstock eval {checkpoint} --recipe {recipe}"]
+    if summary.kind == "language":
+        commands = [f"penstock rollouts {summary.run_dir}", *commands, f"penstock serve {checkpoint}"]
     if not summary.complete:
         commands.insert(0, f"penstock train --resume {summary.run_dir}")
     return commands

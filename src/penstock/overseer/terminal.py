@@ -33,6 +33,31 @@ class Sample:
     lesson_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What the view calls things.
+
+    Attributes:
+        score: What a policy is scored by.
+        score_form: How it is written.
+        unit: Of the pace.
+        experience: What the ledger counts.
+        task: What `Progress.lessons` names.
+        update: What an update of the learner is called beside the pace.
+    """
+
+    score: str = "reward"
+    score_form: str = ".3f"
+    unit: str = "tok/s"
+    experience: str = "rollouts"
+    task: str = "lesson"
+    update: str = "step"
+
+
+LANGUAGE_WORDING = Wording()
+FLEET_WORDING = Wording("return", ".1f", "steps/s", "fragments", "task", "update")
+
+
 @dataclass(slots=True)
 class Progress:
     """What the view shows. Written by the overseer, read by the view.
@@ -42,18 +67,19 @@ class Progress:
         phase: What is going on, in words.
         step: Updates done.
         steps: Updates in all.
-        rewards: Mean training reward of each update so far.
-        reward: Mean training reward per lesson at the last update.
-        tokens_per_s: Generated tokens per second, lately.
+        rewards: Mean training reward of each update so far; of a fleet, mean return of the newest episodes.
+        reward: The same per lesson, or task, at the last update.
+        units_per_s: Generated tokens per second, lately; of a fleet, steps of its simulators.
         step_s: Seconds per update, lately.
         staleness: Mean age of the last batch's tokens in updates.
         staleness_budget: The most it may be.
         ledger: Rollouts per state.
-        lessons: Lesson → state and probability, as the curriculum words it.
+        lessons: Lesson → state and probability, as the curriculum words it; of a fleet, task → its simulators.
         samples: The newest conversations.
         notes: The newest events, newest last.
         lines: One per update, for an output that is no terminal; printed and taken out.
         started: Monotonic seconds at the start.
+        wording: What things are called.
     """
 
     title: str
@@ -63,7 +89,7 @@ class Progress:
     step: int = 0
     rewards: list[float] = field(default_factory=list)
     reward: dict[str, float] = field(default_factory=dict)
-    tokens_per_s: float = 0.0
+    units_per_s: float = 0.0
     step_s: float = 0.0
     staleness: float = 0.0
     ledger: dict[str, int] = field(default_factory=dict)
@@ -72,6 +98,7 @@ class Progress:
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=2))
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     started: float = field(default_factory=time.monotonic)
+    wording: Wording = LANGUAGE_WORDING
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
@@ -145,10 +172,11 @@ def _elapsed(progress: Progress) -> str:
 
 def step_line(progress: Progress) -> str:
     """The present update in one line."""
-    reward = progress.rewards[-1] if progress.rewards else float("nan")
+    words = progress.wording
+    score = format(progress.rewards[-1] if progress.rewards else float("nan"), words.score_form)
     return (
-        f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  reward {reward:.3f}  "
-        f"{progress.tokens_per_s:,.0f} tok/s  staleness {progress.staleness:.2f}"
+        f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  {words.score} {score}  "
+        f"{progress.units_per_s:,.0f} {words.unit}  staleness {progress.staleness:.2f}"
     )
 
 
@@ -167,24 +195,26 @@ def _headline(progress: Progress) -> RenderableType:
 
 
 def _numbers(progress: Progress) -> RenderableType:
-    grid = Table.grid(padding=(0, 1))
-    reward = f"{progress.rewards[-1]:.3f}" if progress.rewards else "–"
-    grid.add_row("reward", Text(reward, style="bold green"), Text(sparkline(progress.rewards), style="green"))
-    pace = f"{progress.tokens_per_s:,.0f} tok/s   {progress.step_s:.2f} s/step"
+    grid, words = Table.grid(padding=(0, 1)), progress.wording
+    score = format(progress.rewards[-1], words.score_form) if progress.rewards else "–"
+    grid.add_row(words.score, Text(score, style="bold green"), Text(sparkline(progress.rewards), style="green"))
+    pace = f"{progress.units_per_s:,.0f} {words.unit}   {progress.step_s:.2f} s/{words.update}"
     grid.add_row("pace", "", Text(pace))
     staleness = f"{progress.staleness:.2f} of at most {progress.staleness_budget} updates"
     grid.add_row("staleness", "", Text(staleness))
     if progress.ledger.get("started"):
         counts = "  ".join(f"{state} {count:,}" for state, count in progress.ledger.items() if count)
-        grid.add_row("rollouts", "", Text(counts, style="dim"))
+        grid.add_row(words.experience, "", Text(counts, style="dim"))
     return grid
 
 
 def _lessons(progress: Progress) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
+    words = progress.wording
     for lesson_id, state in progress.lessons.items():
         reward = progress.reward.get(lesson_id)
-        grid.add_row("lesson", Text(lesson_id, style="bold"), state, "" if reward is None else f"{reward:.3f}")
+        score = "" if reward is None else format(reward, words.score_form)
+        grid.add_row(words.task, Text(lesson_id, style="bold"), state, score)
     return grid
 
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from penstock.learner import Learner
-from penstock.model.language import named_arrays
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightSink, WeightVersion
 
 
@@ -29,11 +27,25 @@ class Commit(Protocol):
         ...
 
 
+class UpdatingLearner(Protocol):
+    """What the loop needs of a learner, whatever it trains."""
+
+    @property
+    def step(self) -> int:
+        """The version of the current parameters."""
+        ...
+
+    def update(self, batch: TrainingBatch[Any], version_step: int) -> Mapping[str, float]:
+        """One update on one batch; returns its metrics."""
+        ...
+
+
 class TrainingLoop:
     """Runs updates until the last step or a stop request.
 
     Args:
         learner: Holds parameters and optimiser.
+        arrays: Gives the learner's current parameters by name, as they are published.
         source: Gives batches.
         commit: The replay buffer.
         sink: Where new weights go.
@@ -48,7 +60,8 @@ class TrainingLoop:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: UpdatingLearner,
+        arrays: Callable[[], Mapping[str, Any]],
         source: BatchSource,
         commit: Commit,
         sink: WeightSink,
@@ -62,6 +75,7 @@ class TrainingLoop:
         checkpoint_every: int,
     ) -> None:
         self._learner = learner
+        self._arrays = arrays
         self._source = source
         self._commit = commit
         self._sink = sink
@@ -104,7 +118,7 @@ class TrainingLoop:
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        self._sink.publish(self.version, named_arrays(self._learner.decoder))
+        self._sink.publish(self.version, self._arrays())
         self._publish_s = time.perf_counter() - started
 
     def _update(self, batch: TrainingBatch, started: float) -> None:

@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from penstock.replay.config import ReplayBufferConfig, StoreConfig, Tolerance
     from penstock.replay.data_loader import ReplayDataLoader
     from penstock.replay.file_storage import FileRolloutStorage
+    from penstock.replay.formats import FRAGMENTS, LANGUAGE, ExperienceFormat
+    from penstock.replay.fragment_config import FragmentReplayConfig
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
     from penstock.replay.history import History, LoggedFate
     from penstock.replay.issuer import TicketIssuer
     from penstock.replay.ledger import FATES, STATES, Ledger
     from penstock.replay.lineages import Lineages
     from penstock.replay.memory_storage import MemoryRolloutStorage
+    from penstock.replay.open_source import OpenBatchSource
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
@@ -28,17 +31,22 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "Admission": "admission",
     "Delivery": "storage",
+    "ExperienceFormat": "formats",
     "ExperienceStore": "store",
     "FATES": "ledger",
+    "FRAGMENTS": "formats",
     "FileRolloutStorage": "file_storage",
+    "FragmentReplayConfig": "fragment_config",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
+    "LANGUAGE": "formats",
     "Ledger": "ledger",
     "Lineages": "lineages",
     "LoggedFate": "history",
     "MemoryRolloutStorage": "memory_storage",
     "OpenAdmission": "admission",
+    "OpenBatchSource": "open_source",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
@@ -62,13 +70,12 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Admission", "Delivery", "ExperienceStore", "FATES", "FileRolloutStorage", "FreshnessRules",
-    "FreshnessWindow", "History", "Ledger", "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission",
-    "RemoteBatches", "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader",
-    "ReplayService", "RolloutReceiver", "RolloutStorage",
-    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
-    "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery",
-    "salvage_logs",
+    "Admission", "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
+    "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger", "Lineages",
+    "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "RemoteBatches", "RemoteSink",
+    "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver",
+    "RolloutStorage", "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
+    "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery", "salvage_logs",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from penstock.replay.outstanding import Outstanding, OutstandingTickets
 from penstock.types import (
     CheckpointError,
     DuplicateGroupError,
+    Experience,
     InvalidRolloutError,
     PenstockError,
     RolloutGroup,
@@ -103,7 +104,7 @@ class Admission(ABC):
         """Whom to tell of resolved tickets."""
 
     @abstractmethod
-    def receive(self, group: RolloutGroup) -> Outstanding | None:
+    def receive(self, group: RolloutGroup[Experience]) -> Outstanding | None:
         """The place of a delivered group; None where it is refused."""
 
     @abstractmethod
@@ -228,7 +229,7 @@ class OpenAdmission(Admission):
                 raise InvalidRolloutError(f"group_id {group_id!r} is not in flight: announce it with start first")
             self.ledger.settle(rollout_ids(group_id, size), fate, self.update, reason)
 
-    def receive(self, group: RolloutGroup) -> Outstanding | None:
+    def receive(self, group: RolloutGroup[Experience]) -> Outstanding | None:
         """Opens the group, unless it was started before.
 
         Raises:

@@ -21,28 +21,28 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.batch import BatchMaker
 from penstock.replay.admission import Admission, OpenAdmission
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.disk_space import DiskSpace
-from penstock.replay.feed import MakerFeed
+from penstock.replay.feed import AnyMaker, MakerFeed
 from penstock.replay.freshness import FreshnessRules
 from penstock.replay.history import History
 from penstock.replay.inspection import Inspector
 from penstock.replay.intake import CurriculumHook, Intake, waiting_group
 from penstock.replay.issuer import TicketIssuer
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
+from penstock.replay.room import Room
 from penstock.replay.sealing import Sealer
 from penstock.replay.stock import FormedBatch, Stock
 from penstock.replay.store import ExperienceStore
 from penstock.replay.tally import Tally
 from penstock.replay.upkeep import Upkeep
-from penstock.replay.wait_report import describe_wait
+from penstock.replay.wait_report import describe_stock, describe_wait
 from penstock.types import (
-    AnyRollout,
     CheckpointError,
     Clock,
     ConfigError,
+    Experience,
     NoProgressError,
     RolloutBatch,
     RolloutGroup,
@@ -73,7 +73,7 @@ class ReplayBuffer:
         self,
         config: ReplayBufferConfig,
         store: ExperienceStore,
-        makers: BatchMaker | Sequence[BatchMaker],
+        makers: AnyMaker | Sequence[AnyMaker],
         admission: Admission | None = None,
         clock: Clock = time.time,
         curriculum_hook: CurriculumHook | None = None,
@@ -96,29 +96,56 @@ class ReplayBuffer:
             config, rules, self._admission, self._stock, self._sealer, inspector, clock, curriculum_hook
         )
         self._upkeep = Upkeep(self._tend, min(5.0, config.store.seal_s), self._fail)
+        if self._admission.paced and config.max_waiting is not None:
+            raise ConfigError(f"replay.max_waiting is {config.max_waiting}, but tickets limit what waits: leave it out")
+        self._room = Room(config.max_waiting, config.max_waiting_s)
         self._waiting_since: float | None = None
+        self._awaited = 0  # with fewer rollouts in an open buffer no arrival wakes a learner
         self._expendable: tuple[str, ...] = ()
         self._admission.attach(self._intake)
 
     # --- rollouts in ---------------------------------------------------------------------------------------------
 
-    def add_batches(self, batches: Sequence[RolloutBatch]) -> None:
+    def add_batches(self, batches: Sequence[RolloutBatch[Any]]) -> None:
         """See `RolloutSink.add_batches`. Groups of unknown or aborted tickets are refused and counted.
+
+        An open buffer with `max_waiting` waits before each group until there is room for it.
 
         Raises:
             Stopped: the buffer was closed.
+            NoProgressError: there was no room for too long; the groups before were taken.
             InvalidRolloutError: in an open buffer, a group whose ids do not fit; nothing of that group was taken.
         """
         for batch in batches:
             for group in batch.groups:
                 with self._changed:
+                    self._room.wait(self._changed, self._count_unused, self._describe_wait)
                     self._admission.raise_if_over()
                     self._intake.deliver(group)
-                    self._changed.notify_all()
+                    if self._admission.paced or self._stock.waiting.rollouts >= self._awaited:
+                        self._changed.notify_all()
                     complete = self._config.synchronous and self._admission.next_turn() is None
                 if (complete and self._admission.paced) or self._sealer.due:
                     self._seal()
                 self._upkeep.start()
+
+    @property
+    def most_waiting(self) -> int | None:
+        """How many rollouts may wait for their first batch; None means any number."""
+        return self._room.most
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next group would be taken at once."""
+        with self._changed:
+            return self._room.most is None or self._count_unused() < self._room.most
+
+    def _count_unused(self) -> int:
+        """How many rollouts wait for their first batch, without those that have grown stale meanwhile."""
+        self._admission.raise_if_over()
+        if self._room.most is not None and self._stock.unused >= self._room.most:
+            self._stock.drop_expired(self._clock())
+        return self._stock.unused
 
     def is_stored(self, group_id: str) -> bool:
         """Whether a group that was delivered is in a file by now, or was refused."""
@@ -159,7 +186,7 @@ class ReplayBuffer:
 
     def sample(
         self, batch_size: int, environment_name: str | None = None, step: int | None = None
-    ) -> TrainingBatch | None:
+    ) -> TrainingBatch[Any] | None:
         """A batch of an open buffer, its file written; None where too little is fresh.
 
         Args:
@@ -181,7 +208,7 @@ class ReplayBuffer:
             formed = self._form(self._stock.current if step is None else step, False, batch_size, environment_name)
         return None if formed is None else self._write_intent(formed, 0.0)
 
-    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
         """See `BatchSource.next_batch`; `finish_update` must follow once the update was applied.
 
         Raises:
@@ -194,7 +221,9 @@ class ReplayBuffer:
             raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self.waiting_for()}")
         return batch
 
-    def await_batch(self, step: int, timeout_s: float, wanted: Callable[[], bool]) -> TrainingBatch | None:
+    def await_batch(
+        self, step: int, timeout_s: float, wanted: Callable[[], bool], batch_size: int | None = None
+    ) -> TrainingBatch[Any] | None:
         """`next_batch` for whoever works ahead of the learner; None at the timeout.
 
         Args:
@@ -202,34 +231,37 @@ class ReplayBuffer:
             timeout_s: Longest wait.
             wanted: Whether the learner waits for it by now. Only then is a file written before it is due, and are
                 stragglers aborted. Call `wake` when it changes.
+            batch_size: Of an open buffer, in the batch maker's units; None means `groups_per_batch`.
         """
         started = time.monotonic()
         while True:
             self._admission.raise_if_over()
             hurry = wanted()
-            if self._sealer.due or (hurry and self._completes_a_batch()):
+            if self._sealer.due or (hurry and self._completes_a_batch(batch_size)):
                 self._seal()
             with self._changed:
-                formed = self._form(step, hurry)
+                formed = self._form(step, hurry, batch_size)
                 remaining = started + timeout_s - time.monotonic()
                 if formed is None and remaining <= 0:
                     return None
-                if formed is None and wanted() == hurry and not (hurry and self._completes_a_batch()):
+                if formed is None and wanted() == hurry and not (hurry and self._completes_a_batch(batch_size)):
+                    self._awaited = batch_size or self._config.groups_per_batch
                     self._changed.wait(min(remaining, _NAP_S))
             if formed is not None:
                 return self._write_intent(formed, time.monotonic() - started)
 
-    def try_next_batch(self, step: int) -> TrainingBatch | None:
+    def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
         return self.await_batch(step, 0.0, lambda: True)
 
-    def _completes_a_batch(self) -> bool:
+    def _completes_a_batch(self, batch_size: int | None = None) -> bool:
         """Whether a file now helps: it gives a batch enough groups, or everything is back and waits for it alone."""
         with self._changed:
             ingested, held = self._admission.outstanding.ingested, len(self._admission.outstanding)
             enough = ingested >= self._config.groups_per_batch or ingested == held or self._stock.has_reusable
-            may_try = len(self._sealer) > 0 and not self._space.retry_in_s
-            return may_try and (enough or not self._admission.paced)
+            if not self._admission.paced:
+                enough = self._stock.waiting.rollouts >= (batch_size or self._config.groups_per_batch)
+            return enough and len(self._sealer) > 0 and not self._space.retry_in_s
 
     def wake(self) -> None:
         """Those who wait look again."""
@@ -259,6 +291,8 @@ class ReplayBuffer:
             formed = self._stock.form_batch(step, hurry, admission.is_stuck)
         if formed is not None:
             self._waiting_since = None
+            if self._room.most is not None:
+                self._changed.notify_all()
             self._ledger.check()
             formed.metrics.update(self._numbers())
         return formed
@@ -273,7 +307,7 @@ class ReplayBuffer:
         if isinstance(admission, TicketIssuer):
             admission.abort_stragglers(self._waiting_since)
 
-    def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch:
+    def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch[Any]:
         batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
         while not self._try_to_write(batch_id, formed):
             self._admission.raise_if_over()
@@ -330,20 +364,22 @@ class ReplayBuffer:
                 "replay/in_flight": float(counts["in_flight"]),
                 "replay/outstanding_groups": float(len(self._admission.outstanding)),
                 "replay/late_deliveries": float(self._admission.late_deliveries),
+                **self._room.metrics(),
                 **{f"replay/ledger/{state}": float(count) for state, count in counts.items()},
             }
 
     def waiting_for(self) -> str:
         """In words, what the next update waits for."""
         with self._changed:
-            if isinstance(self._admission, TicketIssuer):
-                words = describe_wait(self._admission, self._config.groups_per_batch, self._clock())
-            else:
-                words = (
-                    f"an open buffer with {self._stock.waiting.rollouts} fresh rollouts: too few for the batch maker"
-                )
-            full = self._space.describe() or self._ledger.space.describe()
-            return f"{full}; {words}" if full else words
+            return self._describe_wait()
+
+    def _describe_wait(self) -> str:
+        if isinstance(self._admission, TicketIssuer):
+            words = describe_wait(self._admission, self._config.groups_per_batch, self._clock())
+        else:
+            words = describe_stock(self._stock, len(self._sealer), self._config)
+        full = self._space.describe() or self._ledger.space.describe()
+        return f"{full}; {words}" if full else words
 
     def check_ledger(self) -> None:
         """Compares the ledger with what is actually held, id by id; done at every checkpoint.
@@ -443,7 +479,7 @@ class ReplayBuffer:
             self._admission.readmit()
             self.check_ledger()
 
-    def _plan(self, alive: Mapping[str, set[str]]) -> tuple[RecoveryPlan, list[RolloutRecord]]:
+    def _plan(self, alive: Mapping[str, set[str]]) -> tuple[RecoveryPlan, list[RolloutRecord[Any]]]:
         """What is to be done, and the records that come back; a file that turns out to be damaged changes both."""
         history = self._store.history()
         while True:
@@ -469,14 +505,14 @@ class ReplayBuffer:
         )
         return plan_recovery(history, view)
 
-    def _bring_back(self, plan: RecoveryPlan, stored: Sequence[RolloutRecord]) -> None:
+    def _bring_back(self, plan: RecoveryPlan, stored: Sequence[RolloutRecord[Any]]) -> None:
         """Claims wait for their tickets; the others go into stock by arrival, spent members known to the baseline."""
         alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
         claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
-        members: dict[str, list[RolloutRecord]] = {}
+        members: dict[str, list[RolloutRecord[Any]]] = {}
         for record in stored:
             members.setdefault(record.group_id, []).append(record)
-        groups: dict[str, RolloutGroup] = {}
+        groups: dict[str, RolloutGroup[Experience]] = {}
         for group_id in plan.waiting:
             records = members.get(group_id, [])
             rollouts = tuple(record.rollout for record in records if record.rollout.rollout_id in alive)
@@ -489,7 +525,7 @@ class ReplayBuffer:
         if self._admission.paced:
             self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
 
-    def _restock(self, group: RolloutGroup, spent: Sequence[AnyRollout], plan: RecoveryPlan) -> None:
+    def _restock(self, group: RolloutGroup[Experience], spent: Sequence[Experience], plan: RecoveryPlan) -> None:
         waiting = waiting_group(group, None)
         waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None
         if self._admission.paced or waiting.uses or spent:

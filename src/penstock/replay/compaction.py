@@ -35,6 +35,11 @@ from penstock.types import Clock, RunDirectoryError
 GRACE_S = 2.0
 """How long a replaced file stays: longer than a listing takes, which then has it or the merged one, or both."""
 
+LARGE_BYTES = 256 << 20
+"""A file that large is not small, however few rows it has: fragments with images take megabytes each."""
+
+_LOOK_S = 5.0
+"""All files are looked through this often, where they must be some minutes old before they are merged."""
 _ROW_GROUP_ROWS = 1024
 _ROW_GROUP_BYTES = 64 << 20
 
@@ -78,6 +83,7 @@ class Compactor:
         self._on_damage = on_damage
         self._round = threading.Lock()
         self._leaving: list[tuple[float, str]] = []
+        self._looked_at = float("-inf")
         self._finished = False
         self._closed = False
 
@@ -127,6 +133,10 @@ class Compactor:
         """The oldest small files, as many as make one that is not small any more; none if there are too few."""
         if not self._parts or self._inventory.count(self._folder) < self._parts:
             return []
+        now = self._clock()
+        if self._looked_at <= now < self._looked_at + min(_LOOK_S, self._after_s / 10):
+            return []  # a run that writes ten files per second must not sort thousands as often
+        self._looked_at = now
         self.finish()
         latest = self._clock() - self._after_s
         kept = self._inventory.kept([self._folder])
@@ -134,13 +144,16 @@ class Compactor:
         small = [entry for entry in old if len(old) >= self._parts and self._is_small(entry)]
         if len(small) < self._parts:
             return []
-        before = accumulate((entry.rows or 0 for entry in small), initial=0)
-        return [entry for entry, rows in zip(small, before, strict=False) if rows < self._rollouts]
+        rows = accumulate((entry.rows or 0 for entry in small), initial=0)
+        size_bytes = accumulate((entry.size_bytes for entry in small), initial=0)
+        before = zip(small, rows, size_bytes, strict=False)
+        return [entry for entry, rows, size_bytes in before if rows < self._rollouts and size_bytes < LARGE_BYTES]
 
     def _is_small(self, entry: Entry) -> bool:
         if entry.rows is None and entry.mergeable:
             self._look_into(entry)
-        return entry.mergeable and entry.rows is not None and entry.rows < self._rollouts
+        small = entry.rows is not None and entry.rows < self._rollouts and entry.size_bytes < LARGE_BYTES
+        return entry.mergeable and small
 
     def _look_into(self, entry: Entry) -> None:
         try:

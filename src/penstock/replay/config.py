@@ -26,6 +26,8 @@ class StoreConfig(BaseModel):
         retention_s: No file younger than this goes, whatever `max_bytes` says.
         full_disk_s: Where there is no room for a file, what should be in it is kept in memory and tried again for so
             long; then the run ends. 0 ends it at once.
+        observations: Store what simulators showed, too; False saves most of the space and time that fragments take, but
+            then a resume cannot bring back those that had not been trained.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +42,7 @@ class StoreConfig(BaseModel):
     max_bytes: int | None = Field(default=None, ge=1)
     retention_s: float = Field(default=0.0, ge=0)
     full_disk_s: float = Field(default=300.0, ge=0)
+    observations: bool = True
 
     @field_validator("url")
     @classmethod
@@ -91,6 +94,9 @@ class ReplayBufferConfig(BaseModel):
         straggler_timeout_s: Longest wait of a due update for a group that still runs; then it is aborted.
         batch_maker: Who picks batches from what is fresh.
         batch_makers: Other batch makers for single environments, by environment name.
+        max_waiting: Where no tickets limit what is begun: a delivery waits while so many rollouts that no batch has
+            had yet are here, instead of having others evicted. None: nobody waits.
+        max_waiting_s: Longest such wait; then it is an error.
         prefetch: Batches that are formed and stored ahead of the learner; 0 forms each when it is asked for.
         store: Files.
     """
@@ -109,6 +115,8 @@ class ReplayBufferConfig(BaseModel):
     straggler_timeout_s: float = Field(default=120.0, gt=0)
     batch_maker: BatchMakerConfig = BatchMakerConfig()
     batch_makers: dict[str, BatchMakerConfig] = {}
+    max_waiting: int | None = Field(default=None, ge=1)
+    max_waiting_s: float = Field(default=300.0, gt=0)
     prefetch: int = Field(default=1, ge=0)
     store: StoreConfig = StoreConfig()
 
@@ -139,6 +147,15 @@ class ReplayBufferConfig(BaseModel):
             raise ValueError(
                 f"max_rollout_step_delay is {self.max_rollout_step_delay}, below staleness_budget = "
                 f"{self.staleness_budget}: groups would be admitted only to be dropped; raise one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_batch_may_wait(self) -> Self:
+        if self.max_waiting is not None and not self.groups_per_batch <= self.max_waiting <= self.capacity:
+            raise ValueError(
+                f"max_waiting is {self.max_waiting}: with less than groups_per_batch = {self.groups_per_batch} no "
+                f"batch would ever be full, with more than capacity = {self.capacity} some would be evicted first"
             )
         return self
 

@@ -10,7 +10,19 @@ from typing import Any
 
 from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
 from penstock.replay.waiting import WaitingGroup
-from penstock.types import AnyRollout, ConfigError, InvalidRolloutError, PenstockError, RLExample, RunFailed
+from penstock.types import (
+    ConfigError,
+    Experience,
+    FragmentExample,
+    InvalidRolloutError,
+    PenstockError,
+    RLExample,
+    RunFailed,
+    TrainingExample,
+)
+
+AnyMaker = BatchMaker[Any, Any]
+"""A maker of whatever the buffer holds."""
 
 
 class MakerFeed:
@@ -23,8 +35,8 @@ class MakerFeed:
         ConfigError: two makers would take the same rollouts, or there is none.
     """
 
-    def __init__(self, makers: BatchMaker | Sequence[BatchMaker]) -> None:
-        self._makers: dict[str | None, BatchMaker] = {}
+    def __init__(self, makers: AnyMaker | Sequence[AnyMaker]) -> None:
+        self._makers: dict[str | None, AnyMaker] = {}
         for maker in [makers] if isinstance(makers, BatchMaker) else makers:
             name = _environment_name(maker)
             if name in self._makers:
@@ -36,11 +48,11 @@ class MakerFeed:
         if not self._makers:
             raise ConfigError("a replay buffer needs at least one batch maker")
 
-    def __iter__(self) -> Iterator[BatchMaker]:
+    def __iter__(self) -> Iterator[AnyMaker]:
         """Every maker."""
         return iter(self._makers.values())
 
-    def of(self, env_name: str) -> BatchMaker | None:
+    def of(self, env_name: str) -> AnyMaker | None:
         """Who takes rollouts of an environment; None where nobody does."""
         return self._makers.get(env_name, self._makers.get(None))
 
@@ -72,7 +84,7 @@ class MakerFeed:
                 dropped += maker.dropped()
         return dropped
 
-    def give_restored(self, group: WaitingGroup, spent: Sequence[AnyRollout]) -> list[Dropped]:
+    def give_restored(self, group: WaitingGroup, spent: Sequence[Experience]) -> list[Dropped]:
         """Adds a group of which some members are gone, so that the others keep the baseline that they had."""
         maker = self.of(group.env_name)
         if not spent or not isinstance(maker, PacedBatchMaker):
@@ -90,15 +102,15 @@ class MakerFeed:
         if isinstance(maker, PacedBatchMaker):
             maker.set_deadline(group.group_id, step)
 
-    def forget(self, group: WaitingGroup, rollout: AnyRollout) -> None:
+    def forget(self, group: WaitingGroup, rollout: Experience) -> None:
         """A rollout is gone."""
         maker = self.of(group.env_name)
         if isinstance(maker, PacedBatchMaker):
             maker.discard([rollout.rollout_id])
 
     def draw(
-        self, maker: BatchMaker, step: int, batch_size: int, at_least: int
-    ) -> tuple[list[RLExample], list[Dropped]]:
+        self, maker: AnyMaker, step: int, batch_size: int, at_least: int
+    ) -> tuple[list[TrainingExample], list[Dropped]]:
         """A batch, empty where the maker has too little for one, and what it gave up while making it.
 
         Args:
@@ -119,22 +131,22 @@ class MakerFeed:
         return examples, maker.dropped()
 
 
-def unit_size(maker: BatchMaker, group: WaitingGroup) -> int:
+def unit_size(maker: AnyMaker, group: WaitingGroup) -> int:
     """What one group amounts to in the maker's batch size."""
     return 1 if takes_whole_groups(maker) else len(group.rollouts)
 
 
-def is_paced(maker: BatchMaker) -> bool:
+def is_paced(maker: AnyMaker) -> bool:
     """Whether it knows what the buffer knows."""
     return isinstance(maker, PacedBatchMaker)
 
 
-def takes_whole_groups(maker: BatchMaker) -> bool:
+def takes_whole_groups(maker: AnyMaker) -> bool:
     """Whether a group leaves the maker as a whole."""
     return isinstance(maker, PacedBatchMaker) and maker.unit == "group"
 
 
-def batch_metrics(maker: BatchMaker, examples: Sequence[RLExample]) -> dict[str, float]:
+def batch_metrics(maker: AnyMaker, examples: Sequence[TrainingExample]) -> dict[str, float]:
     """The maker's own numbers about the batch that it made last."""
     facts = _guarded(maker, "get_batch_metadata", examples)
     try:
@@ -146,7 +158,7 @@ def batch_metrics(maker: BatchMaker, examples: Sequence[RLExample]) -> dict[str,
         ) from error
 
 
-def _guarded(maker: BatchMaker, method: str, *arguments: Any) -> Any:
+def _guarded(maker: AnyMaker, method: str, *arguments: Any) -> Any:
     """Calls a maker, which may be a user's; an error in it is told with its name."""
     try:
         return getattr(maker, method)(*arguments)
@@ -158,19 +170,19 @@ def _guarded(maker: BatchMaker, method: str, *arguments: Any) -> Any:
         ) from error
 
 
-def _checked(maker: BatchMaker, examples: Any) -> list[RLExample]:
-    wrong = next((example for example in examples if not isinstance(example, RLExample)), None)
+def _checked(maker: AnyMaker, examples: Any) -> list[TrainingExample]:
+    wrong = next((example for example in examples if not isinstance(example, RLExample | FragmentExample)), None)
     if wrong is not None:
         raise RunFailed(
             f"{type(maker).__name__}.create_batch returned {wrong!r}: a batch is a list of RLExample; "
-            "penstock.batch.example_from_rollout makes one"
+            "penstock.batch.example_from_rollout makes one (of fragments, of penstock.types.FragmentExample)"
         )
     return list(examples)
 
 
-def _environment_name(maker: BatchMaker) -> str | None:
+def _environment_name(maker: AnyMaker) -> str | None:
     return maker.environment_name if isinstance(maker, PacedBatchMaker) else getattr(maker, "environment_name", None)
 
 
-def _refused(rollout: AnyRollout, reason: str) -> Dropped:
+def _refused(rollout: Experience, reason: str) -> Dropped:
     return Dropped(rollout.rollout_id, "invalid", reason)

@@ -15,11 +15,13 @@ class SealedRollout:
         rollout_id: The rollout.
         group_id: Its ticket.
         newest_version: The newest weights behind any of its tokens.
+        complete: Whether the row has all that is needed to train on it again.
     """
 
     rollout_id: str
     group_id: str
     newest_version: WeightVersion
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.replay.freshness import FreshnessRules, Verdict
-from penstock.types import AnyRollout, RolloutGroup, Ticket, WeightVersion
+from penstock.types import Experience, RolloutGroup, Ticket, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Inspection:
         rejected: What became of the other rollouts that were started for the ticket, by id.
     """
 
-    trainable: tuple[AnyRollout, ...]
-    storable: tuple[AnyRollout, ...]
+    trainable: tuple[Experience, ...]
+    storable: tuple[Experience, ...]
     rejected: dict[str, Verdict]
 
 
@@ -39,7 +39,7 @@ class Inspector:
     survives: Callable[[WeightVersion], bool]
 
     def inspect(
-        self, group: RolloutGroup, ticket: Ticket, expected: Sequence[str], current: int, now: float
+        self, group: RolloutGroup[Experience], ticket: Ticket, expected: Sequence[str], current: int, now: float
     ) -> Inspection:
         """Judges a group.
 
@@ -51,8 +51,8 @@ class Inspector:
             now: Unix seconds.
         """
         rejected = dict.fromkeys(expected, Verdict("invalid", "not among the rollouts that were delivered"))
-        storable: dict[str, AnyRollout] = {}
-        trainable: list[AnyRollout] = []
+        storable: dict[str, Experience] = {}
+        trainable: list[Experience] = []
         for rollout in group.rollouts:
             rollout_id = rollout.rollout_id
             if rollout_id not in rejected or rollout_id in storable:
@@ -70,7 +70,7 @@ class Inspector:
             del rejected[rollout.rollout_id]
         return Inspection(tuple(trainable), tuple(storable.values()), rejected)
 
-    def _judge(self, rollout: AnyRollout, ticket: Ticket, current: int, now: float) -> Verdict | None:
+    def _judge(self, rollout: Experience, ticket: Ticket, current: int, now: float) -> Verdict | None:
         metadata = rollout.metadata
         assert metadata is not None
         if rollout.lesson_id != ticket.lesson_id:

@@ -6,6 +6,7 @@ that come early are held until their turn. Everything here happens with the buff
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from penstock.batch import has_signal
 from penstock.replay.admission import Admission, Claim, TicketKey
@@ -17,9 +18,10 @@ from penstock.replay.outstanding import Outstanding
 from penstock.replay.sealing import Sealer
 from penstock.replay.stock import Stock
 from penstock.replay.waiting import WaitingGroup
-from penstock.types import AnyRollout, Clock, PackedRollout, Rollout, RolloutGroup, RolloutRecord
+from penstock.types import Clock, Experience, PackedRollout, Rollout, RolloutGroup, RolloutRecord
 
-CurriculumHook = Callable[[RolloutGroup], None]
+CurriculumHook = Callable[[RolloutGroup[Any]], None]
+"""Told of groups of the kind that it is meant for."""
 
 
 class Intake:
@@ -56,12 +58,12 @@ class Intake:
         self._inspector = inspector
         self._clock = clock
         self._hook = hook
-        self._held: dict[str, tuple[RolloutGroup, Outstanding]] = {}
-        self._claimed: dict[str, RolloutGroup] = {}
-        self.claims: dict[TicketKey, RolloutGroup] = {}
+        self._held: dict[str, tuple[RolloutGroup[Experience], Outstanding]] = {}
+        self._claimed: dict[str, RolloutGroup[Experience]] = {}
+        self.claims: dict[TicketKey, RolloutGroup[Experience]] = {}
         self.recorded: set[str] = set()
 
-    def deliver(self, group: RolloutGroup) -> None:
+    def deliver(self, group: RolloutGroup[Experience]) -> None:
         """Takes a group from a generator; one that nobody waits for (any more) is refused and counted."""
         entry = self._admission.receive(group)
         if entry is None:
@@ -134,7 +136,7 @@ class Intake:
         if group_id not in self.recorded and self._hook is not None:
             self._hook(trainable)
         self.recorded.discard(group_id)
-        if self._config.batch_maker.filter_zero_variance and not has_signal(trainable):
+        if self._config.batch_maker.filter_zero_variance and _is_flat(trainable):
             ids = [rollout.rollout_id for rollout in trainable.rollouts]
             self._stock.settle(ids, "filtered", "the group's valid rewards are all equal")
             first = trainable.rollouts[0]
@@ -143,7 +145,9 @@ class Intake:
             deadline_step = entry.ticket.deadline_step if self._admission.paced else None
             self._stock.add(waiting_group(trainable, deadline_step), durable=durable)
 
-    def _judge(self, group: RolloutGroup, entry: Outstanding, durable: bool) -> RolloutGroup | None:
+    def _judge(
+        self, group: RolloutGroup[Experience], entry: Outstanding, durable: bool
+    ) -> RolloutGroup[Experience] | None:
         """What of the group may be trained; the rest meets its fate, and a group with nothing left its end."""
         ticket = entry.ticket
         if durable:
@@ -162,14 +166,14 @@ class Intake:
         self._admission.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}")
         return None
 
-    def _stale(self, rollout: AnyRollout, now: float) -> Verdict | None:
+    def _stale(self, rollout: Experience, now: float) -> Verdict | None:
         assert rollout.metadata is not None
         return self._rules.of(rollout.lesson_id).judge(rollout.metadata, self._stock.current, now)
 
 
-def waiting_group(group: RolloutGroup, deadline_step: int | None) -> WaitingGroup:
+def waiting_group(group: RolloutGroup[Experience], deadline_step: int | None) -> WaitingGroup:
     """A group as it enters the stock, its rollouts packed."""
-    packed: list[AnyRollout] = []
+    packed: list[Experience] = []
     for rollout in group.rollouts:
         neighbour = packed[0] if packed and isinstance(packed[0], PackedRollout) else None
         packed.append(PackedRollout(rollout, neighbour) if isinstance(rollout, Rollout) else rollout)
@@ -177,12 +181,17 @@ def waiting_group(group: RolloutGroup, deadline_step: int | None) -> WaitingGrou
     return WaitingGroup(group.group_id, group.key, first.env_name, first.lesson_id, packed, deadline_step)
 
 
-def _record(rollout: AnyRollout, group: RolloutGroup, entry: Outstanding) -> RolloutRecord:
+def _record(rollout: Experience, group: RolloutGroup[Experience], entry: Outstanding) -> RolloutRecord[Experience]:
     timings: dict[str, float] = {}
     if entry.since is not None and rollout.metadata is not None:
         timings["generate_s"] = max(0.0, rollout.metadata.timestamp - entry.since)
     return RolloutRecord(rollout, group.group_id, timings, group.key)
 
 
-def _oldest_step(group: RolloutGroup) -> int:
+def _is_flat(group: RolloutGroup[Any]) -> bool:
+    """Of language rollouts only: a fragment is a group of one and would always be."""
+    return not has_signal(group)
+
+
+def _oldest_step(group: RolloutGroup[Experience]) -> int:
     return min(r.metadata.weight_step for r in group.rollouts if r.metadata is not None)

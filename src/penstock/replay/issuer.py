@@ -21,7 +21,7 @@ from penstock.replay.draws import TicketDraws, parse_ticket_id
 from penstock.replay.ledger import Ledger, rollout_ids
 from penstock.replay.outstanding import Outstanding, Phase
 from penstock.replay.pace import Pace
-from penstock.types import CheckpointError, Clock, LessonChooser, RolloutGroup, RunFailed, Ticket
+from penstock.types import CheckpointError, Clock, Experience, LessonChooser, RolloutGroup, RunFailed, Ticket
 
 
 class TicketIssuer(Admission):
@@ -160,7 +160,7 @@ class TicketIssuer(Admission):
         """Whom to tell of resolved tickets."""
         self._listener = listener
 
-    def receive(self, group: RolloutGroup) -> Outstanding | None:
+    def receive(self, group: RolloutGroup[Experience]) -> Outstanding | None:
         """See `Admission.receive`: only a group whose ticket runs, or did until its generator died just now."""
         entry = self.outstanding.get(group.group_id)
         if entry is not None and entry.phase == "returned":

@@ -2,8 +2,8 @@
 
 The checkpoint's rename is the only commit. Whatever happened after it is undone: batches of later updates count as
 never trained, and fates decided since then are taken back. A group that is sealed comes back if all its tokens were
-sampled under weights that the resumed run has too (step at or before the fork); otherwise it is `rolled_back`. Three
-kinds of tickets follow from the checkpoint:
+sampled under weights that the resumed run has too (step at or before the fork), and all of it was stored; otherwise it
+is `rolled_back`. Three kinds of tickets follow from the checkpoint:
 
 - *settled* before it: their fates stand;
 - *outstanding* at it: a sealed group comes back under its own id; without one the ticket is issued again;
@@ -105,7 +105,7 @@ class _Planner:
 
     def _is_valid(self, rollout_id: str) -> bool:
         sealed = self._history.sealed.get(rollout_id)
-        return sealed is not None and self._checkpoint.survives(sealed.newest_version)
+        return sealed is not None and sealed.complete and self._checkpoint.survives(sealed.newest_version)
 
     def _bring_back(self, group: str, ids: list[str]) -> None:
         valid = [rollout_id for rollout_id in ids if self._is_valid(rollout_id)]
@@ -137,7 +137,11 @@ class _Planner:
                 self._end(rollout_id, fate, "")
 
     def _end_lost(self, rollout_id: str) -> None:
-        if rollout_id in self._history.sealed:
+        sealed = self._history.sealed.get(rollout_id)
+        if sealed is not None and not sealed.complete:
+            reason = "its observations were not stored (replay.store.observations), so it could not be brought back"
+            self._end(rollout_id, "rolled_back", reason)
+        elif sealed is not None:
             self._end(rollout_id, "rolled_back", f"the run resumed from step {self._checkpoint.step}")
         elif self._history.damage.may_hold(rollout_id):
             self._end(rollout_id, "rolled_back", "the file that held it could not be read any more")

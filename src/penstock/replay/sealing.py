@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from penstock.replay.disk_space import DiskSpace
 from penstock.replay.store import ExperienceStore
-from penstock.types import Clock, RolloutRecord
+from penstock.types import Clock, Experience, RolloutRecord
 
 
 class Sealer:
@@ -40,7 +40,7 @@ class Sealer:
         self._clock = clock
         self._space = space
         self._writing = threading.RLock()
-        self._records: list[RolloutRecord] = []
+        self._records: list[RolloutRecord[Experience]] = []
         self._group_ids: list[str] = []
         self._unsealed: set[str] = set()
         self._oldest = 0.0
@@ -49,7 +49,7 @@ class Sealer:
         """Groups that are in no file yet: queued, or being written by some thread."""
         return len(self._unsealed)
 
-    def add(self, group_id: str, records: Sequence[RolloutRecord]) -> None:
+    def add(self, group_id: str, records: Sequence[RolloutRecord[Experience]]) -> None:
         """Queues a group."""
         with self._lock:
             if not self._group_ids:

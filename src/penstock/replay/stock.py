@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.batch import BatchMaker, Dropped
+from penstock.batch import Dropped
 from penstock.replay.admission import Admission
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.feed import MakerFeed, batch_metrics, is_paced, takes_whole_groups, unit_size
+from penstock.replay.feed import AnyMaker, MakerFeed, batch_metrics, is_paced, takes_whole_groups, unit_size
 from penstock.replay.freshness import FreshnessRules, Verdict
 from penstock.replay.tally import Tally
 from penstock.replay.waiting import WaitingGroup, WaitingGroups
-from penstock.types import AnyRollout, Fate, RLExample
+from penstock.types import Experience, Fate, TrainingExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class FormedBatch:
     """
 
     step: int
-    examples: tuple[RLExample, ...]
+    examples: tuple[TrainingExample, ...]
     group_ids: tuple[str, ...]
     metrics: dict[str, float]
 
@@ -46,6 +46,11 @@ class Stock:
         admission: Its places are freed as groups leave.
         feed: The batch makers.
         tally: Counts.
+
+    Attributes:
+        current: The learner's version.
+        waiting: The groups that wait.
+        unused: How many rollouts among them were in no batch yet.
     """
 
     def __init__(
@@ -65,10 +70,11 @@ class Stock:
         self._tally = tally
         self._fresh: dict[str, WaitingGroup] = {}
         self._reusable: dict[str, WaitingGroup] = {}
-        self._in_training: dict[int, list[tuple[WaitingGroup, AnyRollout]]] = {}
+        self._in_training: dict[int, list[tuple[WaitingGroup, Experience]]] = {}
         self._pending: Counter[str] = Counter()
+        self.unused = 0
 
-    def add(self, group: WaitingGroup, durable: bool = False, spent: Sequence[AnyRollout] = ()) -> None:
+    def add(self, group: WaitingGroup, durable: bool = False, spent: Sequence[Experience] = ()) -> None:
         """Takes an ingested group; one that is not durable yet is offered later.
 
         Args:
@@ -77,6 +83,7 @@ class Stock:
             spent: Members of a restored group that may not be trained any more: its baseline knows them.
         """
         self.waiting.add(group)
+        self.unused += sum(not group.uses_of(rollout.rollout_id) for rollout in group.rollouts)
         if durable:
             self._offer(group, self._feed.give_restored(group, spent))
         while (oldest := self.waiting.over_capacity(group.env_name)) is not None:
@@ -148,7 +155,7 @@ class Stock:
         oldest = dict.fromkeys([*due, *self._fresh])
         chosen = [self._fresh[group_id] for group_id in islice(oldest, max(wanted, len(due)))]
         chosen += islice(self._reusable.values(), short)
-        shares: Counter[BatchMaker] = Counter()
+        shares: Counter[AnyMaker] = Counter()
         for group in chosen:
             maker = self._feed.of(group.env_name)
             assert maker is not None  # it was offered
@@ -225,9 +232,9 @@ class Stock:
         if group.first_use is None:
             self._admission.free(group.group_id, f"lesson {group.lesson_id}: {reason}")
 
-    def _draw(self, step: int, shares: Counter[BatchMaker], stuck: Callable[[], bool]) -> FormedBatch | None:
-        examples: list[RLExample] = []
-        taken: list[tuple[WaitingGroup, AnyRollout]] = []
+    def _draw(self, step: int, shares: Counter[AnyMaker], stuck: Callable[[], bool]) -> FormedBatch | None:
+        examples: list[TrainingExample] = []
+        taken: list[tuple[WaitingGroup, Experience]] = []
         metrics: dict[str, float] = {}
         planned: Counter[str] = Counter()
         for maker in sorted(shares, key=is_paced):  # only a plain one may have too little, and then nothing is drawn
@@ -249,9 +256,9 @@ class Stock:
             return None
         return self._take(step, examples, taken, metrics)
 
-    def _members(self, example: RLExample, planned: Counter[str]) -> list[tuple[WaitingGroup, AnyRollout]] | None:
+    def _members(self, example: TrainingExample, planned: Counter[str]) -> list[tuple[WaitingGroup, Experience]] | None:
         """Whom an example is made of; None where one of them is not live any more, or has its uses in this batch."""
-        members: list[tuple[WaitingGroup, AnyRollout]] = []
+        members: list[tuple[WaitingGroup, Experience]] = []
         for rollout_id in example.rollout_ids:
             group_id = rollout_id.rpartition("/")[0]
             group = self.waiting.get(group_id) if group_id in self.waiting else None
@@ -264,7 +271,7 @@ class Stock:
         planned.update(example.rollout_ids)
         return members
 
-    def _leave_out(self, step: int, taken: Sequence[tuple[WaitingGroup, AnyRollout]]) -> None:
+    def _leave_out(self, step: int, taken: Sequence[tuple[WaitingGroup, Experience]]) -> None:
         """A maker of whole groups that returned a part of one does not want the rest."""
         chosen = {rollout.rollout_id for _, rollout in taken}
         for group in {group.group_id: group for group, _ in taken}.values():
@@ -274,8 +281,8 @@ class Stock:
     def _take(
         self,
         step: int,
-        examples: Sequence[RLExample],
-        taken: Sequence[tuple[WaitingGroup, AnyRollout]],
+        examples: Sequence[TrainingExample],
+        taken: Sequence[tuple[WaitingGroup, Experience]],
         metrics: dict[str, float],
     ) -> FormedBatch:
         groups = {group.group_id: group for group, _ in taken}
@@ -290,7 +297,9 @@ class Stock:
         self._in_training.setdefault(step, []).extend(taken)
         for group, rollout in taken:
             self._pending[rollout.rollout_id] += 1
-            if group.count_use(rollout.rollout_id) >= self._config.uses:
+            uses = group.count_use(rollout.rollout_id)
+            self.unused -= uses == 1
+            if uses >= self._config.uses:
                 self._retire(group, rollout)
         return FormedBatch(step, tuple(examples), tuple(groups), metrics)
 
@@ -304,7 +313,7 @@ class Stock:
             if group is not None and rollout is not None:
                 self._lose(group, rollout, Verdict(fate, reason))
 
-    def _lose(self, group: WaitingGroup, rollout: AnyRollout, verdict: Verdict) -> None:
+    def _lose(self, group: WaitingGroup, rollout: Experience, verdict: Verdict) -> None:
         """A rollout leaves, not because a batch took it."""
         uses = group.uses_of(rollout.rollout_id)
         if uses and not self._pending[rollout.rollout_id]:
@@ -320,7 +329,8 @@ class Stock:
         else:
             self._admission.free(group.group_id, f"lesson {group.lesson_id}: {verdict.fate}, {verdict.reason}")
 
-    def _retire(self, group: WaitingGroup, rollout: AnyRollout) -> None:
+    def _retire(self, group: WaitingGroup, rollout: Experience) -> None:
+        self.unused -= not group.uses_of(rollout.rollout_id)
         if group.offered:
             self._feed.forget(group, rollout)
         self.waiting.drop(group, rollout)
@@ -328,7 +338,7 @@ class Stock:
             self._fresh.pop(group.group_id, None)
             self._reusable.pop(group.group_id, None)
 
-    def _waits(self, group: WaitingGroup, rollout: AnyRollout) -> bool:
+    def _waits(self, group: WaitingGroup, rollout: Experience) -> bool:
         return any(member is rollout for member in group.rollouts)
 
 
@@ -336,5 +346,5 @@ def _maker_name(feed: MakerFeed, group: WaitingGroup) -> str:
     return f"the batch maker {type(feed.of(group.env_name)).__name__}"
 
 
-def _member(group: WaitingGroup, rollout_id: str) -> AnyRollout | None:
+def _member(group: WaitingGroup, rollout_id: str) -> Experience | None:
     return next((rollout for rollout in group.rollouts if rollout.rollout_id == rollout_id), None)

@@ -38,7 +38,7 @@ from penstock.rundir.live_files import opened_part, read_live
 from penstock.rundir.parquet import parquet_writer, read_columns
 from penstock.rundir.part_names import PartNames
 from penstock.rundir.storage import StoredFile, open_storage
-from penstock.types import Clock, RLExample, RolloutRecord, RunDirectoryError
+from penstock.types import Clock, ConfigError, Experience, RolloutRecord, RunDirectoryError, TrainingExample
 
 _DEFAULTS = StoreConfig()
 
@@ -55,15 +55,15 @@ class ExperienceStore(Protocol):
         """Makes this process the run's writer."""
         ...
 
-    def seal(self, records: Sequence[RolloutRecord]) -> None:
+    def seal(self, records: Sequence[RolloutRecord[Experience]]) -> None:
         """Makes whole groups durable."""
         ...
 
-    def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
+    def write_batch(self, batch_id: str, examples: Sequence[TrainingExample], step: int, lineage: int) -> None:
         """Makes the batch of update `step` durable."""
         ...
 
-    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
+    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord[Any]]:
         """Sealed rollouts: of some groups, or all."""
         ...
 
@@ -101,7 +101,8 @@ class RolloutStore:
             where, and why; for the run's one writer. None makes them errors.
 
     Raises:
-        ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows.
+        ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows;
+            ``replay.store.observations`` is false where none are stored anyway.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RolloutStore:
         self._directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
         self._config = config
         self._clock = clock
-        self._experience = experience
+        self._experience = experience = _as_configured(experience, config)
         self._folders = (experience.folder, experience.batch_folder)
         self._storage = open_storage(self._directory.path, config.url)
         if not isinstance(directory, RunDirectory):
@@ -168,7 +169,7 @@ class RolloutStore:
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def seal(self, records: Sequence[RolloutRecord]) -> None:
+    def seal(self, records: Sequence[RolloutRecord[Experience]]) -> None:
         """Writes a part; when this returns the rollouts are durable.
 
         A write that failed may have made its file all the same. So the next part with the same groups, and perhaps
@@ -182,7 +183,7 @@ class RolloutStore:
         self._write(name, table)
         del self._unsure[name]
 
-    def write_batch(self, batch_id: str, examples: Sequence[RLExample], step: int, lineage: int) -> None:
+    def write_batch(self, batch_id: str, examples: Sequence[TrainingExample], step: int, lineage: int) -> None:
         """Writes ``batches/<batch_id>.parquet``."""
         table = self._experience.batch_to_table(examples, batch_id, step, lineage)
         self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
@@ -202,7 +203,7 @@ class RolloutStore:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord]:
+    def read_records(self, group_ids: Collection[str] | None = None) -> list[RolloutRecord[Any]]:
         """Sealed rollouts in the order of sealing, each once; of some groups, or all.
 
         Raises:
@@ -224,7 +225,7 @@ class RolloutStore:
                 first.setdefault(rollout_id, record)
         return list(first.values())
 
-    def read_batch(self, batch_id: str) -> list[RLExample]:
+    def read_batch(self, batch_id: str) -> list[Any]:
         """The examples of one update.
 
         Raises:
@@ -303,3 +304,13 @@ class RolloutStore:
                     f"replay.store.url is {self._config.url!r}, where another run has {len(files)} files in {folder}/: "
                     "give each run a url of its own"
                 )
+
+
+def _as_configured(experience: ExperienceFormat, config: StoreConfig) -> ExperienceFormat:
+    if config.observations:
+        return experience
+    if experience.frugal is None:
+        raise ConfigError(
+            f"replay.store.observations is false, but {experience.folder} have none: leave it out, it is for simulators"
+        )
+    return experience.frugal

@@ -5,6 +5,7 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,8 @@ from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import read_columns
 from penstock.rundir.storage import Storage
 from penstock.types import RunDirectoryError, WeightVersion
+
+_SEALED = ("rollout_id", "group_id", "lineage", "newest_weight_step", "complete")
 
 
 def read_history(
@@ -77,11 +80,12 @@ def stem_of(name: str) -> str:
 
 
 def _sealed(file: pq.ParquetFile) -> Iterable[SealedRollout]:
-    columns = read_columns(file, ["rollout_id", "group_id", "lineage", "newest_weight_step"]).to_pydict()
+    columns = read_columns(file, _SEALED).to_pydict()
     if "rollout_id" not in columns:
         return []  # rows of the original form have no ids, so there is no ledger to rebuild
     versions = map(WeightVersion, columns["lineage"], columns["newest_weight_step"])
-    return map(SealedRollout, columns["rollout_id"], columns["group_id"], versions)
+    complete = columns.get("complete", repeat(True))
+    return map(SealedRollout, columns["rollout_id"], columns["group_id"], versions, complete)
 
 
 def _stored_batch(file: pq.ParquetFile, name: str, where: str) -> StoredBatch:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.replay.config import ReplayBufferConfig
-from penstock.types import AnyRollout, Fate, RunFailed
+from penstock.types import Experience, Fate, RunFailed
 
 
 class Tally:
@@ -36,7 +36,7 @@ class Tally:
         total = self._filtered_groups.total()
         return RunFailed(self._nothing_left(total)) if total >= self._config.filtered_limit else None
 
-    def batch_metrics(self, step: int, rollouts: Sequence[AnyRollout]) -> dict[str, float]:
+    def batch_metrics(self, step: int, rollouts: Sequence[Experience]) -> dict[str, float]:
         """Metrics of a batch that was formed; starts counting anew.
 
         Args:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.issuer import TicketIssuer
 from penstock.replay.outstanding import Outstanding
+from penstock.replay.stock import Stock
 
 
 def describe_wait(issuer: TicketIssuer, groups_per_batch: int, now: float) -> str:
@@ -29,6 +31,23 @@ def describe_wait(issuer: TicketIssuer, groups_per_batch: int, now: float) -> st
     ]
     if issuer.last_failure:
         parts.append(f"failed since the last batch: {issuer.failed_since_batch}, last {issuer.last_failure}")
+    return "; ".join(parts)
+
+
+def describe_stock(stock: Stock, unsealed: int, config: ReplayBufferConfig) -> str:
+    """What an open buffer has; its condition is held.
+
+    Args:
+        stock: What waits.
+        unsealed: Groups that are in no file yet.
+        config: The buffer's.
+    """
+    parts = [
+        f"an open buffer with {stock.waiting.rollouts} fresh rollouts, of which {stock.unused} were in no batch yet",
+        f"an update needs {config.groups_per_batch}",
+        f"in no file yet: {unsealed} groups",
+        f"the learner is at version {stock.current}",
+    ]
     return "; ".join(parts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
-from penstock.types import AnyRollout, RolloutMetadata
+from penstock.types import Experience, RolloutMetadata
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class WaitingGroup:
     key: str
     env_name: str
     lesson_id: str
-    rollouts: list[AnyRollout]
+    rollouts: list[Experience]
     deadline_step: int | None = None
     first_use: int | None = None
     offered: bool = False
@@ -102,7 +102,7 @@ class WaitingGroups:
         self._file(group)
         self._count(group.env_name, len(group.rollouts))
 
-    def drop(self, group: WaitingGroup, rollout: AnyRollout) -> None:
+    def drop(self, group: WaitingGroup, rollout: Experience) -> None:
         """Takes one rollout out of its group; a group without any left is removed."""
         group.rollouts.remove(rollout)
         self._count(group.env_name, -1)
@@ -111,13 +111,13 @@ class WaitingGroups:
             self._departed += 1
             self._sweep()
 
-    def expired(self, current: int, now: float) -> list[tuple[WaitingGroup, AnyRollout, Verdict]]:
+    def expired(self, current: int, now: float) -> list[tuple[WaitingGroup, Experience, Verdict]]:
         """(group, rollout, why) of every rollout that is no longer fresh; the caller must drop them."""
         suspects: dict[str, FreshnessWindow] = {}
         for window, files in self._files.items():
             for group_id in _older(files, window.oldest_step(current), window.oldest_timestamp(now)):
                 suspects[group_id] = window
-        found: list[tuple[WaitingGroup, AnyRollout, Verdict]] = []
+        found: list[tuple[WaitingGroup, Experience, Verdict]] = []
         for group_id, window in suspects.items():
             group = self._groups.get(group_id)
             if group is not None:
@@ -135,14 +135,14 @@ class WaitingGroups:
 
     def _judge(
         self, group: WaitingGroup, window: FreshnessWindow, current: int, now: float
-    ) -> list[tuple[WaitingGroup, AnyRollout, Verdict]]:
+    ) -> list[tuple[WaitingGroup, Experience, Verdict]]:
         verdicts = [(rollout, window.judge(_metadata(rollout), current, now)) for rollout in group.rollouts]
         stale = [(group, rollout, verdict) for rollout, verdict in verdicts if verdict is not None]
         if len(stale) < len(verdicts):  # it was filed by members that leave now
             self._file(group, [rollout for rollout, verdict in verdicts if verdict is None])
         return stale
 
-    def _file(self, group: WaitingGroup, members: list[AnyRollout] | None = None) -> None:
+    def _file(self, group: WaitingGroup, members: list[Experience] | None = None) -> None:
         window = self._rules.of(group.lesson_id)
         files = self._files.setdefault(window, _Files())
         stamps = [_metadata(rollout) for rollout in members or group.rollouts]
@@ -178,6 +178,6 @@ def _older(files: _Files, oldest_step: int, oldest_timestamp: float) -> Iterator
         yield heapq.heappop(files.by_time)[1]
 
 
-def _metadata(rollout: AnyRollout) -> RolloutMetadata:
+def _metadata(rollout: Experience) -> RolloutMetadata:
     assert rollout.metadata is not None  # ingest let nothing else in
     return rollout.metadata

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
         table_from_examples,
         write_examples,
     )
+    from penstock.rundir.fragment_rows import (
+        FRAGMENT_SCHEMA,
+        FRAGMENT_USE_SCHEMA,
+        fragments_from_table,
+        table_from_fragments,
+        table_from_uses,
+        uses_from_table,
+    )
     from penstock.rundir.logs import (
         EventLog,
         JsonLinesLog,
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "EXAMPLE_SCHEMA": "example_rows",
     "EventLog": "logs",
+    "FRAGMENT_SCHEMA": "fragment_rows",
+    "FRAGMENT_USE_SCHEMA": "fragment_rows",
     "JsonLinesLog": "logs",
     "MetricsLog": "logs",
     "QueryResult": "query_result",
@@ -43,6 +53,7 @@ _EXPORTS = {
     "RunDirectory": "directory",
     "RunViews": "views",
     "examples_from_table": "example_rows",
+    "fragments_from_table": "fragment_rows",
     "read_events": "logs",
     "read_examples": "example_rows",
     "read_json_lines": "logs",
@@ -54,7 +65,10 @@ _EXPORTS = {
     "records_from_table": "rollout_rows",
     "replaced_atomically": "atomic",
     "table_from_examples": "example_rows",
+    "table_from_fragments": "fragment_rows",
     "table_from_records": "rollout_rows",
+    "table_from_uses": "fragment_rows",
+    "uses_from_table": "fragment_rows",
     "write_atomically": "atomic",
     "write_examples": "example_rows",
     "write_parquet": "parquet",
@@ -62,12 +76,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "EXAMPLE_SCHEMA", "EventLog", "JsonLinesLog", "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RunDirectory",
-    "RunViews",
-    "examples_from_table", "read_events", "read_examples", "read_json_lines",
-    "read_metrics", "read_parquet", "read_records", "read_rows", "read_status", "records_from_table",
-    "replaced_atomically", "table_from_examples", "table_from_records", "write_atomically",
-    "write_examples", "write_parquet", "write_records",
+    "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog", "MetricsLog", "QueryResult",
+    "ROLLOUT_SCHEMA", "RunDirectory", "RunViews", "examples_from_table", "fragments_from_table", "read_events",
+    "read_examples", "read_json_lines", "read_metrics", "read_parquet", "read_records", "read_rows", "read_status",
+    "records_from_table", "replaced_atomically", "table_from_examples", "table_from_fragments", "table_from_records",
+    "table_from_uses", "uses_from_table", "write_atomically", "write_examples", "write_parquet", "write_records",
 ]  # fmt: skip
 
 

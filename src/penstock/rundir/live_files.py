@@ -24,7 +24,10 @@ UNREADABLE = (
     AttributeError, OverflowError, MemoryError,
 )  # fmt: skip
 """What reading a file may raise whose bytes are not those that were written."""
-_LOSS = {"batches": "what it trained stays trained, but cannot be looked at any more"}
+_LOSS = {
+    "batches": "what it trained stays trained, but cannot be looked at any more",
+    "fragments": "its fragments are lost, and the run goes on with others",
+}
 
 
 @contextmanager

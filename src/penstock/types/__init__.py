@@ -22,6 +22,8 @@ from penstock.types.errors import (
     UnreachableError,
     WeightsError,
 )
+from penstock.types.experience import Experience, TrainingExample
+from penstock.types.fragments import FRAGMENT_SCHEMA_VERSION, SampleFragment
 from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
 from penstock.types.packed import AnyRollout, PackedRollout
 from penstock.types.persistence import PersistentCaller
@@ -54,16 +56,19 @@ from penstock.types.rollouts import (
     Turn,
 )
 from penstock.types.seeds import as_seed, fold, generator
-from penstock.types.training import Fate, RLExample, Ticket, TrainingBatch
+from penstock.types.spaces import LeafKind, LeafSpace, Spaces
+from penstock.types.training import Fate, FragmentExample, RLExample, Ticket, TrainingBatch
 
 __all__ = [
-    "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "Completion", "ConfigError",
-    "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec", "Fate",
-    "FinishReason", "GenerationCall", "InferenceContext", "InvalidRolloutError", "LessonChooser",
-    "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout",
-    "PenstockError", "PersistentCaller", "RLExample", "RLLossModule", "Role", "Rollout", "RolloutBatch",
-    "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
-    "RunFailed", "SCHEMA_VERSION", "SchemaVersionError", "Stopped", "SupersededError", "SupersededVersionError",
-    "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "TransferError", "Turn", "UnreachableError", "WeightSink",
-    "WeightSource", "WeightVersion", "WeightsError", "as_seed", "fold", "generator",
+    "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "Completion",
+    "ConfigError", "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec",
+    "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample", "GenerationCall",
+    "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser", "ManyInferenceContext",
+    "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError",
+    "PersistentCaller", "RLExample", "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats",
+    "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
+    "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped", "SupersededError",
+    "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "TrainingExample",
+    "TransferError", "Turn", "UnreachableError", "WeightSink", "WeightSource", "WeightVersion", "WeightsError",
+    "as_seed", "fold", "generator",
 ]  # fmt: skip

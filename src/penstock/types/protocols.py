@@ -138,8 +138,11 @@ class TicketSource(Protocol):
 class RolloutSink(Protocol):
     """Where a rollout worker puts finished groups."""
 
-    def add_batches(self, batches: Sequence[RolloutBatch]) -> None:
-        """Takes rollouts over; every one has metadata. May block for back-pressure, within a limit."""
+    def add_batches(self, batches: Sequence[RolloutBatch[Any]]) -> None:
+        """Takes rollouts over; every one has metadata. May block for back-pressure, within a limit.
+
+        One that is meant for a single kind of experience may say so.
+        """
         ...
 
 
@@ -147,7 +150,7 @@ class RolloutSink(Protocol):
 class BatchSource(Protocol):
     """Where the learner gets its batches."""
 
-    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
         """The batch of update `step`, with its groups and itself durable.
 
         Raises:

@@ -6,11 +6,12 @@ without metadata; whoever generates attaches it (`Rollout.with_metadata`), and s
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
 
 from penstock.types.errors import InvalidRolloutError
+from penstock.types.experience import AnyExperience, Experience
 from penstock.types.generation import Decoding, FinishReason
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Version of the stored form of every record in this module."""
+
+Member = TypeVar("Member", bound=Experience)
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -197,8 +200,10 @@ def _check_rewards_agree(token_rewards: np.ndarray, episode_reward: float) -> No
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RolloutGroup:
+class RolloutGroup(Generic[AnyExperience]):
     """The rollouts of one prompt under one ticket; the unit of baselines, storage and fates.
+
+    A simulator fragment is a group of one.
 
     Attributes:
         key: Environment and example; two groups may share it (duplicate prompts stay apart by `group_id`).
@@ -207,7 +212,7 @@ class RolloutGroup:
     """
 
     key: str
-    rollouts: "tuple[AnyRollout, ...]"
+    rollouts: tuple[AnyExperience, ...]
     group_id: str = ""
 
     def __post_init__(self) -> None:
@@ -232,7 +237,7 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RolloutBatch:
+class RolloutBatch(Generic[AnyExperience]):
     """Groups that travel together.
 
     Attributes:
@@ -240,16 +245,17 @@ class RolloutBatch:
         metadata: The oldest member's, for readers of the old form; nothing decides by it.
     """
 
-    groups: tuple[RolloutGroup, ...]
+    groups: tuple[RolloutGroup[AnyExperience], ...]
     metadata: RolloutMetadata | None = None
 
-    @classmethod
-    def of(cls, groups: tuple[RolloutGroup, ...]) -> Self:
+    @staticmethod
+    def of(groups: "tuple[RolloutGroup[Member], ...]") -> "RolloutBatch[Member]":
         """A batch whose metadata is its oldest rollout's."""
         stamps = [r.metadata for group in groups for r in group.rollouts if r.metadata is not None]
-        return cls(groups, min(stamps, key=lambda m: (m.lineage, m.weight_step, m.timestamp), default=None))
+        oldest = min(stamps, key=lambda m: (m.lineage, m.weight_step, m.timestamp), default=None)
+        return RolloutBatch(groups, oldest)
 
-    def rollouts(self) -> "Iterator[AnyRollout]":
+    def rollouts(self) -> Iterator[AnyExperience]:
         """Every rollout, group by group."""
         for group in self.groups:
             yield from group.rollouts
@@ -317,7 +323,7 @@ def _mean(values: list[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RolloutRecord:
+class RolloutRecord(Generic[AnyExperience]):
     """The row that is stored: a rollout with its group and timings. Immutable once sealed.
 
     Attributes:
@@ -327,7 +333,7 @@ class RolloutRecord:
         group_key: The group's key: environment and example.
     """
 
-    rollout: "AnyRollout"
+    rollout: AnyExperience
     group_id: str
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
     group_key: str = ""

@@ -1,11 +1,13 @@
 """Records on the way to the learner: tickets, training examples, and the batch of one update."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal
 
 import numpy as np
 
 from penstock.types.errors import InvalidRolloutError
+from penstock.types.experience import AnyExample
+from penstock.types.fragments import SampleFragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +81,37 @@ class RLExample:
                 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FragmentExample:
+    """One fragment to learn from; advantages are the learner's, which has the values that they need.
+
+    Attributes:
+        fragment: All T steps; those with a fault are not to be trained on.
+        rollout_ids: The fragment's own id alone; filled in where it is left out.
+    """
+
+    fragment: SampleFragment
+    rollout_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rollout_ids:
+            object.__setattr__(self, "rollout_ids", (self.fragment.rollout_id,))
+
+
 @dataclass(frozen=True, slots=True)
-class TrainingBatch:
+class TrainingBatch(Generic[AnyExample]):
     """What one update trains on, durable before the learner sees it.
 
     Attributes:
         batch_id: Name of the batch file without its suffix.
         step: Update number u; it turns version u into u + 1.
-        examples: One per rollout, unpacked.
+        examples: One per rollout, unpacked; for control policies `FragmentExample`, one per fragment.
         group_ids: The groups behind them, in order.
         metrics: ``replay/…`` numbers: staleness, waits, what was filtered.
     """
 
     batch_id: str
     step: int
-    examples: tuple[RLExample, ...]
+    examples: tuple[AnyExample, ...]
     group_ids: tuple[str, ...]
     metrics: dict[str, float]

@@ -20,8 +20,8 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.run_opening import Damages, resume_point
 from penstock.overseer.terminal import Progress
-from penstock.overseer.training import _Damages, _resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
 from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import merged, tiny
@@ -45,7 +45,7 @@ class Run:
         lineage, checkpoint, states = 0, None, None
         if path.exists():
             self.directory = RunDirectory.open_existing(path)
-            lineage, checkpoint = _resume_point(self.directory, _Damages())
+            lineage, checkpoint = resume_point(self.directory, Damages())
             states = read_states(checkpoint)
         else:
             self.directory = RunDirectory.create(path, config.dump())

@@ -170,7 +170,7 @@ class DistributedConductor:
     def refresh(self) -> None:
         """Brings the view up to date."""
         progress, replay = self._log.progress, self._seen.facts("replay-0")
-        progress.tokens_per_s = self._seen.numbers().get("inference/tokens_per_s", 0.0)
+        progress.units_per_s = self._seen.numbers().get("inference/tokens_per_s", 0.0)
         progress.ledger = dict(replay.get("ledger", progress.ledger))
         progress.lessons = dict(replay.get("lessons", progress.lessons))
 

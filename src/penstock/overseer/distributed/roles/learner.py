@@ -152,6 +152,7 @@ class LearnerRole(ThreadedComponent):
         learner = self._loaded()
         loop = TrainingLoop(
             learner,
+            lambda: named_arrays(learner.decoder),
             self._batches,
             self._commits,
             self,

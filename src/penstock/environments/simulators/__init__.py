@@ -1,0 +1,38 @@
+"""Simulators: Gymnasium environments by id, the built-in ones, and adapters of engines that have an API of their own.
+
+What a fleet steps (`penstock.fleet`), each in a process of its own. Nothing here imports JAX, and no engine is imported
+before it is asked for. Not covered: processes, deadlines and restarts.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.environments.simulators.memory import MemorySimulator
+    from penstock.environments.simulators.minecraft import MinecraftSimulator
+    from penstock.environments.simulators.registry import make_simulator, simulator_ids
+    from penstock.environments.simulators.synthetic import SyntheticError, SyntheticSimulator
+
+_EXPORTS = {
+    "MemorySimulator": "memory",
+    "MinecraftSimulator": "minecraft",
+    "SyntheticError": "synthetic",
+    "SyntheticSimulator": "synthetic",
+    "make_simulator": "registry",
+    "simulator_ids": "registry",
+}
+
+__all__ = [
+    "MemorySimulator", "MinecraftSimulator", "SyntheticError", "SyntheticSimulator", "make_simulator",
+    "simulator_ids",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,67 @@
+"""Simulator fleets: many slow, uneven, crash-prone simulators behind one policy, and their steps as fragments."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.fleet.accounting import StepAccount
+    from penstock.fleet.arrivals import Arrival, Decision, StepBatch
+    from penstock.fleet.config import FleetConfig, SimulatorConfig, SimulatorLimits, VideoConfig
+    from penstock.fleet.cutter import FragmentCutter
+    from penstock.fleet.episode_statistics import Episode, EpisodeStatistics
+    from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
+    from penstock.fleet.manager import FleetWorker, RolloutManager
+    from penstock.fleet.pipeline_monitor import PipelineMonitor
+    from penstock.fleet.policy_runner import JaxPolicyRunner
+    from penstock.fleet.pool import SimulatorPool
+    from penstock.fleet.rollout_worker import RolloutWorker
+    from penstock.fleet.runner import Pending, PolicyRunner, Simulators
+    from penstock.fleet.serial import SerialPool
+    from penstock.fleet.wrapper import RolloutWorkerWrapper, WorkerCondition, WorkerReport
+
+_EXPORTS = {
+    "Arrival": "arrivals",
+    "Decision": "arrivals",
+    "Episode": "episode_statistics",
+    "EpisodeStatistics": "episode_statistics",
+    "FleetConfig": "config",
+    "FleetWorker": "manager",
+    "FragmentCutter": "cutter",
+    "JaxPolicyRunner": "policy_runner",
+    "Pending": "runner",
+    "PipelineMonitor": "pipeline_monitor",
+    "PolicyEvaluation": "evaluation",
+    "PolicyRunner": "runner",
+    "RolloutManager": "manager",
+    "RolloutWorker": "rollout_worker",
+    "RolloutWorkerWrapper": "wrapper",
+    "SerialPool": "serial",
+    "SimulatorConfig": "config",
+    "SimulatorLimits": "config",
+    "SimulatorPool": "pool",
+    "Simulators": "runner",
+    "StepAccount": "accounting",
+    "StepBatch": "arrivals",
+    "VideoConfig": "config",
+    "WorkerCondition": "wrapper",
+    "WorkerReport": "wrapper",
+    "evaluate_policy": "evaluation",
+}
+
+__all__ = [
+    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FleetConfig", "FleetWorker", "FragmentCutter",
+    "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
+    "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
+    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "VideoConfig", "WorkerCondition", "WorkerReport",
+    "evaluate_policy",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

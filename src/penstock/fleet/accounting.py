@@ -1,0 +1,94 @@
+"""Where the steps of a fleet are: every step that a simulator took is in exactly one place.
+
+In the words of the run's ledger, `acting`, `buffered` and `waiting` are in flight; the other places are final. What was
+sent is the replay buffer's from there on (`sent` steps become waiting, trained, stale or evicted there; `sent_faults`
+travel in the same fragments and are never trained on). Accounts of several workers, and of their earlier lives, add up.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Self
+
+from penstock.fleet.cutter import StepCounts
+from penstock.fleet.sender import SendCounts
+
+IN_FLIGHT = ("acting", "buffered", "waiting")
+"""Places that a step leaves again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAccount:
+    """Numbers of steps.
+
+    Attributes:
+        started: Actions decided, each of which a simulator took or lost.
+        acting: Their results are not known yet.
+        buffered: In fragments that are not complete.
+        waiting: In complete ones that the replay buffer does not have yet.
+        sent: Trainable steps that the replay buffer has.
+        sent_faults: Steps that it has, marked as faults.
+        stale: Cut off before sending, by versions that lie too far back, or of an older lineage.
+        dropped: In fragments that were lost to a full queue (`full_queue: drop_oldest`).
+        abandoned: In flight when their worker ended.
+    """
+
+    started: int = 0
+    acting: int = 0
+    buffered: int = 0
+    waiting: int = 0
+    sent: int = 0
+    sent_faults: int = 0
+    stale: int = 0
+    dropped: int = 0
+    abandoned: int = 0
+
+    @classmethod
+    def of(cls, steps: StepCounts, sending: SendCounts) -> Self:
+        """Joins what a cutter and a queue say; `sending` must have been read first.
+
+        A fragment between the two counts as waiting.
+        """
+        settled = sending.sent + sending.sent_faults + sending.stale + sending.dropped + sending.abandoned
+        return cls(
+            started=steps.started,
+            acting=steps.acting,
+            buffered=steps.buffered,
+            waiting=steps.cut - settled,
+            sent=sending.sent,
+            sent_faults=sending.sent_faults,
+            stale=steps.stale + sending.stale,
+            dropped=sending.dropped,
+            abandoned=sending.abandoned,
+        )
+
+    @classmethod
+    def total(cls, accounts: "Iterable[StepAccount]") -> Self:
+        """Their sum."""
+        given = list(accounts)
+        return cls(**{field.name: sum(getattr(account, field.name) for account in given) for field in fields(cls)})
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose place will still change."""
+        return self.acting + self.buffered + self.waiting
+
+    @property
+    def closes(self) -> bool:
+        """Whether the places add up to what was started."""
+        final = self.sent + self.sent_faults + self.stale + self.dropped + self.abandoned
+        return self.started == self.in_flight + final and min(self.to_values().values()) >= 0
+
+    def ended(self) -> "StepAccount":
+        """The account of a worker that is no more: what was in flight is abandoned."""
+        return StepAccount(
+            started=self.started, sent=self.sent, sent_faults=self.sent_faults, stale=self.stale, dropped=self.dropped,
+            abandoned=self.abandoned + self.in_flight,
+        )  # fmt: skip
+
+    def to_values(self) -> dict[str, int]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def metrics(self) -> dict[str, float]:
+        """``fleet/steps_<place>``."""
+        return {f"fleet/steps_{name}": float(value) for name, value in self.to_values().items()}

@@ -1,0 +1,128 @@
+"""Inference batches: arrivals of whole processes, gathered in arrays that are allocated once.
+
+A `BatchFiller` is filled, decided on, acted on and reported, then filled again; a worker has two, so that one fills
+while the other is in inference. Large leaves (frames) are copied when they arrive, which overlaps with inference; small
+ones and the scalars of all processes are joined in one call each when the batch begins.
+
+Not covered: when a batch begins (`RolloutWorker`).
+"""
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import numpy as np
+
+from penstock.fleet.arrivals import Arrival, Decision, Leaves, StepBatch
+from penstock.types import LeafSpace, Spaces
+
+LARGE_BYTES = 1024
+"""Leaves of at least so many bytes are copied one by one; smaller ones are joined, or scattered over all slots."""
+
+_SCALARS = {
+    "slots": np.int64, "first": np.bool_, "rewards": np.float32, "terminated": np.bool_, "truncated": np.bool_,
+    "faults": np.bool_, "acted": np.bool_, "has_final": np.bool_, "returns": np.float64, "lengths": np.int64,
+}  # fmt: skip
+_READ = {name: attrgetter(name) for name in _SCALARS}
+
+
+class BatchFiller:
+    """Room for one inference batch of at most `capacity` slots.
+
+    Args:
+        spaces: What arrives.
+        capacity: Most slots; at least those of one process.
+
+    Attributes:
+        count: Slots in it.
+        first_at: When the first of them came, in the caller's seconds.
+    """
+
+    def __init__(self, spaces: Spaces, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self.first_at = 0.0
+        self._arrivals: list[Arrival] = []
+        self._scalars = {name: np.zeros(capacity, dtype) for name, dtype in _SCALARS.items()}
+        self._observations = {leaf.name: leaf.zeros(capacity) for leaf in spaces.observations}
+        self._finals = {leaf.name: leaf.zeros(capacity) for leaf in spaces.observations}
+        self._large = [leaf.name for leaf in spaces.observations if is_large(leaf)]
+        self._small = [leaf.name for leaf in spaces.observations if not is_large(leaf)]
+
+    def takes(self, arrival: Arrival) -> bool:
+        """Whether there is room for all of its slots."""
+        return self.count + len(arrival.slots) <= self.capacity
+
+    def add(self, arrival: Arrival, now: float) -> None:
+        """Takes a process in."""
+        if self.count == 0:
+            self.first_at = now
+        begin, end = self.count, self.count + len(arrival.slots)
+        for name in self._large:
+            self._observations[name][begin:end] = arrival.observations[name]
+        self._arrivals.append(arrival)
+        self.count = end
+
+    def join(self) -> None:
+        """Joins what was not copied yet; after it nothing refers to the arrivals' own arrays."""
+        count, arrivals = self.count, self._arrivals
+        for name, array in self._scalars.items():
+            np.concatenate(list(map(_READ[name], arrivals)), out=array[:count])
+        for name in self._small:
+            np.concatenate([arrival.observations[name] for arrival in arrivals], out=self._observations[name][:count])
+        if self._scalars["has_final"][:count].any():
+            self._copy_finals()
+
+    def _copy_finals(self) -> None:
+        begin = 0
+        for arrival in self._arrivals:
+            for row in np.flatnonzero(arrival.has_final):
+                for name, array in self._finals.items():
+                    array[begin + row] = arrival.final_observations[name][row]
+            begin += len(arrival.slots)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Whose rows they are, int64 [n]; after `join`."""
+        return self._scalars["slots"][: self.count]
+
+    @property
+    def first(self) -> np.ndarray:
+        """Where an episode begins, bool [n]; after `join`."""
+        return self._scalars["first"][: self.count]
+
+    @property
+    def observations(self) -> Leaves:
+        """By leaf name, [n, …]; after `join`."""
+        return {name: array[: self.count] for name, array in self._observations.items()}
+
+    def simulate_s(self) -> Sequence[float]:
+        """How long each process took."""
+        return [arrival.simulate_s for arrival in self._arrivals]
+
+    def shares(self, actions: Leaves) -> Iterator[tuple[int, Leaves]]:
+        """Each process with its part of the actions, as views."""
+        begin = 0
+        for arrival in self._arrivals:
+            end = begin + len(arrival.slots)
+            yield arrival.process, {name: array[begin:end] for name, array in actions.items()}
+            begin = end
+
+    def reported(self, decision: Decision) -> StepBatch:
+        """What progress handlers are told; views that hold until `clear`."""
+        count = self.count
+        return StepBatch(
+            observations=self.observations,
+            final_observations={name: array[:count] for name, array in self._finals.items()},
+            decision=decision,
+            **{name: array[:count] for name, array in self._scalars.items()},
+        )
+
+    def clear(self) -> None:
+        """Makes it empty."""
+        self.count = 0
+        self._arrivals = []
+
+
+def is_large(leaf: LeafSpace) -> bool:
+    """Whether a leaf's arrays are worth a copy of their own."""
+    return leaf.nbytes >= LARGE_BYTES

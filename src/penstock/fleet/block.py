@@ -1,0 +1,161 @@
+"""The shared memory of one simulator process: what its k simulators observed and got, and what they shall do.
+
+One block, laid out from the spaces and k alone, so both sides compute the same layout and only a file descriptor
+travels. The simulator process makes the block (a sealed `memfd`; where there is none, a nameless file), so it vanishes
+with its last holder and no name can leak. At any time one side owns it: the simulator process from the step token to
+its answer, the rollout worker otherwise; only `clock` may be read at any time.
+
+Not covered: more than one writer, other machines.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from penstock.types import ConfigError, LeafSpace, Spaces
+
+_ALIGNMENT = 64  # bytes of a cache line: no two fields share one
+_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # F_ADD_SEALS; no more seals, no shrinking, no growing
+
+_PER_ROW = {
+    "rewards": np.float32, "returns": np.float64, "lengths": np.int64, "terminated": np.bool_, "truncated": np.bool_,
+    "faults": np.bool_, "has_final": np.bool_, "first": np.bool_,
+}  # fmt: skip
+RESULTS = ("rewards", "returns", "lengths", "terminated", "truncated", "faults", "has_final")
+"""Fields that say what the last action led to; `first` and the observations say what comes next."""
+
+PHASE, SINCE, SIMULATE_S, ROW = range(4)
+"""Places in `Block.clock`: a `Phase`, its begin (monotonic seconds), seconds of the last answer, the row at work."""
+
+
+class Phase(IntEnum):
+    """What a simulator process is doing: each has a deadline of its own."""
+
+    RESTING = 0
+    STEPPING = 1
+    RESETTING = 2
+    BUILDING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class Block:
+    """A mapped block. Arrays keep the mapping alive: it goes when the last of them does.
+
+    Args:
+        fd: Of the memory; it stays the caller's to close.
+        spaces: Of the simulators.
+        rows: k, simulators in the process.
+
+    Attributes:
+        observations: By leaf name, [k, …]: what to act on next.
+        final_observations: By leaf name, [k, …]: what an episode ended with; rows where `has_final`.
+        actions: By leaf name, [k, …].
+        rewards: float32 [k].
+        returns: float64 [k], sum of raw rewards of the episode that ended.
+        lengths: int64 [k], its steps.
+        terminated: bool [k].
+        truncated: bool [k].
+        faults: bool [k].
+        has_final: bool [k].
+        first: bool [k].
+        clock: Four float64: see `PHASE`.
+
+    Raises:
+        ConfigError: the memory is smaller than the layout.
+    """
+
+    def __init__(self, fd: int, spaces: Spaces, rows: int) -> None:
+        places = _layout(spaces, rows)
+        length = block_bytes(spaces, rows)
+        if os.fstat(fd).st_size < length:
+            raise ConfigError(f"a simulator's block has {os.fstat(fd).st_size} bytes: its spaces need {length}")
+        memory = memoryview(mmap.mmap(fd, length))
+        arrays = {
+            place.name: np.ndarray(place.shape, place.dtype, buffer=memory, offset=place.offset) for place in places
+        }
+        self.observations = _group(arrays, "observations", spaces.observations)
+        self.final_observations = _group(arrays, "final_observations", spaces.observations)
+        self.actions = _group(arrays, "actions", spaces.actions)
+        self.rewards, self.returns, self.lengths = arrays["rewards"], arrays["returns"], arrays["lengths"]
+        self.terminated, self.truncated, self.faults = arrays["terminated"], arrays["truncated"], arrays["faults"]
+        self.has_final, self.first = arrays["has_final"], arrays["first"]
+        self.clock = memory[places[0].offset : places[0].end].cast("d")
+
+    def take_results(self, other: "Block") -> None:
+        """Copies what the last actions led to from another block of the same layout."""
+        for name in RESULTS:
+            getattr(self, name)[:] = getattr(other, name)
+        for leaf, array in self.final_observations.items():
+            array[:] = other.final_observations[leaf]
+
+    def mark_lost(self) -> None:
+        """Says of every row that its last action was lost with its simulator: a fault that cut the episode."""
+        for name in ("rewards", "returns", "lengths", "terminated", "has_final"):
+            getattr(self, name)[:] = 0
+        self.truncated[:] = self.faults[:] = True
+
+    def clear_results(self) -> None:
+        """Says of every row that there was no last action."""
+        for name in RESULTS:
+            getattr(self, name)[:] = 0
+
+
+def block_bytes(spaces: Spaces, rows: int) -> int:
+    """Size of a block."""
+    return _layout(spaces, rows)[-1].end
+
+
+def create_memory(nbytes: int) -> int:
+    """Makes shared memory without a name and returns its file descriptor, which the caller closes."""
+    try:
+        fd = os.memfd_create("penstock-simulators", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):  # no such call, or forbidden: a file that has no name any more does as well
+        return _nameless_file(nbytes)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, _ADD_SEALS, _SEALS)  # a mapping of a file that shrank would end its reader with SIGBUS
+    return fd
+
+
+def _nameless_file(nbytes: int) -> int:
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    fd, path = tempfile.mkstemp(prefix="penstock-simulators-", dir=folder)
+    os.unlink(path)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def _layout(spaces: Spaces, rows: int) -> list[_Place]:
+    """Every array with its place; `clock` is the first."""
+    wanted: list[tuple[str, np.dtype, tuple[int, ...]]] = [("clock", np.dtype(np.float64), (4,))]
+    wanted += [(name, np.dtype(dtype), (rows,)) for name, dtype in _PER_ROW.items()]
+    for group, leaves in (
+        ("actions", spaces.actions),
+        ("observations", spaces.observations),
+        ("final_observations", spaces.observations),
+    ):
+        wanted += [(f"{group}/{leaf.name}", np.dtype(leaf.dtype), (rows, *leaf.shape)) for leaf in leaves]
+    places: list[_Place] = []
+    for name, dtype, shape in wanted:
+        end = places[-1].end if places else 0
+        places.append(_Place(name, dtype, shape, -(-end // _ALIGNMENT) * _ALIGNMENT))
+    return places
+
+
+def _group(arrays: dict[str, np.ndarray], group: str, leaves: tuple[LeafSpace, ...]) -> dict[str, np.ndarray]:
+    return {leaf.name: arrays[f"{group}/{leaf.name}"] for leaf in leaves}

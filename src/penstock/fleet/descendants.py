@@ -1,0 +1,101 @@
+"""Finding what a process started, from /proc, so that nothing outlives it; and ties between a process and its parent.
+
+A simulator's own children usually share its process group and die with it. Those that left the group (a game engine
+started in a session of its own) are found because the nursery is their *subreaper*: when their parent dies they become
+its children. An environment variable, which programs inherit, tells whose they are.
+
+Linux only. Not covered: a descendant that left its group and changed its own environment before it was executed.
+"""
+
+import ctypes
+import os
+import signal
+from collections import defaultdict
+from contextlib import suppress
+
+OWNER_VARIABLE = "PENSTOCK_SIMULATOR"
+"""Names the simulator process that a program was started by."""
+
+_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent thread ends; ends it now where the parent is gone already.
+
+    Args:
+        parent: The parent's process id, read before the fork.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent died."""
+    _prctl(_SET_SUBREAPER, 1)
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Process ids of all living processes, by their parents'."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (parent := _living_parent(name)) is not None:
+            children[parent].append(int(name))
+    return children
+
+
+def subtree(root: int, children: dict[int, list[int]]) -> list[int]:
+    """A process and everything below it."""
+    found = [root]
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def owner_of(pid: int) -> str | None:
+    """What `OWNER_VARIABLE` said when the program of `pid` was started; None where it is not set or unreadable."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+    except OSError:
+        return None
+    prefix = f"{OWNER_VARIABLE}=".encode()
+    values = [entry[len(prefix) :].decode() for entry in environment.split(b"\0") if entry.startswith(prefix)]
+    return values[0] if values else None
+
+
+def kill(pid: int) -> None:
+    """SIGKILL; a process that is gone is fine."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL to a whole process group; one that is gone is fine."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_descendants_of_nursery(nursery: int) -> None:
+    """SIGKILL to every program that simulator processes of a nursery that died started and left behind."""
+    for pids in children_by_parent().values():
+        for pid in pids:
+            if (owner_of(pid) or "").startswith(f"{nursery}."):
+                kill(pid)
+
+
+def _living_parent(pid: str) -> int | None:
+    """Parent of a process; None where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in (b"Z", b"X") else int(parent)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")

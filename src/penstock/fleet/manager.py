@@ -1,0 +1,237 @@
+"""The fleet's centre: makes rollout workers, watches them, gives them weights, and adds up what they say.
+
+Workers are made by a factory, so that they are threads here and may be actors elsewhere. A worker that failed is
+stopped and made anew as its next incarnation; one that fails more often than `most_restarts` ends the fleet with its
+error.
+`supervise` does the watching: its caller calls it every so often, and `log_statistics` too. No thread of its own.
+
+The account of steps covers every life of every worker: what was in flight in one that ended is abandoned. Statistics
+of episodes are taken exactly once, by worker, incarnation, slot and episode.
+
+Not covered: simulators (the workers' pools restart them), and restarting the manager itself.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.fleet.accounting import StepAccount
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.episode_statistics import EpisodeStatistics
+from penstock.fleet.pipeline_monitor import pipeline_metrics
+from penstock.fleet.runner import OnEvent
+from penstock.fleet.wrapper import WorkerReport
+from penstock.types import ConfigError, RunFailed, WeightSink, WeightVersion
+
+STOP_TIMEOUT_S = 30.0
+"""How long a worker may take to end."""
+
+
+class FleetWorker(Protocol):
+    """What a manager needs of a worker; `RolloutWorkerWrapper` is one."""
+
+    def start(self) -> None:
+        """Begins its life and returns at once."""
+        ...
+
+    def stop(self, timeout_s: float) -> list[str]:
+        """Ends it; says what did not end in time."""
+        ...
+
+    def report(self, since_episode: int = 0) -> WorkerReport:
+        """How it is and what it did."""
+        ...
+
+
+WorkerFactory = Callable[[str, int], FleetWorker]
+"""Makes a worker by its id and incarnation, with simulators, policy, sink and source of weights of its own."""
+
+
+@dataclass(slots=True)
+class _Member:
+    worker: FleetWorker
+    incarnation: int = 0
+    next_episode: int = 0
+    report: WorkerReport | None = None
+
+
+class RolloutManager:
+    """Creates and supervises rollout workers. Thread-safe: one call at a time.
+
+    Args:
+        config: How many workers, and windows of statistics.
+        make_worker: See `WorkerFactory`.
+        broadcaster: Where `update_model` publishes, once for all workers; None: they have their own source.
+        log: Takes what `log_statistics` gathered.
+        on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
+        most_restarts: Of one worker in its life, after failures.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        make_worker: WorkerFactory,
+        *,
+        broadcaster: WeightSink | None = None,
+        log: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+        on_event: OnEvent = lambda kind, values: None,
+        most_restarts: int = 3,
+    ) -> None:
+        self._config, self._make_worker, self._broadcaster = config, make_worker, broadcaster
+        self._log, self._on_event, self._most_restarts = log, on_event, most_restarts
+        self._lock = threading.RLock()
+        self._members: dict[str, _Member] = {}
+        self._lives: dict[str, int] = {}
+        self._restarts: dict[str, int] = {}
+        self._ended = StepAccount()
+        self._statistics = EpisodeStatistics(config.stats_window)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Of the workers there are."""
+        with self._lock:
+            return tuple(self._members)
+
+    @property
+    def statistics(self) -> EpisodeStatistics:
+        """Of episodes; tests may be added by whoever plays them."""
+        return self._statistics
+
+    def start(self) -> None:
+        """Makes and starts `config.workers` workers."""
+        self.scale(self._config.workers)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ends all workers; their last statistics are taken in.
+
+        Args:
+            timeout_s: For all of them together, since they are asked at the same time.
+
+        Raises:
+            RunFailed: some did not end in time; says which of their threads.
+        """
+        with self._lock:
+            late: list[str] = []
+            threads = [
+                threading.Thread(target=lambda m=member: late.extend(m.worker.stop(timeout_s)), name=f"stop.{name}")
+                for name, member in self._members.items()
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout_s + 1.0)
+            late += [thread.name for thread in threads if thread.is_alive()]
+            for name in list(self._members):
+                self._take_out(name)
+            if late:
+                raise RunFailed(f"the fleet's threads {late} did not end within {timeout_s:g} s")
+
+    def scale(self, workers: int) -> None:
+        """More workers, or fewer: those that came last go first.
+
+        Raises:
+            ConfigError: fewer than one.
+        """
+        if workers < 1:
+            raise ConfigError(f"workers = {workers}: a fleet has at least one rollout worker")
+        with self._lock:
+            before = len(self._members)
+            for name in list(self._members)[workers:]:
+                self._end(name)
+            number = 0
+            while len(self._members) < workers:
+                name = f"fleet-{number}"
+                if name not in self._members:
+                    self._begin(name)
+                number += 1
+            if before != workers:
+                self._on_event("fleet_scaled", {"from": before, "to": workers})
+
+    def update_model(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Publishes new weights, once; workers fetch them and never wait for it.
+
+        Raises:
+            ConfigError: the manager was given no broadcaster.
+            WeightsError: see `penstock.types.WeightSink.publish`.
+        """
+        if self._broadcaster is None:
+            raise ConfigError("this fleet's workers have their own source of weights: publish there")
+        self._broadcaster.publish(version, arrays)
+
+    def supervise(self) -> None:
+        """Looks after every worker once: takes its report, and makes a failed one anew.
+
+        Raises:
+            RunFailed: one failed too often; from its last error's words.
+        """
+        with self._lock:
+            for name, member in list(self._members.items()):
+                report = self._read(name, member)
+                if report.condition.state in ("failed", "ended") or report.condition.failure:
+                    self._restart(name, report.condition.failure or "it ended by itself")
+
+    def account(self) -> StepAccount:
+        """Where the steps of all lives of all workers are."""
+        with self._lock:
+            reports = [self._read(name, member) for name, member in self._members.items()]
+            return StepAccount.total([self._ended, *(report.account for report in reports)])
+
+    def reports(self) -> dict[str, WorkerReport]:
+        """The latest of each worker, as `supervise` or `metrics` read it."""
+        with self._lock:
+            return {name: member.report for name, member in self._members.items() if member.report is not None}
+
+    def metrics(self) -> dict[str, float]:
+        """``fleet/…`` numbers of all workers together, and ``eval/…`` of tests."""
+        with self._lock:
+            reports = [self._read(name, member) for name, member in self._members.items()]
+            account = StepAccount.total([self._ended, *(report.account for report in reports)])
+            restarts = sum(self._restarts.values())
+        gauges: dict[str, float] = {"fleet/workers": float(len(reports)), "fleet/worker_restarts": float(restarts)}
+        for report in reports:
+            for name, value in report.gauges.items():
+                gauges[name] = gauges.get(name, 0.0) + value
+        steps = [report.condition.version.step for report in reports if report.condition.version is not None]
+        if steps:
+            gauges |= {"fleet/weight_step_min": float(min(steps)), "fleet/weight_step_max": float(max(steps))}
+        pipeline = pipeline_metrics([report.pipeline for report in reports])
+        return pipeline | gauges | account.metrics() | self._statistics.metrics()
+
+    def log_statistics(self) -> dict[str, float]:
+        """Gathers `metrics`, hands them to `log`, and returns them."""
+        metrics = self.metrics()
+        self._log(metrics)
+        return metrics
+
+    def _begin(self, name: str) -> None:
+        incarnation = self._lives.get(name, -1) + 1
+        self._lives[name] = incarnation
+        worker = self._make_worker(name, incarnation)
+        self._members[name] = _Member(worker, incarnation)
+        worker.start()
+
+    def _end(self, name: str) -> None:
+        self._members[name].worker.stop(STOP_TIMEOUT_S)
+        self._take_out(name)
+
+    def _take_out(self, name: str) -> None:
+        member = self._members[name]
+        report = self._read(name, member)
+        self._ended = StepAccount.total([self._ended, report.account.ended()])
+        del self._members[name]
+
+    def _restart(self, name: str, reason: str) -> None:
+        self._end(name)
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        if self._restarts[name] > self._most_restarts:
+            raise RunFailed(f"rollout worker {name} failed {self._restarts[name]} times; the last time: {reason}")
+        self._begin(name)
+        values = {"worker": name, "incarnation": self._lives[name], "reason": reason}
+        self._on_event("worker_restarted", values)
+
+    def _read(self, name: str, member: _Member) -> WorkerReport:
+        report = member.worker.report(member.next_episode)
+        self._statistics.add(name, member.incarnation, report.episodes)
+        member.next_episode, member.report = report.next_episode, report
+        return report

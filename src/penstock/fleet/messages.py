@@ -1,0 +1,120 @@
+"""What a rollout worker and a simulator process say over their socket, and what a simulator process is started with.
+
+Packets keep their bounds (``SOCK_SEQPACKET``); the first byte is the kind. Kinds without content are the tokens of the
+hot path. No pickle: content is JSON.
+"""
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.types import fold
+
+STEP = b"s"
+"""To the simulators: actions lie in the block."""
+CLOSE = b"c"
+"""To the simulators: close and end."""
+ARRIVED = b"a"
+"""From the simulators: observations and results lie in the block."""
+RETIRING = b"r"
+"""From the simulators: results lie in the block, no observations; the process ends to be replaced."""
+READY = b"y"
+"""From the simulators: made. Content: ``{"spaces": …}``; the block's file descriptor comes along."""
+FAILED = b"f"
+"""From the simulators: an exception, after which the process ends. Content: a `Failure`."""
+
+MOST_PACKET_BYTES = 1 << 16
+_MOST_TRACEBACK = 8000  # characters, from the end
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSpec:
+    """What one simulator process runs.
+
+    Attributes:
+        worker_id: Of the rollout worker.
+        seed: Of the run.
+        process: Which process of the worker.
+        life: Counts the starts of this process.
+        slots: The worker's slots that its simulators are.
+        task: What they play.
+        id: See `penstock.fleet.SimulatorConfig`.
+        kwargs: Likewise.
+        max_fast_resets: See `penstock.fleet.SimulatorLimits`.
+        restart_interval_s: Likewise.
+        decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
+    """
+
+    worker_id: str
+    seed: int
+    process: int
+    life: int
+    slots: tuple[int, ...]
+    task: str
+    id: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_fast_resets: int | None = None
+    restart_interval_s: float | None = None
+    decorrelate_steps: int = 0
+
+    def to_values(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "SimulationSpec":
+        """Reads `to_values` back."""
+        return cls(**{**values, "slots": tuple(values["slots"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a simulator process ends itself.
+
+    Attributes:
+        where: ``making``, ``resetting``, ``stepping``, or ``closing``.
+        slot: Whose simulator.
+        kind: Name of the exception's type.
+        message: The exception's.
+        traceback: Its end.
+        blame: ``config``: it will fail again, whoever starts it; ``policy``: an action was outside its space;
+            ``simulator``: anything else.
+    """
+
+    where: str
+    slot: int
+    kind: str
+    message: str
+    traceback: str
+    blame: str
+
+    def packet(self) -> bytes:
+        """As sent."""
+        values = asdict(self)
+        values.update(message=self.message[:_MOST_TRACEBACK], traceback=self.traceback[-_MOST_TRACEBACK:])
+        return FAILED + json.dumps(values).encode()
+
+    @classmethod
+    def from_packet(cls, packet: bytes) -> "Failure":
+        """Reads `packet` back."""
+        return cls(**json.loads(packet[1:]))
+
+
+def episode_seed(seed: int, worker_id: str, slot: int, life: int, episode: int) -> int:
+    """The seed that an episode's reset gets: 31 bits, since some simulators take no more.
+
+    Args:
+        seed: Of the run.
+        worker_id: Of the rollout worker.
+        slot: Of the simulator.
+        life: Of its process.
+        episode: Counts the slot's episodes in this life.
+    """
+    return fold(seed, worker_id, slot, life, episode) & 0x7FFFFFFF
+
+
+def packet_socketpair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that keep packet bounds; no child inherits them."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

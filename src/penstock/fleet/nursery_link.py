@@ -1,0 +1,138 @@
+"""A rollout worker's side of its nursery; see `penstock.fleet.nursery` for what they say.
+
+Not thread-safe: it belongs to the thread that polls the pool.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.fleet.messages import SimulationSpec, packet_socketpair
+from penstock.types import RunFailed
+
+_MOST_ANSWER_BYTES = 1 << 16
+_END_S = 6.0
+_ONE_THREAD = (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENCV_FOR_THREADS_NUM",
+)  # fmt: skip
+"""Simulators share the machine's cores: each of them with a pool of threads would stand in the others' way."""
+
+
+@dataclass(frozen=True, slots=True)
+class NurseryAnswer:
+    """What the nursery said.
+
+    Attributes:
+        values: JSON values.
+        pidfd: Of a process that it started; the receiver's to close.
+    """
+
+    values: Mapping[str, Any]
+    pidfd: int | None = None
+
+
+class NurseryLink:
+    """A nursery of one's own.
+
+    Args:
+        ids: Of the simulators whose modules it shall load.
+        end_s: Longest wait for it to end everything when it is closed.
+
+    Raises:
+        RunFailed: the process cannot be started.
+    """
+
+    def __init__(self, ids: Sequence[str], end_s: float = _END_S) -> None:
+        self._end_s = end_s
+        self._socket, other = packet_socketpair()
+        environment = {**dict.fromkeys(_ONE_THREAD, "1"), **os.environ}
+        command = [sys.executable, "-m", "penstock.fleet.nursery", str(other.fileno())]
+        try:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], env=environment, start_new_session=True
+            )
+        except OSError as error:
+            self._socket.close()
+            raise RunFailed(f"the simulators' nursery cannot be started: {error}") from error
+        finally:
+            other.close()
+        self._socket.setblocking(False)
+        self._socket.send(json.dumps({"preload": sorted(set(ids)), "path": _import_path()}).encode())
+
+    def fileno(self) -> int:
+        """Readable when the nursery says something, and when it ended."""
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        """Of the nursery."""
+        return self._child.pid
+
+    def spawn(self, ticket: int, spec: SimulationSpec, channel: socket.socket) -> bool:
+        """Asks for a simulator process.
+
+        Args:
+            ticket: Comes back in the answers about it.
+            spec: What it shall run.
+            channel: Its end of the socket to the worker; the caller closes it.
+
+        Returns:
+            Whether the request could be sent now. False: the nursery is busy, or gone; ask again.
+
+        Raises:
+            RunFailed: the arguments are too long to be sent.
+        """
+        request = json.dumps({"spawn": ticket, "spec": spec.to_values()}).encode()
+        try:
+            socket.send_fds(self._socket, [request], [channel.fileno()])
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            return False  # seen as its end, too
+        except OSError as error:
+            raise RunFailed(
+                f"task {spec.task!r}: its simulator's kwargs have {len(request)} bytes as JSON, too many to send "
+                f"({error}): put them into a file and pass its path"
+            ) from error
+        return True
+
+    def receive(self) -> list[NurseryAnswer] | None:
+        """What it said since the last call; None: it ended."""
+        answers: list[NurseryAnswer] = []
+        while True:
+            try:
+                packet, fds, _, _ = socket.recv_fds(self._socket, _MOST_ANSWER_BYTES, 1)
+            except BlockingIOError:
+                return answers
+            except ConnectionResetError:
+                return answers or None
+            if not packet:
+                return answers or None
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            answers.append(NurseryAnswer(json.loads(packet), fds[0] if fds else None))
+
+    def kill(self) -> None:
+        """Kills it; the kernel kills the simulator processes then."""
+        self._socket.close()
+        self._child.kill()
+        self._child.wait(self._end_s)
+
+    def close(self) -> None:
+        """Lets the nursery kill all that it started, and waits for its end; kills it where that takes too long."""
+        self._socket.close()
+        try:
+            self._child.wait(self._end_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def _import_path() -> list[str]:
+    """Where modules are looked for, with the working directory in place of the empty entry."""
+    here = os.getcwd()
+    return list(dict.fromkeys(entry or here for entry in sys.path))

@@ -1,0 +1,169 @@
+"""How a batch travels to the policy and back: one block of 32-bit words each way.
+
+A transfer costs much more than the bytes of a small observation, so slots, `first` and all small observations go as
+one int32 vector, floats as their bits; leaves of `WHOLE_BYTES` and more go as they are. Answers come back likewise.
+A batch of n rows is padded to a fixed number of rows; what stands in padding rows means nothing.
+
+Whoever packs allocates anew: JAX may read the memory until the decision is there, and on a CPU does not copy it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from penstock.fleet.arrivals import Leaves
+from penstock.types import ConfigError, LeafSpace
+
+Packed = tuple[np.ndarray, tuple[np.ndarray, ...]]
+"""A block of words, and the leaves that are not in it."""
+
+WHOLE_BYTES = 2048
+"""A leaf of so many bytes per row is not packed."""
+
+_ALIGNMENT = 64  # XLA uses memory of its caller only where it begins at a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Where one array of [rows, …] lies in a block of words.
+
+    Attributes:
+        start: First word.
+        shape: Of one row.
+        floating: Whether the words are the bits of floats.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    floating: bool
+
+    def view(self, block: np.ndarray, rows: int) -> np.ndarray:
+        """The array in a block on the host, float32 or int32 [rows, …]."""
+        part = block[self.start : self.start + rows * math.prod(self.shape)]
+        return (part.view(np.float32) if self.floating else part).reshape(rows, *self.shape)
+
+    def read(self, block: Int32[Array, " words"], rows: int) -> Array:
+        """The same on the device."""
+        part = block[self.start : self.start + rows * math.prod(self.shape)].reshape(rows, *self.shape)
+        return jax.lax.bitcast_convert_type(part, jnp.float32) if self.floating else part
+
+
+def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], bool]]) -> tuple[tuple[Words, ...], int]:
+    """Places for arrays given as (shape of a row, floating), one after the other, and the number of words."""
+    places: list[Words] = []
+    start = 0
+    for shape, floating in arrays:
+        places.append(Words(start, shape, floating))
+        start += rows * math.prod(shape)
+    return tuple(places), start
+
+
+class InputLayout:
+    """Slots, `first` and observations of one batch size."""
+
+    def __init__(self, leaves: Sequence[LeafSpace], rows: int, padding_slot: int) -> None:
+        self._rows = rows
+        self._padding_slot = padding_slot
+        self._small = [leaf for leaf in leaves if leaf.nbytes < WHOLE_BYTES]
+        self._whole = [leaf for leaf in leaves if leaf.nbytes >= WHOLE_BYTES]
+        columns = [((), False), ((), False), *((leaf.shape, is_floating(leaf)) for leaf in self._small)]
+        (self._slots, self._first, *self._places), self._size = lay_out(rows, columns)
+
+    def pack(self, slots: np.ndarray, observations: Leaves, first: np.ndarray) -> Packed:
+        """Words int32 [size], and the whole leaves [rows, …]; those of a full, contiguous batch are the caller's own.
+
+        Raises:
+            ConfigError: an observation is missing or has another shape.
+        """
+        block = aligned_zeros((self._size,), np.int32)
+        n = len(slots)
+        indices = self._slots.view(block, self._rows)
+        indices[:n] = slots
+        indices[n:] = self._padding_slot
+        self._first.view(block, self._rows)[:n] = first
+        for leaf, place in zip(self._small, self._places, strict=True):
+            place.view(block, self._rows)[:n] = _checked(leaf, observations, n)
+        return block, tuple(self._padded(_checked(leaf, observations, n), leaf) for leaf in self._whole)
+
+    def unpack(self, block: Int32[Array, " words"], whole: Sequence[Array]) -> tuple[Array, Array, dict[str, Array]]:
+        """Slots int32 [rows], first bool [rows] and observations by leaf name; traced."""
+        observations = {
+            leaf.name: place.read(block, self._rows) for leaf, place in zip(self._small, self._places, strict=True)
+        }
+        observations |= {leaf.name: array for leaf, array in zip(self._whole, whole, strict=True)}
+        return self._slots.read(block, self._rows), self._first.read(block, self._rows) > 0, observations
+
+    def empty(self) -> Packed:
+        """A batch of padding only."""
+        no_rows = np.zeros(0, np.int64)
+        return self.pack(no_rows, {leaf.name: leaf.zeros(0) for leaf in (*self._small, *self._whole)}, no_rows)
+
+    def _padded(self, array: np.ndarray, leaf: LeafSpace) -> np.ndarray:
+        dtype = device_dtype(leaf)
+        if len(array) == self._rows and array.dtype == dtype and array.flags.c_contiguous:
+            return array
+        padded = aligned_zeros((self._rows, *leaf.shape), dtype)
+        padded[: len(array)] = array
+        return padded
+
+
+class OutputLayout:
+    """Actions, log-probabilities and values of one batch size."""
+
+    def __init__(self, leaves: Sequence[LeafSpace], rows: int) -> None:
+        self._leaves = tuple(leaves)
+        self._rows = rows
+        columns = [((), True), ((), True), *((leaf.shape, is_floating(leaf)) for leaf in leaves)]
+        (self._logprobs, self._values, *self._places), _ = lay_out(rows, columns)
+
+    def join(self, actions: Mapping[str, Array], logprobs: Array, values: Array) -> Int32[Array, " words"]:
+        """One block; traced."""
+        arrays = [logprobs, values, *(actions[leaf.name] for leaf in self._leaves)]
+        return jnp.concatenate([_bits(array) for array in arrays])
+
+    def split(self, block: np.ndarray, n: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+        """Actions of the spaces' dtypes, log-probabilities and values float32, of the first n rows; all copies."""
+        actions = {
+            leaf.name: place.view(block, self._rows)[:n].astype(leaf.dtype)
+            for leaf, place in zip(self._leaves, self._places, strict=True)
+        }
+        logprobs, values = (place.view(block, self._rows)[:n].copy() for place in (self._logprobs, self._values))
+        return actions, logprobs, values
+
+
+def is_floating(leaf: LeafSpace) -> bool:
+    """Whether the leaf holds floating-point numbers."""
+    return np.dtype(leaf.dtype).kind == "f"
+
+
+def device_dtype(leaf: LeafSpace) -> np.dtype:
+    """What a leaf becomes on the device, which has no 64-bit numbers."""
+    dtype = np.dtype(leaf.dtype)
+    return {"float64": np.dtype(np.float32), "int64": np.dtype(np.int32)}.get(dtype.name, dtype)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Zeros that XLA can use without a copy of its own."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def _bits(array: Array) -> Array:
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32).ravel()
+    return array.astype(jnp.int32).ravel()
+
+
+def _checked(leaf: LeafSpace, observations: Leaves, n: int) -> np.ndarray:
+    array = observations.get(leaf.name)
+    if array is None or array.shape != (n, *leaf.shape):
+        found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
+        raise ConfigError(f"observation {leaf.name!r} is {found}: the policy needs {leaf.dtype}{[n, *leaf.shape]}")
+    return array

@@ -1,0 +1,394 @@
+"""All simulator processes of one rollout worker: started, watched, restarted, ended.
+
+One thread owns a pool: it polls, gets arrivals, and acts. Everything that a process says, its death, and the nursery's
+answers wake one epoll; whatever is no arrival leads to one pass over the processes (`_look_after`), which starts those
+that are due, kills those past a deadline, and gives up those that fail too often. The hot path has no such pass.
+
+Invariants: a process that died takes its k simulators and no others; each action that was taken is answered by exactly
+one arrival, or counted as abandoned when its process is given up; nothing that was started outlives `close`, nor the
+worker's own death.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from penstock.fleet.arrivals import Arrival, Leaves
+from penstock.fleet.assignment import assign_tasks
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.descendants import end_descendants_of_nursery, kill_group
+from penstock.fleet.descriptor_watch import DescriptorWatch
+from penstock.fleet.messages import SimulationSpec, episode_seed
+from penstock.fleet.nursery_link import NurseryAnswer, NurseryLink
+from penstock.fleet.process_slot import ProcessSlot, Stage
+from penstock.fleet.restarts import Quarantine, RestartRecord
+from penstock.fleet.space_agreement import SpaceAgreement
+from penstock.types import ConfigError, NoProgressError, RunFailed, Spaces
+
+EventHandler = Callable[[str, Mapping[str, Any]], None]
+"""Told the name of an event and its fields."""
+
+_MOST_ASKED = 16  # requests to the nursery that wait for their answer
+_CLOSE_S = 1.0  # for simulators to close in good order
+_LAST_WORDS = 500  # characters of a simulator's output in its reason
+
+
+class SimulatorPool:
+    """Simulator processes behind one `poll` and one `act`.
+
+    Args:
+        config: Tasks, processes, limits.
+        worker_id: Of the rollout worker; a part of every seed.
+        seed: Of the run.
+        on_event: Told of ``nursery_ready``, ``nursery_ended``, ``simulator_started``, ``simulator_failed``,
+            ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls.
+        worker_index: Which of the fleet's workers, for its part of the tasks.
+
+    Attributes:
+        tasks: Task of each slot.
+        env_names: Environment id of each slot.
+        num_slots: n.
+    """
+
+    def __init__(
+        self, config: FleetConfig, worker_id: str, seed: int, on_event: EventHandler = lambda name, fields: None,
+        worker_index: int = 0,
+    ) -> None:  # fmt: skip
+        self._config, self._worker_id, self._seed, self._on_event = config, worker_id, seed, on_event
+        by_process = assign_tasks(config, worker_index)
+        rows = config.envs_per_process
+        self._rows = rows
+        self.tasks = tuple(task for task in by_process for _ in range(rows))
+        self.env_names = tuple(config.tasks[task].id for task in self.tasks)
+        self.num_slots = len(self.tasks)
+        self._agreed = SpaceAgreement()
+        self._processes = tuple(
+            ProcessSlot(number, task, np.arange(number * rows, (number + 1) * rows), config.limits, self._agreed.adopt)
+            for number, task in enumerate(by_process)
+        )
+        self._watch: DescriptorWatch[Arrival] = DescriptorWatch()
+        self._tickets: dict[int, ProcessSlot] = {}
+        self._next_ticket = 0
+        self._nursery: NurseryLink | None = None
+        self._nursery_due_s = 0.0
+        self._nursery_record = RestartRecord(config.limits)
+        limits = config.limits
+        shortest_s = min(limits.spawn_timeout_s, limits.reset_timeout_s, limits.step_timeout_s)
+        self._look_interval_s = min(0.25, shortest_s / 5)
+        self._next_look_s = 0.0
+        self._held: list[Arrival] = []
+        self._live_slots = 0
+        self._fatal: Exception | None = None
+        self._closed = False
+
+    # --- what a rollout worker uses -------------------------------------------------------------------------------
+
+    @property
+    def spaces(self) -> Spaces:
+        """Of all simulators; known after `start`.
+
+        Raises:
+            RunFailed: before.
+        """
+        return self._agreed.spaces
+
+    @property
+    def live_slots(self) -> int:
+        """Slots whose process is up: a batch need not wait for others."""
+        return self._live_slots
+
+    def start(self, timeout_s: float) -> None:
+        """Starts all processes and waits until one of each task is up; the others come while the worker polls.
+
+        Raises:
+            ConfigError: a simulator cannot be made as configured, or tasks have different spaces.
+            RunFailed: all processes failed for good.
+            NoProgressError: it took longer than `timeout_s`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        wanted = set(self.tasks)
+        while missing := wanted - set(self._agreed.tasks):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                last = next((f": {process.reason}" for process in self._processes if process.reason), "")
+                raise NoProgressError(f"no simulator of task {min(missing)!r} was made within {timeout_s:g} s{last}")
+            arrivals = self.poll(min(left_s, 1.0))
+            self._held += arrivals
+            self._raise_if_task_lost(missing)
+
+    def poll(self, timeout_s: float) -> list[Arrival]:
+        """What arrived; waits for the first where there is none yet.
+
+        Args:
+            timeout_s: Longest wait; 0: none.
+
+        Returns:
+            At most one arrival of each process; empty after `timeout_s`.
+
+        Raises:
+            RunFailed: every process was given up, or a policy's action was outside its space.
+            ConfigError: see `start`.
+        """
+        arrivals, self._held = self._held, []
+        until_s = time.monotonic() + timeout_s
+        while True:
+            wait_s = 0.0 if arrivals else max(0.0, min(until_s, self._next_look_s) - time.monotonic())
+            other_news = self._watch.wait(wait_s, arrivals)
+            now_s = time.monotonic()
+            if other_news or now_s >= self._next_look_s:
+                self._look_after(now_s)
+                arrivals += self._held
+                self._held = []
+            if arrivals or now_s >= until_s:
+                return arrivals
+
+    def act(self, process: int, actions: Leaves) -> None:
+        """Answers a process's last arrival.
+
+        Args:
+            process: Which.
+            actions: By leaf name, [k, …].
+
+        Raises:
+            ValueError: it has no open arrival, or an array has a wrong shape.
+        """
+        arrival = self._processes[process].act(actions)
+        if arrival is not None:
+            self._held.append(arrival)
+
+    def counts(self) -> dict[str, int]:
+        """Processes ``live``, ``respawning`` and ``quarantined``; ``restarts`` after failures; lost actions.
+
+        ``faults`` are actions lost with their process and answered so; ``abandoned`` those that are lost and never will
+        be answered, since the process was given up.
+        """
+        stages = [process.stage for process in self._processes]
+        quarantined = [process for process in self._processes if process.stage is Stage.QUARANTINED]
+        live = stages.count(Stage.UP)
+        return {
+            "live": live,
+            "respawning": len(stages) - live - len(quarantined),
+            "quarantined": len(quarantined),
+            "restarts": sum(process.record.restarts for process in self._processes),
+            "faults": sum(process.lost_actions for process in self._processes),
+            "abandoned": self._rows * sum(process.owes_lost_actions for process in quarantined),
+        }
+
+    def process_ids(self) -> tuple[int | None, ...]:
+        """Process id of each process; None where there is none now."""
+        return tuple(process.pid for process in self._processes)
+
+    def close(self) -> None:
+        """Ends every process and what it started: in good order where it can, by force after a second."""
+        if self._closed:
+            return
+        self._closed = True
+        for process in self._processes:
+            process.close()
+        deadline_s = time.monotonic() + _CLOSE_S
+        while self._tickets and self._nursery is not None and (left_s := deadline_s - time.monotonic()) > 0:
+            self._watch.wait(left_s, [])
+            self._drop_hung_up()
+        if self._nursery is not None:
+            self._nursery.close()
+        for process in self._processes:
+            self._watch.retire(process.bury())
+        self._watch.close()
+
+    # --- one pass over the processes ------------------------------------------------------------------------------
+
+    def _look_after(self, now_s: float) -> None:
+        """Starts what is due, kills what is late, and says when to look again."""
+        self._raise_if_lost()
+        self._next_look_s = now_s + self._look_interval_s
+        self._drop_hung_up()
+        if self._nursery is None and now_s >= self._nursery_due_s:
+            self._open_nursery()
+        asked = sum(process.stage is Stage.ASKED for process in self._processes)
+        for process in self._processes:
+            if process.stage is Stage.WAITING:
+                if process.due_s > now_s:
+                    self._next_look_s = min(self._next_look_s, process.due_s)
+                elif asked < _MOST_ASKED and self._spawn(process, now_s):
+                    asked += 1
+                continue
+            if not process.announced and process.stage is Stage.UP and process.pid is not None:
+                self._announce(process, now_s)
+            if (late := process.overdue(now_s)) is not None and process.stage is Stage.ASKED:
+                self._lose_nursery(late)
+                break
+            elif late is not None:
+                process.kill(late, now_s)
+            elif process.gone_for_good(now_s):
+                self._bury(process, process.reason or "it ended, and its nursery did not say how")
+        self._watch.close_retired()
+        self._live_slots = self._rows * sum(process.stage is Stage.UP for process in self._processes)
+        self._raise_if_lost()
+
+    def _drop_hung_up(self) -> None:
+        """An ended socket is readable for ever."""
+        for process in self._processes:
+            if process.hung_up and process.descriptors():
+                self._watch.drop(process.descriptors()[0])
+
+    def _spawn(self, process: ProcessSlot, now_s: float) -> bool:
+        if self._nursery is None:
+            return False
+        ticket = self._next_ticket
+        channel = process.open_channel(ticket, now_s)
+        try:
+            sent = self._nursery.spawn(ticket, self._spec(process), channel)
+        finally:
+            channel.close()
+        if not sent:
+            self._watch.retire(process.withdraw())
+            return False
+        self._next_ticket += 1
+        self._tickets[ticket] = process
+        self._watch.add(process.descriptors()[0], process.receive)
+        return True
+
+    def _announce(self, process: ProcessSlot, now_s: float) -> None:
+        process.announced = True
+        slots = process.slots.tolist()
+        self._on_event(
+            "simulator_started",
+            {
+                "process": process.number, "task": process.task, "life": process.life, "pid": process.pid,
+                "seconds": now_s - process.begun_s, "slots": slots,
+                "first_seeds": [episode_seed(self._seed, self._worker_id, slot, process.life, 0) for slot in slots],
+            },
+        )  # fmt: skip
+
+    def _spec(self, process: ProcessSlot) -> SimulationSpec:
+        task, limits = self._config.tasks[process.task], self._config.limits
+        return SimulationSpec(
+            self._worker_id, self._seed, process.number, process.life, tuple(process.slots.tolist()), process.task,
+            task.id, task.kwargs, limits.max_fast_resets, limits.restart_interval_s, self._config.decorrelate_steps,
+        )  # fmt: skip
+
+    # --- the end of a process -------------------------------------------------------------------------------------
+
+    def _bury(self, process: ProcessSlot, reason: str, counted: bool = True) -> None:
+        """Forgets a process that ended, and decides what follows."""
+        while (arrival := process.last_words()) is not None:
+            self._held.append(arrival)
+        self._tickets.pop(process.ticket if process.ticket is not None else -1, None)
+        failure, retired = process.failure, process.retired
+        fields = {"process": process.number, "task": process.task, "life": process.life, "pid": process.pid}
+        self._watch.retire(process.bury())
+        process.stage, process.due_s, process.reason = Stage.WAITING, time.monotonic(), reason
+        self._next_look_s = process.due_s
+        if self._closed:
+            return
+        if retired:
+            self._on_event("simulator_retired", fields)
+            return
+        fields |= {"reason": reason, "traceback": failure.traceback if failure else ""}
+        self._on_event("simulator_failed", fields)
+        if failure is not None and failure.blame == "policy":
+            self._fatal = RunFailed(f"task {process.task!r}: {failure.message}")
+        elif failure is not None and failure.blame == "config" and process.task not in self._agreed.tasks:
+            self._fatal = ConfigError(f"task {process.task!r}: {failure.message}")
+        elif counted:
+            self._restart_or_quarantine(process, fields)
+
+    def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any]) -> None:
+        verdict = process.record.failed(process.due_s)
+        if isinstance(verdict, Quarantine):
+            process.stage = Stage.QUARANTINED
+            self._on_event("simulator_quarantined", {**fields, "limit": verdict.reason})
+        else:
+            process.due_s += verdict.delay_s
+
+    def _raise_if_lost(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+        if all(process.stage is Stage.QUARANTINED for process in self._processes):
+            reason = self._processes[-1].reason
+            raise RunFailed(f"all {len(self._processes)} simulator processes were given up; the last one: {reason}")
+
+    def _raise_if_task_lost(self, missing: set[str]) -> None:
+        for task in missing:
+            ours = [process for process in self._processes if process.task == task]
+            if all(process.stage is Stage.QUARANTINED for process in ours):
+                raise RunFailed(f"task {task!r}: all its {len(ours)} processes were given up: {ours[-1].reason}")
+
+    # --- the nursery ----------------------------------------------------------------------------------------------
+
+    def _open_nursery(self) -> None:
+        self._nursery = NurseryLink([task.id for task in self._config.tasks.values()])
+        self._watch.add(self._nursery.fileno(), self._hear_nursery)
+
+    def _hear_nursery(self) -> None:
+        assert self._nursery is not None
+        answers = self._nursery.receive()
+        if answers is None:
+            self._lose_nursery("it ended")
+            return
+        for answer in answers:
+            self._take_answer(answer)
+
+    def _take_answer(self, answer: NurseryAnswer) -> None:
+        values = answer.values
+        if "preloaded" in values:
+            self._on_event("nursery_ready", {"seconds": values["preloaded"], "troubles": values["troubles"]})
+        elif "spawned" in values:
+            self._take_process(int(values["spawned"]), int(values["pid"]), answer.pidfd)
+        elif "failed" in values and (process := self._tickets.get(int(values["failed"]))) is not None:
+            self._bury(process, str(values["reason"]))
+        elif "exited" in values and (process := self._tickets.get(int(values["exited"]))) is not None:
+            self._bury(process, _reason(process, int(values["status"]), str(values["last_words"])))
+
+    def _take_process(self, ticket: int, pid: int, pidfd: int | None) -> None:
+        process = self._tickets.get(ticket)
+        assert pidfd is not None
+        if process is None:  # it was given up before it was there
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+            return
+        process.forked(pid, pidfd, time.monotonic())
+
+        def ended() -> None:
+            self._watch.drop(pidfd)
+            process.ended()
+
+        self._watch.add(pidfd, ended)
+
+    def _lose_nursery(self, reason: str) -> None:
+        """Its end took all processes along; another nursery starts them again, and none of them is to blame."""
+        assert self._nursery is not None
+        nursery, self._nursery = self._nursery, None
+        self._watch.drop(nursery.fileno())
+        nursery.kill()
+        now_s = time.monotonic()
+        for process in tuple(self._tickets.values()):
+            if process.pid is not None:
+                kill_group(process.pid)
+            self._bury(process, f"the nursery that started it is gone: {reason}", counted=False)
+        end_descendants_of_nursery(nursery.pid)
+        verdict = self._nursery_record.failed(now_s)
+        if isinstance(verdict, Quarantine):
+            self._fatal = RunFailed(f"the simulators' nursery: {verdict.reason}")
+        else:
+            self._nursery_due_s = now_s + verdict.delay_s
+        self._on_event("nursery_ended", {"reason": reason})
+
+
+def _reason(process: ProcessSlot, status: int, last_words: str) -> str:
+    """Why a process ended, for a person."""
+    if process.failure is not None:
+        failure = process.failure
+        return f"{failure.where} (slot {failure.slot}) raised {failure.kind}: {failure.message}"
+    said = f"; it last wrote: {last_words[-_LAST_WORDS:].strip()}" if last_words.strip() else ""
+    if process.reason:
+        return process.reason + said
+    if os.WIFSIGNALED(status):
+        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}{said}"
+    return f"it ended by itself with code {os.waitstatus_to_exitcode(status)}{said}"

@@ -1,0 +1,373 @@
+"""The rollout worker's view of one simulator process through all of its lives: what it says, owes, and may take.
+
+Invariant: arrivals and actions alternate. After an `Arrival` exactly one `act` is taken, and each action is answered by
+exactly one later arrival: with what it led to, or, where it was lost with its process, as a fault by the next life. A
+life that is ready before the worker has acted on the last arrival is held back until then, since that action is lost.
+
+Not covered: when a process is started and what a failure leads to (`penstock.fleet.pool`, `penstock.fleet.restarts`).
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum, auto
+
+import numpy as np
+
+from penstock.fleet.arrivals import Arrival, Leaves
+from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase
+from penstock.fleet.config import SimulatorLimits
+from penstock.fleet.messages import (
+    ARRIVED,
+    CLOSE,
+    FAILED,
+    MOST_PACKET_BYTES,
+    READY,
+    RETIRING,
+    STEP,
+    Failure,
+    packet_socketpair,
+)
+from penstock.fleet.restarts import RestartRecord
+from penstock.types import Spaces
+
+_ARRIVED = ARRIVED[0]
+_LAST_RITES_S = 0.5  # for a process that reported an exception, to close its simulators
+_RETIREMENT_S = 5.0  # likewise, for one that is to be replaced
+_NURSERY_S = 60.0  # for the nursery to load the simulators' modules
+_DYING_S = 5.0  # until SIGKILL has worked; a process in uninterruptible sleep may take longer, and is given up
+
+
+class Stage(Enum):
+    """Where a life of a process stands."""
+
+    WAITING = auto()
+    """For its start, which is due at `due_s`."""
+    ASKED = auto()
+    """The nursery was asked to fork it."""
+    STARTING = auto()
+    """It makes its simulators."""
+    UP = auto()
+    """It resets, steps, or waits for actions."""
+    ENDING = auto()
+    """It said that it ends."""
+    DYING = auto()
+    """It was killed, or ended, and is not reaped yet."""
+    QUARANTINED = auto()
+    """It was given up."""
+
+
+class ProcessSlot:
+    """One simulator process of a worker.
+
+    Args:
+        number: Which.
+        task: What its simulators play.
+        slots: int64 [k], the worker's slots that they are.
+        limits: Deadlines, restarts.
+        adopt_spaces: Told the task and the spaces of every life; it refuses them by raising.
+
+    Attributes:
+        number: Which.
+        task: What its simulators play.
+        slots: int64 [k].
+        record: Its failures.
+        stage: Where it stands.
+        due_s: Monotonic time of its next start, while it is waiting.
+        life: Counts the starts; −1 before the first.
+        ticket: Under which the nursery knows it; None while there is no process.
+        pid: Of the process; None while there is none.
+        begun_s: When this life was asked for.
+        announced: Whether others were told that this life is up; the pool's to keep.
+        reason: Why it is killed, or was last.
+        failure: What it told before it ended.
+        lost_actions: Actions that were answered as faults, since they were lost with a life.
+        hung_up: Its socket has ended: there is nothing more to receive.
+    """
+
+    def __init__(
+        self, number: int, task: str, slots: np.ndarray, limits: SimulatorLimits,
+        adopt_spaces: Callable[[str, Spaces], None],
+    ) -> None:  # fmt: skip
+        self.number, self.task, self.slots = number, task, slots
+        self.record = RestartRecord(limits)
+        self.stage, self.due_s, self.life = Stage.WAITING, 0.0, -1
+        self.ticket: int | None = None
+        self.pid: int | None = None
+        self.reason = ""
+        self.failure: Failure | None = None
+        self.hung_up, self.lost_actions, self.begun_s, self.announced = False, 0, 0.0, False
+        self._limits, self._adopt_spaces = limits, adopt_spaces
+        self._channel: socket.socket | None = None
+        self._pidfd: int | None = None
+        self._buffer = bytearray(MOST_PACKET_BYTES)
+        self._block: Block | None = None
+        self._action_views: tuple[tuple[str, np.ndarray], ...] = ()
+        self._carried: Block | None = None  # of a retired life, whose results the next one's first arrival brings
+        self._stage_since_s = 0.0
+        self._sent_s = 0.0
+        self._owes = True  # an arrival is next, not an action
+        self._has_arrived = False
+        self._fresh = True  # this life has not arrived yet
+        self._proven = False  # this life has answered an action
+        self._resting = False
+        self._held = False
+        self._lost = False  # the next arrival answers lost actions
+        self._all, self._none = np.ones(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
+
+    # --- a life begins --------------------------------------------------------------------------------------------
+
+    def open_channel(self, ticket: int, now_s: float) -> socket.socket:
+        """Begins a life; returns the process's end of the socket, for the nursery."""
+        mine, other = packet_socketpair()
+        mine.setblocking(False)
+        self._channel, self.ticket, self.life = mine, ticket, self.life + 1
+        self._fresh, self._proven, self._resting, self._held = True, False, False, False
+        self.failure, self.reason, self.hung_up = None, "", False
+        self.begun_s, self.announced = now_s, False
+        self._enter(Stage.ASKED, now_s)
+        return other
+
+    def forked(self, pid: int, pidfd: int, now_s: float) -> None:
+        """The nursery forked it."""
+        self.pid, self._pidfd = pid, pidfd
+        if self.stage is Stage.ASKED:
+            self._enter(Stage.STARTING, now_s)
+        elif self.stage is Stage.DYING:
+            self.kill(self.reason, now_s)
+
+    def withdraw(self) -> tuple[int, ...]:
+        """Takes back a life that could not be asked for; returns its descriptors, to be closed."""
+        self.life -= 1
+        self._enter(Stage.WAITING, self._stage_since_s)
+        return self.bury()
+
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the socket, and of the process where it is known."""
+        channel = () if self._channel is None else (self._channel.fileno(),)
+        return channel if self._pidfd is None else (*channel, self._pidfd)
+
+    # --- what it says ---------------------------------------------------------------------------------------------
+
+    def receive(self) -> Arrival | None:
+        """Takes one packet; None where it was no arrival, or there was none."""
+        if self._block is None:
+            return self._receive_ready()
+        assert self._channel is not None
+        try:
+            count = self._channel.recv_into(self._buffer)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            count = 0
+        if count == 1 and self._buffer[0] == _ARRIVED:
+            return self._arrive()
+        self._hear(bytes(self._buffer[:count]))
+        return None
+
+    def _receive_ready(self) -> None:
+        assert self._channel is not None
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._channel, MOST_PACKET_BYTES, 1)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            packet, fds = b"", []
+        if packet[:1] != READY or not fds:
+            self._hear(packet)
+            return
+        try:
+            spaces = Spaces.from_values(json.loads(packet[1:])["spaces"])
+            self._adopt_spaces(self.task, spaces)
+            self._block = Block(fds[0], spaces, len(self.slots))
+        finally:
+            os.close(fds[0])
+        self._action_views = tuple(self._block.actions.items())
+        self._enter(Stage.UP, time.monotonic())
+        self._sent_s = self._stage_since_s
+
+    def _hear(self, packet: bytes) -> None:
+        """Anything but the token of the hot path; an empty packet is the end of the socket."""
+        now_s = time.monotonic()
+        self.hung_up = self.hung_up or not packet
+        if packet[:1] == RETIRING:
+            self._carried, self._resting = self._block, False
+            self._enter(Stage.ENDING, now_s)
+        elif packet[:1] == FAILED:
+            self.failure = Failure.from_packet(packet)
+            self._enter(Stage.ENDING, now_s)
+        elif self.stage not in (Stage.ENDING, Stage.DYING):
+            self.kill(
+                f"it said {packet[:20]!r}" if packet else "", now_s
+            )  # without a socket it is ending, or of no use
+
+    def _arrive(self) -> Arrival | None:
+        self._resting = True
+        if self._fresh:
+            self._fresh = False
+            self._settle_lost_actions()
+            if not self._owes:
+                self._held = True
+                return None
+        elif not self._proven:
+            self._proven = True
+            self.record.answered()
+        return self._arrival()
+
+    def _settle_lost_actions(self) -> None:
+        assert self._block is not None
+        if self._carried is not None:
+            self._block.take_results(self._carried)
+            self._carried = None
+        elif self._has_arrived:
+            self._block.mark_lost()
+            self._lost = True
+        else:
+            self._block.clear_results()
+
+    def _arrival(self) -> Arrival:
+        block = self._block
+        assert block is not None
+        acted = self._all if self._has_arrived else self._none
+        self._owes, self._has_arrived = False, True
+        if self._lost:
+            self.lost_actions += len(self.slots)
+            self._lost = False
+        return Arrival(
+            self.number, self.slots, block.observations, block.first, block.rewards, block.terminated, block.truncated,
+            block.faults, acted, block.has_final, block.final_observations, block.returns, block.lengths,
+            block.clock[SIMULATE_S],
+        )  # fmt: skip
+
+    def last_words(self) -> Arrival | None:
+        """Takes what a process that ended has still said; an arrival, or None when there is nothing more."""
+        while self._channel is not None and not self.hung_up and self._has_spoken():
+            if (arrival := self.receive()) is not None:
+                return arrival
+        return None
+
+    # --- what it is told ------------------------------------------------------------------------------------------
+
+    def act(self, actions: Leaves) -> Arrival | None:
+        """Takes the actions that answer the last arrival.
+
+        Returns:
+            The next arrival where it was held back for them: they are lost.
+
+        Raises:
+            ValueError: no arrival is open, or an array has a wrong shape.
+        """
+        if self._owes:
+            raise ValueError(f"process {self.number} has no open arrival: it was acted on already")
+        for name, view in self._action_views:
+            if actions[name].shape != view.shape:
+                raise ValueError(f"actions {name!r} have shape {actions[name].shape}: they must have {view.shape}")
+        self._owes = True
+        if not self._resting:
+            return None  # it is gone: the next life answers
+        if self._held:
+            self._held = False
+            return self._arrival()
+        for name, view in self._action_views:
+            view[...] = actions[name]
+        self._resting = False
+        self._sent_s = time.monotonic()
+        self._send(STEP)
+        return None
+
+    def close(self) -> None:
+        """Asks a process to end in good order, if it listens; kills it otherwise."""
+        if self.stage is Stage.UP:
+            self._send(CLOSE)
+        elif self.pid is not None:
+            self.kill("", time.monotonic())
+
+    def kill(self, reason: str, now_s: float) -> None:
+        """Kills the process; the nursery kills its group and what else it started."""
+        self.reason = self.reason or reason
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._enter(Stage.DYING, now_s)
+
+    def ended(self) -> None:
+        """The process was seen to end; how, the nursery will say."""
+        if self.stage is not Stage.DYING:
+            self._enter(Stage.DYING, time.monotonic())
+
+    def _send(self, token: bytes) -> None:
+        assert self._channel is not None
+        with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):  # its end is seen by its pidfd
+            self._channel.send(token)
+
+    # --- deadlines and the end ------------------------------------------------------------------------------------
+
+    def overdue(self, now_s: float) -> str | None:
+        """Which deadline has passed, for a person; None: none."""
+        waited_s = now_s - self._stage_since_s
+        if self.stage is Stage.ASKED and waited_s > self._limits.spawn_timeout_s + _NURSERY_S:
+            return "the nursery did not start it"
+        if self.stage is Stage.STARTING and waited_s > self._limits.spawn_timeout_s:
+            return self._late("making", "spawn_timeout_s", self._limits.spawn_timeout_s)
+        if self.stage is Stage.ENDING and waited_s > (_LAST_RITES_S if self.failure else _RETIREMENT_S):
+            return "it took too long to close"
+        if self.stage is Stage.UP and not self._resting:
+            return self._overdue_at_work(now_s)
+        return None
+
+    def gone_for_good(self, now_s: float) -> bool:
+        """Whether a killed process still is not reaped after so long that it is not waited for any more."""
+        return self.stage is Stage.DYING and now_s - self._stage_since_s > _DYING_S
+
+    def bury(self) -> tuple[int, ...]:
+        """Forgets the process. Returns its descriptors, which are the caller's to close now."""
+        descriptors = self.descriptors()
+        if self._channel is not None:
+            self._channel.detach()
+        self._channel, self._pidfd, self._block, self.pid, self.ticket = None, None, None, None, None
+        self._action_views = ()
+        self._resting = self._held = False
+        return descriptors
+
+    @property
+    def retired(self) -> bool:
+        """Whether this life ended in good order, to be replaced."""
+        return self._carried is not None and not self._fresh
+
+    @property
+    def owes_lost_actions(self) -> bool:
+        """Whether an action waits for an answer, and there is no process to give it."""
+        return self._owes and self._has_arrived
+
+    def _overdue_at_work(self, now_s: float) -> str | None:
+        assert self._block is not None
+        clock, limits = self._block.clock, self._limits
+        phase, since_s = int(clock[PHASE]), max(clock[SINCE], self._sent_s)
+        what, field, limit_s = {
+            Phase.RESETTING: ("resetting", "reset_timeout_s", limits.reset_timeout_s),
+            Phase.BUILDING: ("building anew", "spawn_timeout_s", limits.spawn_timeout_s),
+        }.get(Phase(phase), ("stepping", "step_timeout_s", limits.step_timeout_s))
+        if now_s - since_s <= limit_s or self._has_spoken():
+            return None
+        return self._late(f"{what} (slot {self.slots[int(clock[ROW])]})", field, limit_s)
+
+    def _has_spoken(self) -> bool:
+        """Whether something is waiting to be received: then it was in time after all."""
+        assert self._channel is not None
+        try:
+            self._channel.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+        return True
+
+    def _late(self, what: str, field: str, limit_s: float) -> str:
+        return f"{what} took longer than {field} = {limit_s:g}: raise it if the simulator needs longer"
+
+    def _enter(self, stage: Stage, now_s: float) -> None:
+        self.stage, self._stage_since_s = stage, now_s

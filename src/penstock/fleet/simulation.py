@@ -1,0 +1,175 @@
+"""What runs inside a simulator process: k simulators, stepped one after the other at every token.
+
+The process makes its simulators, then a shared block that fits their spaces, and answers tokens until it is told to
+close, its parent goes, `restart_interval_s` is over at an episode's end, or something raises. An exception is told to
+the parent with its traceback and ends the process: the parent starts another. See docs/simulator_processes.md.
+
+Not covered: deadlines (the parent's), and what a simulator does to its own children (the nursery's).
+"""
+
+import json
+import os
+import random
+import socket
+import time
+import traceback
+from contextlib import suppress
+from enum import IntEnum
+
+import numpy as np
+
+from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase, block_bytes, create_memory
+from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, Failure, SimulationSpec
+from penstock.fleet.simulator_row import Maker, SimulatorRow
+from penstock.fleet.spaces import PolicyActionError, spaces_of
+from penstock.types import ConfigError, fold
+
+_WHERE = {
+    Phase.RESTING: "closing", Phase.STEPPING: "stepping", Phase.RESETTING: "resetting", Phase.BUILDING: "making",
+}  # fmt: skip
+
+
+class ExitCode(IntEnum):
+    """How a simulator process ends by itself."""
+
+    CLOSED = 0
+    FAILED = 70
+    RETIRED = 75
+
+
+def run_simulation(spec: SimulationSpec, channel: socket.socket, make: Maker) -> ExitCode:
+    """Runs a simulator process to its end.
+
+    Args:
+        spec: What to run.
+        channel: To the parent; blocking.
+        make: What makes a simulator.
+
+    Returns:
+        What the process should exit with. Exceptions were told to the parent.
+    """
+    simulation = Simulation(spec, channel, make)
+    code = ExitCode.FAILED
+    try:
+        simulation.make()
+        code = simulation.serve()
+    except (BrokenPipeError, ConnectionResetError):
+        code = ExitCode.CLOSED  # the parent has gone
+    except BaseException as error:  # whatever a simulator raises, SystemExit too: it is told, and the process ends
+        with suppress(OSError):
+            channel.send(simulation.failure(error).packet())
+    simulation.close()
+    return code
+
+
+class Simulation:
+    """The simulators of one process.
+
+    Args:
+        spec: What to run.
+        channel: To the parent; blocking.
+        make: What makes a simulator.
+    """
+
+    def __init__(self, spec: SimulationSpec, channel: socket.socket, make: Maker) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._make = make
+        self._simulators: list[SimulatorRow] = []
+        self._block: Block | None = None
+        self._born_s = time.monotonic()
+
+    def make(self) -> None:
+        """Makes the simulators and their block, and says so.
+
+        Raises:
+            ConfigError: their spaces cannot be laid out, or differ.
+        """
+        spec = self._spec
+        _seed_global_generators(fold(spec.seed, spec.worker_id, "process", spec.process, spec.life))
+        for row in range(len(spec.slots)):
+            self._simulators.append(SimulatorRow(spec, row, self._make))
+        found = [spaces_of(one.env.observation_space, one.env.action_space) for one in self._simulators]
+        for slot, spaces in zip(spec.slots, found, strict=True):
+            if spaces != found[0]:
+                raise ConfigError(f"task {spec.task!r}: the simulator of slot {slot} has other spaces than the first")
+        fd = create_memory(block_bytes(found[0], len(spec.slots)))
+        try:
+            self._block = block = Block(fd, found[0], len(spec.slots))
+            block.clock[SINCE] = time.monotonic()
+            block.clock[PHASE] = Phase.RESETTING
+            content = json.dumps({"spaces": found[0].to_values()}).encode()
+            socket.send_fds(self._channel, [READY + content], [fd])
+        finally:
+            os.close(fd)
+        for simulator in self._simulators:
+            simulator.bind(block)
+
+    def serve(self) -> ExitCode:
+        """First observations, then one answer for every token."""
+        assert self._block is not None
+        clock, channel = self._block.clock, self._channel
+        self._begin()
+        kind = ARRIVED
+        while True:
+            clock[PHASE] = Phase.RESTING
+            channel.send(kind)
+            if kind is RETIRING:
+                return ExitCode.RETIRED
+            if channel.recv(1) != STEP:
+                return ExitCode.CLOSED
+            began_s = time.monotonic()
+            kind = self._answer()
+            clock[SIMULATE_S] = time.monotonic() - began_s
+
+    def failure(self, error: BaseException) -> Failure:
+        """An exception as it is told."""
+        row, where = len(self._simulators), "making"
+        if self._block is not None:
+            row, where = int(self._block.clock[ROW]), _WHERE[Phase(int(self._block.clock[PHASE]))]
+        slots = self._spec.slots
+        blame = "config" if isinstance(error, ConfigError) else "simulator"
+        if isinstance(error, PolicyActionError):
+            blame = "policy"
+        text = "".join(traceback.format_exception(error))
+        return Failure(where, slots[min(row, len(slots) - 1)], type(error).__name__, str(error), text, blame)
+
+    def close(self) -> None:
+        """Closes the simulators; what one raises then is printed and does not keep the others."""
+        for simulator in self._simulators:
+            try:
+                simulator.env.close()
+            except Exception:  # a broken simulator may well fail to close
+                traceback.print_exc()
+
+    def _begin(self) -> None:
+        spec = self._spec
+        for simulator in self._simulators:
+            simulator.begin_episode()
+        if spec.life == 0 and spec.decorrelate_steps > 0:
+            for simulator in self._simulators:
+                simulator.decorrelate(spec.decorrelate_steps)
+            assert self._block is not None
+            self._block.first[:] = True
+
+    def _answer(self) -> bytes:
+        retiring = False
+        for simulator in self._simulators:
+            if simulator.step():
+                retiring = retiring or self._is_due()
+                if not retiring:
+                    simulator.begin_episode()
+        if retiring:
+            for simulator in self._simulators:
+                simulator.cut()
+        return RETIRING if retiring else ARRIVED
+
+    def _is_due(self) -> bool:
+        interval_s = self._spec.restart_interval_s
+        return interval_s is not None and time.monotonic() - self._born_s >= interval_s
+
+
+def _seed_global_generators(seed: int) -> None:
+    """Simulators that draw from the global generators must not draw alike: all are forks of one process."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

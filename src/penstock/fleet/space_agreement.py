@@ -1,0 +1,49 @@
+"""All simulators of a fleet share one form of observations and of actions: whoever differs is refused by name."""
+
+from typing import Any
+
+from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
+
+
+class SpaceAgreement:
+    """The spaces of the first simulator that was made, and which tasks agreed so far.
+
+    Attributes:
+        tasks: Tasks of which a simulator was made.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+        self._spaces: Spaces | None = None
+
+    @property
+    def spaces(self) -> Spaces:
+        """Of all simulators.
+
+        Raises:
+            RunFailed: none was made yet.
+        """
+        if self._spaces is None:
+            raise RunFailed("the simulators' spaces are not known yet: start the pool first")
+        return self._spaces
+
+    def adopt(self, task: str, spaces: Spaces) -> None:
+        """Takes the spaces of a simulator that was made.
+
+        Raises:
+            ConfigError: they need other arrays than the first one's.
+        """
+        self._spaces = self._spaces or spaces
+        if task not in self.tasks:
+            self.tasks.append(task)
+        for side in ("observations", "actions"):
+            first, other = ([_form(leaf) for leaf in getattr(one, side)] for one in (self._spaces, spaces))
+            if first != other:
+                raise ConfigError(
+                    f"task {task!r} has {side} {other}, other than {first} of task {self.tasks[0]!r}: tasks of one "
+                    "fleet share their spaces; wrap one of them, or run them apart"
+                )
+
+
+def _form(leaf: LeafSpace) -> tuple[Any, ...]:
+    return leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.n

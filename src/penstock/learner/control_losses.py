@@ -1,0 +1,163 @@
+"""PPO's loss over n steps, composed of small pure functions.
+
+L = mean(−sg(w) · min(ρA, clip(ρ)A)) + c_V · value loss − c_H · entropy + β · KL(reference ‖ policy); every mean is over
+the steps that are trained, and what is not trained may hold any finite number. ρ = exp(ℓ_θ − ℓ_p) with ℓ_p the policy's
+log-probability at the start of the update, and w bounds exp(ℓ_p − ℓ_b), what lies between the fleet's version and that
+one: the same ratio is never applied twice. Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
+
+Not covered: advantages (`penstock.learner.advantages`), action masks.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+
+from penstock.learner.control_config import PpoConfig
+from penstock.learner.losses import ppo_clipped, ppo_surrogate, probability_ratio
+
+
+class StepTargets(NamedTuple):
+    """What an update knows of each step before its first optimiser step.
+
+    Attributes:
+        advantages: A.
+        targets: What the value should be.
+        values: What it was.
+        logprobs: ℓ_p.
+        weights: w; 1 where V-trace has weighted the advantage.
+        trained: The step counts.
+    """
+
+    advantages: Float32[Array, "*n"]
+    targets: Float32[Array, "*n"]
+    values: Float32[Array, "*n"]
+    logprobs: Float32[Array, "*n"]
+    weights: Float32[Array, "*n"]
+    trained: Bool[Array, "*n"]
+
+
+class StepOutputs(NamedTuple):
+    """What the policy that is trained gives for each step.
+
+    Attributes:
+        logprobs: ℓ_θ of the action.
+        values: V.
+        entropy: Of the distribution, in nats.
+        reference_kl: KL(reference ‖ policy); 0 without a reference.
+    """
+
+    logprobs: Float32[Array, " n"]
+    values: Float32[Array, " n"]
+    entropy: Float32[Array, " n"]
+    reference_kl: Float32[Array, " n"]
+
+
+class LossTerms(NamedTuple):
+    """Means over the trained steps of a minibatch."""
+
+    loss: Float32[Array, ""]
+    policy_loss: Float32[Array, ""]
+    value_loss: Float32[Array, ""]
+    entropy: Float32[Array, ""]
+    reference_kl: Float32[Array, ""]
+    approx_kl: Float32[Array, ""]
+    clip_fraction: Float32[Array, ""]
+    ratio_mean: Float32[Array, ""]
+
+
+def masked_mean(values: Float32[Array, "*n"], where: Bool[Array, "*n"]) -> Float32[Array, ""]:
+    """Mean where true; 0 where nothing is."""
+    return jnp.sum(jnp.where(where, values, 0.0)) / jnp.maximum(jnp.sum(where, dtype=jnp.float32), 1.0)
+
+
+def normalised(values: Float32[Array, "*n"], where: Bool[Array, "*n"]) -> Float32[Array, "*n"]:
+    """(x − mean) / (std + 1e-8) over what is true, 0 elsewhere: [1, 3, 9] where the first two -> [−1, 1, 0]."""
+    centred = values - masked_mean(values, where)
+    deviation = jnp.sqrt(masked_mean(jnp.square(centred), where))
+    return jnp.where(where, centred / (deviation + 1e-8), 0.0)
+
+
+def policy_surrogate(
+    ratio: Float32[Array, " n"], advantages: Float32[Array, " n"], clip: float, dual_clip: float | None
+) -> Float32[Array, " n"]:
+    """min(ρA, clip(ρ, 1 ± ε)A), and no less than c·A where A < 0 with a dual clip c.
+
+    ρ = 3, A = −1, ε = .2 -> −3, with c = 2 -> −2. Ye et al. 2020, https://arxiv.org/abs/1912.09729.
+    """
+    surrogate = ppo_surrogate(ratio, advantages, clip, clip)
+    if dual_clip is None:
+        return surrogate
+    return jnp.where(advantages < 0, jnp.maximum(surrogate, dual_clip * advantages), surrogate)
+
+
+def value_error(
+    values: Float32[Array, " n"],
+    values_before: Float32[Array, " n"],
+    targets: Float32[Array, " n"],
+    value_clip: float | None,
+) -> Float32[Array, " n"]:
+    """½(V − R)², or with a clip the larger of that and ½(V_before + clip(V − V_before, ±c) − R)².
+
+    V = 2, V_before = 0, R = 3 -> ½, with c = 1 -> 2, which has no gradient.
+    """
+    error = jnp.square(values - targets)
+    if value_clip is not None:
+        moved = values_before + jnp.clip(values - values_before, -value_clip, value_clip)
+        error = jnp.maximum(error, jnp.square(moved - targets))
+    return 0.5 * error
+
+
+def kl_estimate(log_ratio: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
+    """expm1(x) − x with x = ℓ_θ − ℓ': per sample an unbiased, never negative estimate of KL(π' ‖ π_θ).
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+def explained_variance(
+    values: Float32[Array, "*n"], targets: Float32[Array, "*n"], where: Bool[Array, "*n"]
+) -> Float32[Array, ""]:
+    """1 − Var(R − V) / Var(R): 1 perfect, 0 no better than a constant; not finite where R does not vary."""
+    left = targets - values
+    residual = masked_mean(jnp.square(left - masked_mean(left, where)), where)
+    return 1.0 - residual / masked_mean(jnp.square(targets - masked_mean(targets, where)), where)
+
+
+def ppo_loss(
+    config: PpoConfig,
+    outputs: StepOutputs,
+    steps: StepTargets,
+    kl_coefficient: Float32[Array, ""],
+    values_only: bool = False,
+) -> tuple[Float32[Array, ""], LossTerms]:
+    """The loss of one minibatch, and what it consists of.
+
+    Args:
+        config: Coefficients and clips.
+        outputs: Of the policy that is trained; differentiated.
+        steps: [n] each; constants.
+        kl_coefficient: β.
+        values_only: The loss is the value's alone (warm-up); the terms are the same.
+    """
+    advantages = steps.advantages
+    if config.normalize_advantages == "minibatch":
+        advantages = normalised(advantages, steps.trained)
+    ratio = probability_ratio(outputs.logprobs, steps.logprobs)
+    surrogate = policy_surrogate(ratio, advantages, config.clip, config.dual_clip)
+    error = value_error(outputs.values, steps.values, steps.targets, config.value_clip)
+    clipped = ppo_clipped(ratio, advantages, config.clip, config.clip).astype(jnp.float32)
+
+    def mean(values: Array) -> Array:
+        return masked_mean(values, steps.trained)
+
+    policy_loss, value_loss = -mean(steps.weights * surrogate), mean(error)
+    entropy, reference_kl = mean(outputs.entropy), mean(outputs.reference_kl)
+    loss = config.value_coefficient * value_loss
+    if not values_only:
+        loss += policy_loss - config.entropy_coefficient * entropy + kl_coefficient * reference_kl
+    kl = mean(kl_estimate(outputs.logprobs - steps.logprobs))
+    terms = LossTerms(loss, policy_loss, value_loss, entropy, reference_kl, kl, mean(clipped), mean(ratio))
+    return loss, jax.lax.stop_gradient(terms)

@@ -1,0 +1,43 @@
+"""Control policies: networks that act in simulators, their distributions, and their folders."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.model.control.arrays import named_arrays, with_named_arrays
+    from penstock.model.control.config import ControlModelConfig
+    from penstock.model.control.creation import make_control_policy
+    from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+    from penstock.model.control.folder import CONTROL_SCHEMA_VERSION, load_control_policy, save_control_policy
+    from penstock.model.control.policy import ControlPolicy
+
+_EXPORTS = {
+    "Bernoulli": "distributions",
+    "CONTROL_SCHEMA_VERSION": "folder",
+    "Categorical": "distributions",
+    "ControlModelConfig": "config",
+    "ControlPolicy": "policy",
+    "DiagonalGaussian": "distributions",
+    "Distribution": "distributions",
+    "load_control_policy": "folder",
+    "make_control_policy": "creation",
+    "named_arrays": "arrays",
+    "save_control_policy": "folder",
+    "with_named_arrays": "arrays",
+}
+
+__all__ = [
+    "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlPolicy", "DiagonalGaussian",
+    "Distribution", "load_control_policy", "make_control_policy", "named_arrays", "save_control_policy",
+    "with_named_arrays",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

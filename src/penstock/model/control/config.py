@@ -1,0 +1,106 @@
+"""What a control policy is made of. Loads no JAX.
+
+The spaces are not in here: the simulators give them, and `make_control_policy` fits the network to them. Not covered:
+observation statistics (normalise in the simulator), action masks, mixed precision.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+NetworkKind = Literal["mlp", "nature_cnn", "impala_cnn"]
+MemoryKind = Literal["none", "gru", "lstm", "transformer"]
+Activation = Literal["tanh", "relu", "silu"]
+ImageLayout = Literal["auto", "channels_last", "channels_first"]
+
+
+class ControlModelConfig(BaseModel):
+    """The network between observations and actions: an encoder per observation, memory, and heads.
+
+    Observations that are no images go, side by side, through an MLP of `hidden_sizes`. An image is a box of two or
+    three axes with both sides at least 16.
+
+    Attributes:
+        network: What images go through: ``mlp`` averages them to `pooled_size` and lets the MLP have them;
+            ``nature_cnn`` (Mnih et al. 2015) and ``impala_cnn`` (Espeholt et al. 2018) are convolutions.
+        hidden_sizes: Widths of the MLP's layers.
+        activation: Between them.
+        pooled_size: Side of the averaged image, for ``mlp``.
+        image_features: Width of a convolutional network's last layer.
+        impala_channels: Channels of each section of ``impala_cnn``.
+        image_layout: Where an image's channels are; ``auto``: the shorter of the first and last axis.
+        grid_values: Integer boxes that are no images (a grid of object codes, say) become one-hot with so many values;
+            larger ones count as the last. None: they are numbers, uint8 divided by 255.
+        one_hot_limit: A discrete observation with more choices is embedded, not one-hot.
+        embedding_size: Width of such an embedding, and of text's.
+        text_vocabulary: Code points from here on share one embedding.
+        memory: What is remembered between steps.
+        memory_size: Width of the recurrent state, or of the transformer.
+        memory_layers: Of the transformer; recurrent memory has one.
+        memory_heads: Attention heads of the transformer.
+        memory_window: Steps that the transformer sees, the present one included.
+        value_network: ``shared``: one encoder for actions and values; ``separate``: two (only without memory).
+        policy_gain: Gain of the action head's first weights; small: the first policy is close to uniform.
+        value_gain: Gain of the value head's; 0: values begin at zero.
+        initial_log_std: Of Gaussian actions, before training.
+        state_dependent_std: Whether the standard deviation depends on the observation.
+        log_std_range: What the log standard deviation is clipped to.
+        dtype: Of parameters and activations.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    network: NetworkKind = "mlp"
+    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(64, 64), min_length=1)
+    activation: Activation = "tanh"
+    pooled_size: int = Field(default=16, ge=1)
+    image_features: int = Field(default=512, ge=1)
+    impala_channels: tuple[PositiveInt, ...] = Field(default=(16, 32, 32), min_length=1)
+    image_layout: ImageLayout = "auto"
+    grid_values: int | None = Field(default=None, ge=2)
+    one_hot_limit: int = Field(default=64, ge=0)
+    embedding_size: int = Field(default=32, ge=1)
+    text_vocabulary: int = Field(default=256, ge=2)
+    memory: MemoryKind = "none"
+    memory_size: int = Field(default=128, ge=1)
+    memory_layers: int = Field(default=1, ge=1)
+    memory_heads: int = Field(default=4, ge=1)
+    memory_window: int = Field(default=32, ge=1)
+    value_network: Literal["shared", "separate"] = "shared"
+    policy_gain: float = Field(default=0.01, ge=0)
+    value_gain: float = Field(default=1.0, ge=0)
+    initial_log_std: float = 0.0
+    state_dependent_std: bool = False
+    log_std_range: tuple[float, float] = (-5.0, 2.0)
+    dtype: Literal["float32"] = "float32"
+
+    @model_validator(mode="after")
+    def _memory_fits(self) -> "ControlModelConfig":
+        if self.memory == "transformer" and self.memory_size % self.memory_heads:
+            raise ValueError(
+                f"memory_size is {self.memory_size}, no multiple of memory_heads = {self.memory_heads}: "
+                "choose a multiple"
+            )
+        if self.memory != "transformer" and self.memory_layers != 1:
+            raise ValueError(
+                f"memory_layers is {self.memory_layers}, but memory is {self.memory!r}, which has one: "
+                "leave memory_layers out, or set memory: transformer"
+            )
+        if self.memory != "none" and self.value_network == "separate":
+            raise ValueError(
+                f"value_network is 'separate' and memory is {self.memory!r}: values would not see the memory; "
+                "set value_network: shared, or memory: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _std_fits(self) -> "ControlModelConfig":
+        low, high = self.log_std_range
+        if not low < high:
+            raise ValueError(f"log_std_range is [{low}, {high}]: its first number must be less than its second")
+        if not low <= self.initial_log_std <= high:
+            raise ValueError(
+                f"initial_log_std is {self.initial_log_std}, outside log_std_range = [{low}, {high}], where it has no "
+                "gradient: widen the range"
+            )
+        return self

@@ -1,0 +1,98 @@
+"""A control policy as a folder: ``config.json`` (network, spaces, schema version) and ``model.safetensors``.
+
+No pickle is written or read. Every array must be accounted for. Not covered: reading weights of another framework,
+and changing a policy's spaces.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors.numpy import save_file
+
+from penstock.model.control.arrays import named_arrays, with_named_arrays
+from penstock.model.control.config import ControlModelConfig
+from penstock.model.control.creation import make_control_policy
+from penstock.model.control.policy import ControlPolicy
+from penstock.model.language.hugging_face_files import WEIGHTS_FILE, open_tensors, read_json
+from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
+
+CONTROL_SCHEMA_VERSION = 1
+"""Version of the folder's form."""
+
+KIND = "penstock.control_policy"
+"""What ``config.json`` says under ``kind``."""
+
+
+def save_control_policy(folder: str | Path, policy: ControlPolicy, config: ControlModelConfig, spaces: Spaces) -> None:
+    """Writes the policy.
+
+    The folder is made where it is missing. It is not written atomically: write it aside and rename it.
+
+    Args:
+        folder: Where to.
+        policy: Whose arrays.
+        config: The one that it was made with.
+        spaces: Likewise.
+
+    Raises:
+        ConfigError: `config` or `spaces` are not the policy's own: the folder could not be read again.
+    """
+    if config != policy.config or spaces != policy.spaces:
+        raise ConfigError("config and spaces must be those that the policy was made with: policy.config, policy.spaces")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: np.asarray(array) for name, array in named_arrays(policy).items()}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    content = {
+        "kind": KIND,
+        "schema_version": CONTROL_SCHEMA_VERSION,
+        "model": config.model_dump(mode="json"),
+        "spaces": spaces.to_values(),
+    }
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_control_policy(folder: str | Path) -> ControlPolicy:
+    """Reads a folder that `save_control_policy` wrote; the policy carries its config and spaces.
+
+    Raises:
+        CheckpointError: a file is missing or broken, is no control policy, or its arrays do not fit.
+        SchemaVersionError: a newer Penstock wrote it.
+    """
+    folder = Path(folder)
+    config, spaces = _read_config(folder / "config.json", read_json(folder / "config.json"))
+    try:
+        policy = make_control_policy(config, spaces, seed=0)
+        with open_tensors(folder) as files:
+            arrays = {name: files.read(name) for name in files.shapes}
+        return with_named_arrays(policy, arrays)
+    except (ConfigError, WeightsError) as error:
+        raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
+
+
+def _read_config(path: Path, content: Mapping[str, Any]) -> tuple[ControlModelConfig, Spaces]:
+    if content.get("kind") != KIND:
+        raise CheckpointError(f"{path}: kind is {content.get('kind')!r}, not {KIND!r}: this is no control policy")
+    version = content.get("schema_version")
+    if not isinstance(version, int) or version < 1:
+        raise CheckpointError(f"{path}: schema_version is {version!r}: it must be a positive integer")
+    if version > CONTROL_SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{path} has schema version {version}, this Penstock reads up to {CONTROL_SCHEMA_VERSION}: read it with "
+            "the Penstock that wrote it, or a newer one"
+        )
+    try:
+        return ControlModelConfig.model_validate(content["model"]), Spaces.from_values(content["spaces"])
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(("model", *map(str, first["loc"])))
+        raise CheckpointError(f"{path}: {where}: {first['msg']}") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,265 @@
+"""Finds a good shape for a fleet by measuring: workers × simulators × simulators per process × batch.
+
+Every shape runs for a few seconds with the recipe's own simulators and network, without a learner, so that what is
+measured is what the machine can roll out at most. One thing is varied at a time, best first, until nothing is faster or
+the time is over. Not covered: how a learner shares the machine, and several machines.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.fleet import RolloutWorker, SimulatorPool
+from penstock.fleet.arrivals import StepBatch
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.pipeline_monitor import PipelineMonitor
+from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.model.control import ControlPolicy
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.fleet_policies import make_policy
+from penstock.overseer.fleet_simulators import probe_spaces
+from penstock.types import PenstockError, fold
+
+WARM_UP_S, MEASURE_S = 1.0, 2.0
+"""After the simulators came up: not counted, and counted."""
+LEAST_GAIN = 1.05
+"""A shape must be faster by this to be preferred; less is noise."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is varied.
+
+    Attributes:
+        workers: Rollout workers.
+        envs_per_worker: Simulators of each.
+        envs_per_process: Simulators in a process.
+        batch_size: Most simulators in one inference.
+    """
+
+    workers: int
+    envs_per_worker: int
+    envs_per_process: int
+    batch_size: int
+
+    @classmethod
+    def of(cls, fleet: FleetConfig) -> "Shape":
+        """The recipe's."""
+        return cls(fleet.workers, fleet.envs_per_worker, fleet.envs_per_process, fleet.most_in_batch)
+
+    def words(self) -> str:
+        """As overrides of a recipe."""
+        return " ".join(f"fleet.{name}={value}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One shape, measured.
+
+    Attributes:
+        shape: Which.
+        steps_per_s: Of all simulators together.
+        batch_slots: Mean slots in an inference.
+        inference_ms: Median time of one.
+        failure: Why it could not be measured; empty otherwise.
+    """
+
+    shape: Shape
+    steps_per_s: float = 0.0
+    batch_slots: float = 0.0
+    inference_ms: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AutotuneReport:
+    """All measurements, in their order.
+
+    Attributes:
+        recipe: The shape that the recipe has.
+        measurements: At least one, of the recipe's shape.
+        seconds: That all took.
+    """
+
+    recipe: Shape
+    measurements: tuple[Measurement, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Measurement:
+        """The recipe's shape, unless another is faster by `LEAST_GAIN`."""
+        first, *others = self.measurements
+        fastest = max(self.measurements, key=lambda measured: measured.steps_per_s)
+        return fastest if fastest.steps_per_s > LEAST_GAIN * first.steps_per_s else first
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "best": asdict(self.best),
+            "proposal": self.best.shape.words(),
+            "measurements": [asdict(measured) for measured in self.measurements],
+            "seconds": self.seconds,
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints a table and the proposal as overrides."""
+        table = Table()
+        for column in ("workers", "simulators", "per process", "batch", "steps/s", "mean batch", "inference ms"):
+            table.add_column(column, justify="right")
+        for measured in self.measurements:
+            shape = measured.shape
+            numbers = (measured.failure, "", "")
+            if not measured.failure:
+                numbers = (
+                    f"{measured.steps_per_s:,.0f}",
+                    f"{measured.batch_slots:.1f}",
+                    f"{measured.inference_ms:.2f}",
+                )
+            table.add_row(
+                str(shape.workers), str(shape.envs_per_worker), str(shape.envs_per_process), str(shape.batch_size),
+                *numbers, style="bold green" if measured is self.best else None,
+            )  # fmt: skip
+        console.print(table)
+        console.print(f"measured for {self.seconds:.0f} s, without a learner; try:", highlight=False)
+        console.print(f"  {self.best.shape.words()}", soft_wrap=True, highlight=False, style="cyan")
+
+
+def autotune(
+    config: FleetRunConfig, seconds: float = 60.0, tell: Callable[[str], object] | None = None
+) -> AutotuneReport:
+    """Measures shapes until nothing is faster, or the time is over.
+
+    Args:
+        config: The recipe; its shape is measured first.
+        seconds: For everything; a measurement that has begun is finished.
+        tell: Told of each measurement in words.
+
+    Raises:
+        ConfigError: a simulator cannot be made.
+    """
+    started = time.monotonic()
+    policy = make_policy(config, probe_spaces(config))
+    first = Shape.of(config.fleet)
+    measured: dict[Shape, Measurement] = {}
+
+    def try_shape(shape: Shape) -> Measurement:
+        if shape not in measured:
+            measured[shape] = result = measure(config, policy, shape)
+            if tell is not None:
+                tell(f"{shape.words()}: {result.failure or f'{result.steps_per_s:,.0f} steps/s'}")
+        return measured[shape]
+
+    best = try_shape(first)
+    improved = True
+    while improved:
+        improved = False
+        for shape in neighbours(best.shape, len(config.fleet.tasks)):
+            if time.monotonic() - started > seconds:
+                improved = False
+                break
+            if shape not in measured and try_shape(shape).steps_per_s > LEAST_GAIN * best.steps_per_s:
+                best, improved = measured[shape], True
+                break
+    return AutotuneReport(first, tuple(measured.values()), time.monotonic() - started)
+
+
+def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
+    """Shapes that differ in one thing by a factor of two, and are valid; the most promising first."""
+    each, envs, batch = shape.envs_per_process, shape.envs_per_worker, shape.batch_size
+    grown = replace(shape, envs_per_worker=2 * envs, batch_size=2 * batch)
+    candidates = [
+        replace(shape, envs_per_process=2 * each),
+        replace(shape, envs_per_process=each // 2),
+        grown,
+        replace(shape, batch_size=2 * batch),
+        replace(shape, batch_size=batch // 2),
+        replace(grown, envs_per_process=2 * each),
+        replace(shape, envs_per_worker=envs // 2, batch_size=min(batch, envs // 2)),
+        replace(shape, workers=2 * shape.workers, envs_per_worker=envs // 2, batch_size=min(batch, envs // 2)),
+    ]
+    for candidate in candidates:
+        envs, each = candidate.envs_per_worker, candidate.envs_per_process
+        if each < 1 or envs < each or envs % each or not each <= candidate.batch_size <= envs:
+            continue
+        if candidate.workers * envs // each >= tasks:
+            yield candidate
+
+
+def measure(config: FleetRunConfig, policy: ControlPolicy, shape: Shape) -> Measurement:
+    """Runs one shape; what goes wrong is its finding."""
+    fleet = config.fleet.model_copy(update=asdict(shape))
+    stopping, counting = threading.Event(), threading.Event()
+    workers = [_MeasuredWorker(config.seed, fleet, policy, index) for index in range(shape.workers)]
+    try:
+        for worker in workers:
+            worker.start(stopping, counting)
+        time.sleep(WARM_UP_S)
+        counting.set()
+        began = time.perf_counter()
+        time.sleep(MEASURE_S)
+        counting.clear()
+        elapsed_s = time.perf_counter() - began
+    except PenstockError as error:
+        return Measurement(shape, failure=" ".join(str(error).split())[:80])
+    finally:
+        stopping.set()
+        for worker in workers:
+            worker.close()
+    failure = next((worker.failure for worker in workers if worker.failure), "")
+    metrics = workers[0].monitor.metrics()
+    return Measurement(
+        shape,
+        0.0 if failure else sum(worker.steps for worker in workers) / elapsed_s,
+        metrics.get("fleet/batch_slots_mean", 0.0),
+        1000 * metrics.get("fleet/inference_p50_s", 0.0),
+        failure,
+    )
+
+
+class _MeasuredWorker:
+    """Simulators, a policy and a thread that only counts."""
+
+    def __init__(self, seed: int, fleet: FleetConfig, policy: ControlPolicy, index: int) -> None:
+        self._fleet = fleet
+        self._name = f"autotune-{index}"
+        self._pool = SimulatorPool(fleet, self._name, fold(seed, "autotune", index), worker_index=index)
+        self._runner = JaxPolicyRunner(
+            policy, fleet.envs_per_worker, fleet.most_in_batch, fold(seed, "autotune", index)
+        )
+        self._thread: threading.Thread | None = None
+        self._counting = threading.Event()
+        self.monitor = PipelineMonitor(fleet.most_in_batch)
+        self.steps = 0
+        self.failure = ""
+
+    def start(self, stopping: threading.Event, counting: threading.Event) -> None:
+        """Returns when simulators are up and the policy is compiled."""
+        self._counting = counting
+        self._pool.start(self._fleet.limits.spawn_timeout_s)
+        self._runner.compile()
+        worker = RolloutWorker(self._pool, self._runner, self._fleet, self._count, self.monitor)
+
+        def run() -> None:
+            try:
+                worker.run(stopping)
+            except PenstockError as error:
+                self.failure = " ".join(str(error).split())[:80]
+
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _count(self, batch: StepBatch) -> None:
+        if self._counting.is_set():
+            self.steps += len(batch.slots)
+
+    def close(self) -> None:
+        """After it was asked to stop."""
+        if self._thread is not None:
+            self._thread.join(self._fleet.limits.step_timeout_s)
+        self._pool.close()

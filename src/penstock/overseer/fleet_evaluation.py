@@ -1,0 +1,88 @@
+"""Offline evaluation of a control policy: a fleet of its own, no learner, no worker threads.
+
+Simulators' seeds are those of the run's own evaluations: two checkpoints play the same episodes.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.model.control import load_control_policy
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.fleet_episodes import play_episodes
+from penstock.overseer.fleet_policies import make_evaluation_runner
+from penstock.overseer.fleet_report import FleetEvaluationReport, TaskReport
+from penstock.overseer.fleet_simulators import evaluation_fleet, open_evaluation_pool
+from penstock.types import CheckpointError, ConfigError
+
+
+def evaluate_fleet(
+    checkpoint: Path | str,
+    config: FleetRunConfig,
+    tasks: Sequence[str] | None = None,
+    episodes: int | None = None,
+    video_dir: Path | None = None,
+) -> FleetEvaluationReport:
+    """Plays a recipe's tasks with a checkpoint's policy.
+
+    Args:
+        checkpoint: A run's ``checkpoints/step-<n>``, or its ``model/``.
+        config: The recipe; its model section gives way to the checkpoint.
+        tasks: Which tasks; all by default.
+        episodes: Per task; by default as the recipe says.
+        video_dir: Film one more episode of each task into this folder.
+
+    Raises:
+        ConfigError: an unknown task, a simulator that cannot be made, or a policy that was made for other spaces.
+        CheckpointError: there is no control policy.
+    """
+    config = _chosen(config, tasks)
+    model_dir = control_model_directory(checkpoint)
+    policy = load_control_policy(model_dir)
+    started = time.perf_counter()
+    fleet = evaluation_fleet(config)
+    pool = open_evaluation_pool(config)
+    try:
+        if pool.spaces != policy.spaces:
+            raise ConfigError(
+                f"{model_dir} holds a policy for other observations or actions than {', '.join(fleet.tasks)} have: "
+                "give the recipe that it was trained with"
+            )
+        runner = make_evaluation_runner(policy, config)
+        wanted = episodes or config.evaluation.episodes
+        results = play_episodes(pool, runner, fleet, wanted, threading.Event())
+    finally:
+        pool.close()
+    videos: tuple[Path, ...] = ()
+    if video_dir is not None:
+        from penstock.overseer.fleet_video import film_episodes
+
+        videos = film_episodes(policy, config, video_dir)
+    reports = {task: TaskReport.of(stats) for task, stats in results.items()}
+    seconds = time.perf_counter() - started
+    return FleetEvaluationReport(model_dir, reports, config.evaluation.deterministic, seconds, videos)
+
+
+def control_model_directory(checkpoint: Path | str) -> Path:
+    """Where a control policy lies: the directory itself, or ``model/`` inside a training checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(checkpoint)
+    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{checkpoint} holds no config.json, nor does its model/: give a checkpoint directory")
+    return found
+
+
+def _chosen(config: FleetRunConfig, tasks: Sequence[str] | None) -> FleetRunConfig:
+    known = config.fleet.tasks
+    unknown = [task for task in tasks or [] if task not in known]
+    if unknown:
+        raise ConfigError(f"task {unknown[0]!r} is not in the recipe: its tasks are {', '.join(known)}")
+    if not tasks:
+        return config
+    fleet = config.fleet.model_copy(update={"tasks": {task: known[task] for task in tasks}})
+    return config.model_copy(update={"fleet": fleet})

@@ -1,0 +1,141 @@
+"""Wires a fleet run in one process: learner, buffer and rollout workers as threads, simulators as processes.
+
+`wire_fleet` is the only place that knows every component of it; none of them knows it. Which threads run them, and how
+they end, is the `FleetConductor`'s business.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.batch import FragmentBatchMaker
+from penstock.fleet import RolloutManager, RolloutWorkerWrapper
+from penstock.learner import Checkpoint, ControlLearner
+from penstock.model.control import ControlPolicy
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.fleet_evaluator import FleetEvaluator
+from penstock.overseer.fleet_policies import make_worker_runner
+from penstock.overseer.fleet_simulators import OnEvent, worker_pool
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.training_loop import TrainingLoop
+from penstock.replay import FRAGMENTS, Ledger, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
+from penstock.rundir import RunDirectory
+from penstock.types import Checkpointable, ConfigError, Spaces, WeightVersion
+from penstock.weights import InProcessBroadcaster
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStart:
+    """What a life of a fleet run begins with.
+
+    Attributes:
+        policy: As initialised, or the checkpoint's.
+        spaces: What it sees and does.
+        lineage: Number of this life.
+        checkpoint: Where it resumes from; None for a new run.
+    """
+
+    policy: ControlPolicy
+    spaces: Spaces
+    lineage: int = 0
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(slots=True)
+class FleetComponents:
+    """Everything that one local fleet run consists of."""
+
+    learner: ControlLearner
+    manager: RolloutManager
+    evaluator: FleetEvaluator
+    ledger: Ledger
+    store: RolloutStore
+    buffer: ReplayBuffer
+    weights: InProcessBroadcaster
+    loop: TrainingLoop
+
+    @property
+    def checkpointables(self) -> dict[str, Checkpointable]:
+        """What travels in a checkpoint beside the learner and the statistics."""
+        return {"evaluator": self.evaluator, "replay": self.buffer}
+
+
+def wire_fleet(
+    config: FleetRunConfig,
+    directory: RunDirectory,
+    log: RunLog,
+    start: FleetStart,
+    on_event: OnEvent,
+    on_step: Callable[[int, Mapping[str, float]], None],
+    save: Callable[[int], None],
+) -> FleetComponents:
+    """Makes the components of a fleet run and connects them; nothing is started."""
+    learner = ControlLearner(start.policy, config.learner, config.steps, config.seed)
+    if start.checkpoint is not None:
+        learner.restore_arrays(start.checkpoint.learner_arrays)
+    store = RolloutStore(directory, config.replay.store, experience=FRAGMENTS, on_damage=log.damage)
+    with _naming("replay.store.url", config.replay.store.url or directory.path):
+        ledger = store.open_ledger(start.lineage)
+    buffer = ReplayBuffer(
+        config.replay.buffer_config(),
+        store,
+        FragmentBatchMaker(config.replay.order, config.replay.max_samples),
+        OpenAdmission(ledger, start.lineage),
+        keep_checkpoints=config.overseer.keep_checkpoints,
+    )
+    weights = InProcessBroadcaster()
+    evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
+
+    def make_worker(name: str, incarnation: int) -> RolloutWorkerWrapper:
+        version = WeightVersion(start.lineage, learner.step)
+        number = int(name.rpartition("-")[2])
+        pool = worker_pool(config, number, start.lineage, incarnation, on_event)
+        runner = make_worker_runner(learner.policy, config, number, version, incarnation)
+        runner.compile()
+        worker = f"{name}.{start.lineage}"  # every life of a run has workers of its own, with fragments of their own
+        return RolloutWorkerWrapper(worker, incarnation, config.fleet, pool, runner, buffer, weights, on_event=on_event)
+
+    manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event)
+
+    loop = TrainingLoop(
+        learner,
+        learner.named_arrays,
+        OpenBatchSource(buffer, config.replay.fragments_per_batch),
+        buffer,
+        _Publisher(manager, evaluator),
+        lineage=start.lineage,
+        steps=config.steps,
+        batch_timeout_s=config.overseer.no_progress_s,
+        progress=lambda: manager.account().started,
+        on_step=on_step,
+        checkpoint=save,
+        checkpoint_every=config.overseer.checkpoint_every,
+    )
+    parts = FleetComponents(learner, manager, evaluator, ledger, store, buffer, weights, loop)
+    if start.checkpoint is not None:
+        for name, part in parts.checkpointables.items():
+            part.restore(start.checkpoint.states[name])
+        manager.statistics.restore(start.checkpoint.states["statistics"])
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Publisher:
+    """New weights go to the workers, and to the evaluator that may want them."""
+
+    manager: RolloutManager
+    evaluator: FleetEvaluator
+
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        self.manager.update_model(version, arrays)
+        self.evaluator.offer(version, arrays)
+
+
+@contextmanager
+def _naming(key: str, place: object) -> Iterator[None]:
+    """A place that cannot be used is bad input, told by its key."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error

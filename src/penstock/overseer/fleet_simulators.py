@@ -1,0 +1,91 @@
+"""Which simulators a fleet run starts: those of its workers, those of its evaluations, and one of each task to look at.
+
+Workers' names hold the life of the run, so that no two of them ever reset a simulator with the same seed; those of
+evaluations do not, so that every version plays the same episodes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.fleet import SimulatorPool
+from penstock.fleet.config import FleetConfig, SimulatorLimits
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.types import ConfigError, PenstockError, Spaces, fold
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+
+EVALUATOR_ID = "evaluator-0"
+
+
+def worker_pool(
+    config: FleetRunConfig, number: int, lineage: int, incarnation: int, on_event: OnEvent
+) -> SimulatorPool:
+    """The simulators of one life of a rollout worker; not started."""
+    seed = fold(config.seed, "simulators", lineage, incarnation)
+    return SimulatorPool(config.fleet, f"fleet-{number}", seed, on_event, number)
+
+
+def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:
+    """The fleet of an evaluation: one worker, no more simulators than there are episodes to play."""
+    fleet, evaluation = config.fleet, config.evaluation
+    tasks = {name: task.model_copy(update={"share": 1.0}) for name, task in fleet.tasks.items()}
+    wanted = min(evaluation.simulators, evaluation.episodes * len(tasks))
+    each = max(1, min(fleet.envs_per_process, wanted // len(tasks)))
+    changes = {
+        "tasks": tasks,
+        "workers": 1,
+        "envs_per_worker": max(len(tasks), wanted // each) * each,
+        "envs_per_process": each,
+        "batch_size": None,
+        "decorrelate_steps": 0,
+        "video": fleet.video.model_copy(update={"every_episodes": 0}),
+    }
+    return fleet.model_copy(update=changes)
+
+
+def open_evaluation_pool(config: FleetRunConfig, on_event: OnEvent | None = None) -> SimulatorPool:
+    """The simulators of an evaluation, started; each begins its first episode.
+
+    Raises:
+        ConfigError: a simulator cannot be made.
+    """
+    seed = fold(config.seed, "simulators", EVALUATOR_ID)
+    pool = SimulatorPool(evaluation_fleet(config), EVALUATOR_ID, seed, on_event or _nobody)
+    return _started(pool, config)
+
+
+def probe_spaces(config: FleetRunConfig) -> Spaces:
+    """What the policy sees and does: one simulator of each task is made, asked, and ended.
+
+    Raises:
+        ConfigError: a simulator cannot be made, or tasks differ in their spaces; names the task.
+    """
+    limits = SimulatorLimits(spawn_timeout_s=config.fleet.limits.spawn_timeout_s, max_restarts=0)
+    changes = {
+        "workers": 1, "envs_per_worker": len(config.fleet.tasks), "envs_per_process": 1, "batch_size": None,
+        "limits": limits,
+    }  # fmt: skip
+    pool = SimulatorPool(config.fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), _nobody)
+    try:
+        return _started(pool, config).spaces
+    finally:
+        pool.close()
+
+
+def _started(pool: SimulatorPool, config: FleetRunConfig) -> SimulatorPool:
+    try:
+        pool.start(config.fleet.limits.spawn_timeout_s)
+    except ConfigError:
+        pool.close()
+        raise
+    except PenstockError as error:
+        pool.close()
+        raise ConfigError(f"fleet.tasks: no simulator could be made: {error}") from error
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def _nobody(kind: str, fields: Mapping[str, Any]) -> None:
+    """Events of simulators that no run counts."""

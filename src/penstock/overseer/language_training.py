@@ -1,0 +1,116 @@
+"""Starts the training of a language policy, in one process or in many.
+
+Everything that bad input can break (model, tokenizer, environments) is loaded before the run directory is made, so
+that a mistake costs nothing and leaves nothing behind.
+"""
+
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.environments import Environment, load_environment
+from penstock.inference.config import is_loopback
+from penstock.learner import load_checkpoint, read_states
+from penstock.model.language import load_policy
+from penstock.overseer.conductor import Conductor
+from penstock.overseer.config import RunConfig
+from penstock.overseer.local import Start
+from penstock.overseer.overseer import RunConductor
+from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
+from penstock.overseer.supervision import Crew
+from penstock.overseer.terminal import Progress
+from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
+from penstock.types import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.overseer.ray import RayLauncher
+
+Outcome = tuple[RunDirectory, RunConductor]
+"""Where it was written, and who led it."""
+
+
+def run_in_one_process(
+    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> Outcome:
+    """Threads of this process."""
+    environments = _load_environments(config)
+    fresh = None if resume else _fresh(config)
+    directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
+    with directory.locked():
+        damages = Damages()
+        start = _resumed(directory, damages) if fresh is None else fresh
+        log, crew = open_log(config, directory, _progress(config, recipe), damages if resume else None), Crew()
+        conductor = Conductor(config, directory, crew, log, start, environments)
+        oversee(conductor, crew, log, config, directory, quiet)
+    return directory, conductor
+
+
+def run_in_many_processes(
+    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> Outcome:
+    """Components in processes of their own, under Ray."""
+    from penstock.overseer.distributed.conductor import DistributedConductor
+    from penstock.overseer.distributed.plan import Plan
+    from penstock.overseer.distributed.roles.settings import Settings
+    from penstock.overseer.plan import model_shape
+    from penstock.overseer.ray import RayLauncher
+
+    for environment in _load_environments(config).values():  # every worker makes its own
+        environment.close()
+    model_shape(config.model)
+    Tokenizer.load(config.model.tokenizer_path)
+    directory = existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
+    with directory.locked():
+        damages = Damages()
+        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        states = None if checkpoint is None else read_states(checkpoint)
+        try:
+            launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+            _check_addresses(config, launcher)
+        except ConfigError:
+            if not resume:
+                shutil.rmtree(directory.path)  # nothing of a run is in it
+            raise
+        try:
+            log, crew = open_log(config, directory, _progress(config, recipe), damages if resume else None), Crew()
+            settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
+            conductor = DistributedConductor(Plan(settings, states), launcher, log)
+        except BaseException:
+            launcher.close(config.overseer.stop_timeout_s)
+            raise
+        oversee(conductor, crew, log, config, directory, quiet)
+    return directory, conductor
+
+
+def _check_addresses(config: RunConfig, launcher: "RayLauncher") -> None:
+    """Servers that only their own machine can reach are of no use to others."""
+    machines = launcher.machines
+    hosts = {"inference.host": config.inference.host, "weights.host": config.weights.host}
+    for name, host in hosts.items():
+        if machines > 1 and is_loopback(host):
+            launcher.close(config.overseer.stop_timeout_s)
+            raise ConfigError(
+                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
+                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
+            )
+
+
+def _progress(config: RunConfig, recipe: str) -> Progress:
+    return Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
+
+
+def _load_environments(config: RunConfig) -> dict[str, Environment]:
+    return {name: load_environment(lesson.environment.spec) for name, lesson in config.curriculum.lessons.items()}
+
+
+def _fresh(config: RunConfig) -> Start:
+    tokenizer = Tokenizer.load(config.model.tokenizer_path)
+    return Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
+
+
+def _resumed(directory: RunDirectory, damages: Damages) -> Start:
+    lineage, path = resume_point(directory, damages)
+    checkpoint = load_checkpoint(path)
+    return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

@@ -1,0 +1,114 @@
+"""Opens a run, whatever it trains: its directory, its log, the checkpoint to go on from; and has it overseen."""
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from penstock.learner import newest_good_checkpoint, read_states
+from penstock.overseer.config import RunConfig
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.overseer import Overseer, RunConductor
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
+from penstock.overseer.terminal import Progress, TerminalView
+from penstock.replay import Lineages, salvage_logs
+from penstock.rundir import RunDirectory
+from penstock.types import ConfigError, RunDirectoryError
+
+PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
+"""Whose versions are recorded."""
+
+
+class Damages(list[tuple[str, str]]):
+    """Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
+
+    def add(self, place: str, reason: str) -> None:
+        """One more."""
+        self.append((place, reason))
+
+
+def open_log(
+    config: RunConfig | FleetRunConfig, directory: RunDirectory, progress: Progress, resumed: Damages | None
+) -> RunLog:
+    """The run's log; with `resumed`, what the config changed and what was damaged stands in it already."""
+    log = RunLog(directory, config, progress)
+    if resumed is not None:
+        _record_changes(directory, config, log)
+        for place, reason in resumed:
+            log.damage(place, reason)
+    return log
+
+
+def oversee(
+    conductor: RunConductor,
+    crew: Crew,
+    log: RunLog,
+    config: RunConfig | FleetRunConfig,
+    directory: RunDirectory,
+    quiet: bool,
+) -> None:
+    """Runs it to its end; closes the log."""
+    try:
+        Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
+    except Exception as error:
+        error.add_note(f"the story is in {directory.events_path}")
+        raise
+    finally:
+        log.close()
+
+
+def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path]:
+    """The lineage to begin, and the newest checkpoint that is whole.
+
+    The run is locked, so that no other process makes a newer one meanwhile.
+    """
+    path = newest_good_checkpoint(directory.checkpoints, damages.add)
+    if path is None:
+        raise RunDirectoryError(
+            f"{directory.path} has no checkpoint: the run ended before its first; start it anew"
+            + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
+        )
+    salvage_logs(directory, damages.add)
+    # A life that went back to its very beginning has a number, but no fork.
+    newest = max(Lineages(directory.lineages_path).newest, int(read_states(path)["run"]["lineage"]))
+    return newest + 1, path
+
+
+def create_run(config: RunConfig | FleetRunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:
+    """The directory of a new run."""
+    name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()})
+
+
+def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
+    """Puts what differs from the recorded config into the event log, and the new config in its place."""
+    url = directory.read_config().get("replay", {}).get("store", {}).get("url")
+    if url != config.replay.store.url:
+        raise ConfigError(
+            f"replay.store.url is {config.replay.store.url}, but the rollouts of {directory.path} are at "
+            f"{url or 'its own folder'}: leave it out, a run stays where it began"
+        )
+    old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
+    changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    log.event("resume", changes=changes)
+    directory.write_config(config.dump() | {"versions": _versions()})
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+def existing_run(run_dir: Path | str | None) -> RunDirectory:
+    """The directory of a run to go on with."""
+    if run_dir is None:
+        raise RunDirectoryError("resume needs the run directory to go on with: pass run_dir")
+    return RunDirectory.open_existing(run_dir)

@@ -1,0 +1,157 @@
+"""Fragments: what a control policy did in T consecutive steps of one simulator slot, with what followed.
+
+Time runs along the first axis. Observation t is what action t was chosen on; reward, `terminated` and `truncated` of t
+are what action t led to. Where an episode ends at t, observation t + 1 is the next episode's first one, and the
+observation that the episode really ended with stands in `final_observations` (for bootstrapping: a truncated episode
+would have gone on). One autoreset mode: the simulator is reset in the same step that ended its episode.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from penstock.types.errors import InvalidRolloutError
+from penstock.types.rollouts import RolloutMetadata
+
+FRAGMENT_SCHEMA_VERSION = 1
+"""Version of the stored form."""
+
+_PER_STEP = {
+    "rewards": (np.float32, 0), "terminated": (np.bool_, 0), "truncated": (np.bool_, 0), "faults": (np.bool_, 0),
+    "logprobs": (np.float32, 0), "weight_steps": (np.int32, 0), "episodes": (np.int64, 0),
+    "first": (np.bool_, 1), "values": (np.float32, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleFragment:
+    """T steps of one slot; T + 1 observations. K of its steps ended an episode with a known last observation.
+
+    Attributes:
+        task: Which task of the fleet; tolerances and statistics go by it.
+        env_name: Id of its environment.
+        group_id: Unique in the run: worker, incarnation, slot and a count.
+        slot: Which of the worker's simulators.
+        observations: By leaf name, [T + 1, …]; the last is for bootstrapping only.
+        actions: By leaf name, [T, …].
+        rewards: float32 [T], as the simulator gave them.
+        terminated: bool [T], the episode reached an end of its own: nothing follows.
+        truncated: bool [T], it was cut: by a time limit, or because the simulator failed.
+        faults: bool [T], the step is not to be trained on: the simulator died, hung, or said that it went wrong. A
+            crash is also `truncated`, never `terminated`.
+        first: bool [T + 1], the observation begins an episode: recurrent state was reset there.
+        logprobs: float32 [T], of the action under the behaviour policy.
+        values: float32 [T + 1], the behaviour policy's own estimates.
+        weight_steps: int32 [T], the version that chose each action.
+        episodes: int64 [T], counts the slot's episodes.
+        final_steps: int32 [K], ascending: steps that ended an episode whose last observation is known.
+        final_observations: By leaf name, [K, …].
+        initial_state: Recurrent state before the first step, by leaf name, without batch axis; empty for policies
+            without one.
+        metadata: None until the worker attaches it; `weight_step` is the oldest of `weight_steps`.
+
+    Raises:
+        InvalidRolloutError: naming the field that has a wrong dtype, length or value.
+    """
+
+    task: str
+    env_name: str
+    group_id: str
+    slot: int
+    observations: Mapping[str, np.ndarray]
+    actions: Mapping[str, np.ndarray]
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    faults: np.ndarray
+    first: np.ndarray
+    logprobs: np.ndarray
+    values: np.ndarray
+    weight_steps: np.ndarray
+    episodes: np.ndarray
+    final_steps: np.ndarray
+    final_observations: Mapping[str, np.ndarray]
+    initial_state: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    metadata: RolloutMetadata | None = None
+
+    def __post_init__(self) -> None:
+        steps = len(self.rewards)
+        if steps == 0:
+            raise InvalidRolloutError("rewards is empty: a fragment has at least one step")
+        for name, (dtype, more) in _PER_STEP.items():
+            array: np.ndarray = getattr(self, name)
+            if array.dtype != dtype or array.shape != (steps + more,):
+                raise InvalidRolloutError(
+                    f"{name} is {array.dtype}{list(array.shape)}: it must be {np.dtype(dtype)}[{steps + more}]"
+                )
+        for name, arrays, length in (
+            ("observations", self.observations, steps + 1),
+            ("actions", self.actions, steps),
+            ("final_observations", self.final_observations, len(self.final_steps)),
+        ):
+            for leaf, array in arrays.items():
+                if len(array) != length:
+                    raise InvalidRolloutError(f"{name}[{leaf!r}] has {len(array)} rows: it must have {length}")
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return len(self.rewards)
+
+    @property
+    def trainable_steps(self) -> int:
+        """Steps without a fault."""
+        return int(self.length - np.count_nonzero(self.faults))
+
+    def with_metadata(self, metadata: RolloutMetadata) -> "SampleFragment":
+        """The same fragment with its stamp."""
+        return replace(self, metadata=metadata)
+
+    # --- how the replay buffer reads any kind of experience -------------------------------------------------------
+
+    @property
+    def rollout_id(self) -> str:
+        """A fragment is a group of one."""
+        return f"{self.group_id}/0"
+
+    @property
+    def lesson_id(self) -> str:
+        """The task."""
+        return self.task
+
+    @property
+    def env_example_id(self) -> str:
+        """Simulators have no examples: the slot stands for them."""
+        return str(self.slot)
+
+    @property
+    def episode_reward(self) -> float:
+        """Sum of the rewards of steps without a fault."""
+        return float(self.rewards[~self.faults].sum(dtype=np.float64))
+
+    @property
+    def newest_weight_step(self) -> int:
+        """Of all steps."""
+        return int(self.weight_steps.max())
+
+    @property
+    def oldest_weight_step(self) -> int:
+        """Of all steps."""
+        return int(self.weight_steps.min())
+
+    @property
+    def sampled_tokens(self) -> int:
+        """What a mean over tokens weighs it with: its trainable steps."""
+        return self.trainable_steps
+
+    @property
+    def defect(self) -> str | None:
+        """Why it cannot be trained on; None where it can."""
+        if self.trainable_steps == 0:
+            return "all of its steps are faulty"
+        for name in ("rewards", "logprobs", "values"):
+            finite = np.isfinite(getattr(self, name)[: self.length])
+            if not finite.all() and not finite[~self.faults].all():
+                return f"{name} is not finite"
+        return None

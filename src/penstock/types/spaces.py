@@ -1,0 +1,95 @@
+"""What a simulator's observations and actions look like: named arrays, whatever the nesting of its own spaces.
+
+A `gymnasium.Space` of any kind is a tree; each of its leaves is one array with a name (``image``, ``inventory.wood``,
+``0`` in a tuple; the empty name where the space is a leaf itself). Policies, fragments, files and shared memory know
+only these. `penstock.fleet` converts in both directions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.types.errors import ConfigError
+
+LeafKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpace:
+    """One array of an observation or an action, without batch axes.
+
+    Attributes:
+        name: Path in the tree, joined by dots.
+        kind: ``box`` numbers; ``discrete`` one int64 scalar in [0, n); ``multi_discrete`` int64 with an n for each
+            element; ``multi_binary`` int8 of zeros and ones; ``text`` int32 code points, −1 after the end.
+        shape: Of the array.
+        dtype: NumPy's name of it.
+        n: Number of choices: one for ``discrete``, one per element in C order for ``multi_discrete``; else empty.
+        low: Smallest value of a ``box``, where one holds for all elements; None: unbounded or different.
+        high: Largest, likewise.
+        start: First value of a ``discrete``, or of all of a ``multi_discrete``, as the simulator counts; arrays here
+            begin at 0.
+    """
+
+    name: str
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: str
+    n: tuple[int, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of one array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def zeros(self, *batch: int) -> np.ndarray:
+        """An array of zeros with batch axes in front."""
+        return np.zeros((*batch, *self.shape), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What a policy sees and does.
+
+    Attributes:
+        observations: Leaves, sorted as the tree is walked; at least one.
+        actions: Likewise.
+    """
+
+    observations: tuple[LeafSpace, ...]
+    actions: tuple[LeafSpace, ...]
+
+    def to_values(self) -> dict[str, Any]:
+        """JSON values."""
+        return {side: [_values(leaf) for leaf in getattr(self, side)] for side in ("observations", "actions")}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> "Spaces":
+        """Reads `to_values` back.
+
+        Raises:
+            ConfigError: they are not of that form.
+        """
+        try:
+            return cls(*(tuple(_leaf(leaf) for leaf in values[side]) for side in ("observations", "actions")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"these are no spaces: {type(error).__name__}: {error}") from error
+
+
+def _values(leaf: LeafSpace) -> dict[str, Any]:
+    return {
+        "name": leaf.name, "kind": leaf.kind, "shape": list(leaf.shape), "dtype": leaf.dtype, "n": list(leaf.n),
+        "low": leaf.low, "high": leaf.high, "start": leaf.start,
+    }  # fmt: skip
+
+
+def _leaf(values: Mapping[str, Any]) -> LeafSpace:
+    return LeafSpace(
+        str(values["name"]), values["kind"], tuple(map(int, values["shape"])), np.dtype(values["dtype"]).name,
+        tuple(map(int, values["n"])), values["low"], values["high"], int(values["start"]),
+    )  # fmt: skip

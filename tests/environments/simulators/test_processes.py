@@ -1,0 +1,58 @@
+"""Processes below this one are found across sessions, and only those that are meant are killed."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.environments.simulators.processes import ProcessMark, command_line, descendants, kill_trees
+
+
+def wait_for(condition, limit_s=5.0):
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def family():
+    """A shell in a session of its own, with a child that has a session of its own, too."""
+    shell = subprocess.Popen(["sh", "-c", "setsid sleep 61 & sleep 61"], start_new_session=True)
+    wait_for(lambda: len(descendants(shell.pid)) == 2)
+    wait_for(lambda: all(command_line(mark.pid)[:2] == ["sleep", "61"] for mark in descendants(shell.pid)))
+    yield shell
+    kill_trees([mark for mark in descendants(os.getpid()) if mark.pid == shell.pid])
+    shell.wait(10)
+
+
+def test_all_descendants_are_found_and_killed(family):
+    below = descendants(os.getpid())
+    assert family.pid in {mark.pid for mark in below}
+    shell, children = [mark for mark in below if mark.pid == family.pid], descendants(family.pid)
+    assert kill_trees(shell) == 3
+    assert family.wait(10) == -9
+    wait_for(lambda: kill_trees([*shell, *children]) == 0)
+
+
+def test_no_child_escapes_that_is_born_meanwhile():
+    for _ in range(10):
+        shell = subprocess.Popen(["sh", "-c", "sleep 63 & sleep 63 & sleep 63"], start_new_session=True)
+        kill_trees([mark for mark in descendants(os.getpid()) if mark.pid == shell.pid])
+        assert shell.wait(10) == -9
+    left = [folder.name for folder in Path("/proc").glob("[0-9]*") if command_line(int(folder.name))[1:2] == ["63"]]
+    assert left == []
+
+
+def test_a_later_process_of_the_same_number_is_left_alone(family):
+    other = ProcessMark(family.pid, 12345)
+    assert kill_trees([other]) == 0
+    assert family.poll() is None
+
+
+def test_a_process_that_is_gone_has_no_command_line():
+    gone = subprocess.Popen(["true"])
+    gone.wait(10)
+    assert command_line(gone.pid) == [] and descendants(gone.pid) == []

@@ -1,0 +1,84 @@
+"""Episodes: numbers by hand, once each whatever is delivered again, training and test apart."""
+
+import numpy as np
+import pytest
+
+from penstock.fleet.arrivals import Decision, StepBatch
+from penstock.fleet.episode_statistics import Episode, EpisodeStatistics, EpisodeTracker
+from penstock.types import WeightVersion
+
+
+def batch_of(slots, rewards, first, acted, *, returns=None, lengths=None, faults=None) -> StepBatch:
+    n, no = len(slots), np.zeros(len(slots), bool)
+    return StepBatch(
+        slots=np.array(slots), observations={}, first=np.array(first, bool), rewards=np.array(rewards, np.float32),
+        terminated=no, truncated=no, faults=no if faults is None else np.array(faults), acted=np.array(acted, bool),
+        has_final=no, final_observations={}, returns=np.zeros(n) if returns is None else np.array(returns, np.float64),
+        lengths=np.zeros(n, np.int64) if lengths is None else np.array(lengths),
+        decision=Decision({}, np.zeros(n, np.float32), np.zeros(n, np.float32), WeightVersion(0, 0)),
+    )  # fmt: skip
+
+
+def test_a_tracker_reads_batches_in_any_order_of_slots():
+    tracker = EpisodeTracker(("a", "b"), 0.5)
+    tracker.add(batch_of([0, 1], [0, 0], [1, 1], [0, 0]))
+    tracker.add(batch_of([1, 0], [4, 1], [0, 0], [1, 1]))
+    tracker.add(batch_of([0], [1], [0], [1]))
+    tracker.add(batch_of([1, 0], [2, 1], [1, 1], [1, 1], returns=[60, 30], lengths=[2, 3]))
+    tracker.add(batch_of([0], [8], [1], [1], returns=[80], lengths=[1]))
+    assert tracker.since(0) == (3, [
+        Episode(1, 0, "b", 60.0, 4 + 2 / 2, 2),
+        Episode(0, 0, "a", 30.0, 1 + 1 / 2 + 1 / 4, 3),
+        Episode(0, 1, "a", 80.0, 8.0, 1),
+    ])  # fmt: skip
+
+
+def test_what_was_acknowledged_is_forgotten_and_the_rest_is_kept():
+    tracker = EpisodeTracker(("a",), 1.0, most_kept=3)
+    tracker.add(batch_of([0], [0], [1], [0]))
+    for number in range(5):
+        tracker.add(batch_of([0], [number], [1], [1], returns=[number], lengths=[1]))
+    assert [episode.number for episode in tracker.since(0)[1]] == [2, 3, 4], "older ones were given up"
+    number, episodes = tracker.since(4)
+    assert number == 5 and [episode.number for episode in episodes] == [4]
+    assert tracker.since(0)[1] == episodes and tracker.since(5) == (5, [])
+
+
+def test_an_episode_that_a_fault_cut_is_counted_as_that_only():
+    tracker, statistics = EpisodeTracker(("a",), 1.0), EpisodeStatistics(10)
+    tracker.add(batch_of([0], [0], [1], [0]))
+    tracker.add(batch_of([0], [5], [1], [1], faults=[True]))
+    tracker.add(batch_of([0], [7], [1], [1], returns=[7], lengths=[1]))
+    statistics.add("w", 0, tracker.since(0)[1])
+    metrics = statistics.metrics()
+    assert metrics["fleet/a/episodes"] == 1 and metrics["fleet/a/faulty_episodes"] == 1
+    assert metrics["fleet/a/reward_mean"] == metrics["fleet/a/discounted_reward_mean"] == 7
+
+
+def episode(slot=0, number=0, task="a", reward=1.0, length=4):
+    return Episode(slot, number, task, reward, reward / 2, length)
+
+
+def test_each_episode_is_counted_once_over_deliveries_and_lives():
+    statistics = EpisodeStatistics(10)
+    assert statistics.add("w", 0, [episode(0, 0), episode(1, 0), episode(0, 1)]) == 3
+    assert statistics.add("w", 0, [episode(0, 0), episode(0, 1), episode(0, 2)]) == 1
+    assert statistics.add("w", 1, [episode(0, 0)]) == 1, "another life"
+    assert statistics.add("v", 0, [episode(0, 0)]) == 1, "another worker"
+    assert statistics.count("a") == 6
+
+
+def test_means_are_over_the_latest_and_tests_are_apart():
+    now = [0.0]
+    statistics = EpisodeStatistics(2, clock=lambda: now[0])
+    for number, reward in enumerate((100.0, 2.0, 4.0)):
+        now[0] += 1.0
+        statistics.add("w", 0, [episode(0, number, reward=reward, length=number + 1)])
+    statistics.add("evaluation", 0, [episode(0, 0, reward=50.0)], mode="eval")
+    now[0] = 4.0
+    metrics = statistics.metrics()
+    assert metrics["fleet/a/reward_mean"] == 3 and metrics["fleet/a/reward_std"] == 1
+    assert (metrics["fleet/a/reward_min"], metrics["fleet/a/reward_max"]) == (2, 4)
+    assert metrics["fleet/a/discounted_reward_mean"] == 1.5 and metrics["fleet/a/length_mean"] == 2.5
+    assert metrics["fleet/a/episodes"] == 3 and metrics["fleet/a/episodes_per_s"] == pytest.approx(2 / 2.0)
+    assert metrics["eval/a/reward_mean"] == 50 and statistics.count("a", "eval") == 1

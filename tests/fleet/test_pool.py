@@ -1,0 +1,178 @@
+"""A pool of real processes when nothing goes wrong: trajectories, seeds, autoreset, replacement."""
+
+import gymnasium
+import numpy as np
+import pytest
+from tests.fleet.driving import QUICK, config_of, driven
+from tests.fleet.toys import Counter, Nested
+
+from penstock.fleet.config import FleetConfig
+from penstock.fleet.messages import episode_seed
+from penstock.fleet.pool import SimulatorPool
+from penstock.types import ConfigError, RunFailed
+
+
+def _serial(env, slot, steps, seed=1, start=2, life=0):
+    """What a plain loop over one simulator gives with the fleet's seeds: rows as `Driver` keeps them."""
+    episode, total, length = 0, 0.0, 0
+    observation, _ = env.reset(seed=episode_seed(seed, "w0", slot, life, episode))
+    rows = [(observation, True, 0.0, False, False, None, 0.0, 0)]
+    for count in range(steps):
+        observation, reward, terminated, truncated, _ = env.step(count % 5 + start)
+        total, length, final = total + reward, length + 1, None
+        done = (0.0, 0)
+        if terminated or truncated:
+            final, done, episode = observation, (total, length), episode + 1
+            total, length = 0.0, 0
+            observation, _ = env.reset(seed=episode_seed(seed, "w0", slot, life, episode))
+        rows.append((observation, final is not None, reward, terminated, truncated, final, *done))
+    return rows
+
+
+def _assert_same(rows, expected):
+    for row, (observation, first, reward, terminated, truncated, final, total, length) in zip(
+        rows, expected, strict=True
+    ):
+        assert row["observation"][""].tobytes() == observation.tobytes()
+        assert (row["first"], row["terminated"], row["truncated"]) == (first, terminated, truncated)
+        assert np.float32(reward) == row["reward"] and not row["fault"]
+        assert row["has_final"] == (final is not None)
+        assert final is None or row["final"][""].tobytes() == final.tobytes()
+        assert (row["return"], row["length"]) == (total, length)
+
+
+@pytest.mark.parametrize(("processes", "rows"), [(1, 1), (2, 2)])
+def test_a_fleet_and_a_serial_loop_with_the_same_seeds_are_equal_to_the_bit(processes, rows):
+    with driven(config_of(processes, rows, terminate_after=7, truncate_after=4)) as driver:
+        driver.steps(25)
+        driver.check_books()
+        for slot in range(processes * rows):
+            _assert_same(driver.rows[slot][:25], _serial(Counter(7, 4), slot, 24))
+
+
+def test_cartpole_equals_its_serial_loop():
+    with driven(config_of(1, 1, id="CartPole-v1")) as driver:
+        env = gymnasium.make("CartPole-v1")
+        driver.answer = lambda process: (
+            driver.open.pop(process),
+            driver.pool.act(process, {"": np.array([len(driver.rows[0]) % 2])}),
+        )
+        driver.steps(120)
+        observation, _ = env.reset(seed=episode_seed(1, "w0", 0, 0, 0))
+        episode = 0
+        for count, row in enumerate(driver.rows[0][:120]):
+            if count:
+                observation, _, terminated, truncated, _ = env.step(count % 2)
+                if terminated or truncated:
+                    episode += 1
+                    observation, _ = env.reset(seed=episode_seed(1, "w0", 0, 0, episode))
+            assert row["observation"][""].tobytes() == observation.tobytes()
+        assert episode > 1
+
+
+def test_everything_that_a_space_can_be_comes_back_as_it_was_sent():
+    with driven(config_of(1, 2, id="tests.fleet.toys:Nested")) as driver:
+        driver.gather(5.0)
+        leaves = {leaf.name: leaf for leaf in driver.pool.spaces.actions}
+        assert {*leaves} == {"buttons", "camera", "both.0", "both.1"}
+        actions = {name: leaf.zeros(2) for name, leaf in leaves.items()}
+        actions["buttons"][1], actions["camera"][1] = (2, 1), (0.25, 3.0)
+        actions["both.0"][1], actions["both.1"][:] = (1, 0, 1), -1
+        actions["both.1"][1, :2] = [ord("b"), ord("c")]
+        driver.pool.act(0, actions)
+        driver.open.clear()
+        driver.gather(5.0)
+        seen = driver.rows[1][-1]["observation"]
+        assert seen["buttons"].tolist() == [2, 1] and seen["camera"].tolist() == [0.25, 1.0]
+        assert seen["both.0"].tolist() == [1, 0, 1] and seen["both.1"].tolist() == [98, 99, -1, -1, -1, -1]
+        assert Nested().observation_space["both"][1].max_length == 6
+
+
+def test_slots_processes_lives_workers_and_seeds_draw_differently():
+    draws = []
+    for seed, worker_id in ((1, "w0"), (1, "w1"), (2, "w0")):
+        with driven(config_of(2, 2), seed, worker_id) as driver:
+            driver.steps(1)
+            draws += [driver.rows[slot][0]["observation"][""][0] for slot in range(4)]
+    assert len(set(draws)) == 12
+    assert episode_seed(1, "w0", 3, 0, 0) != episode_seed(1, "w0", 3, 1, 0)
+    assert 0 <= episode_seed(1, "w0", 3, 0, 0) < 2**31
+
+
+def test_fast_resets_are_followed_by_a_simulator_that_is_made_anew(tmp_path):
+    made = tmp_path / "made"
+    limits = QUICK.model_copy(update={"max_fast_resets": 2})
+    with driven(config_of(1, 1, limits=limits, terminate_after=2, child=str(made))) as driver:
+        driver.steps(13)  # 6 episodes ended: resets 0 1 2 | 0 1 2 | 0
+        _assert_same(driver.rows[0][:13], _serial(Counter(2), 0, 12))
+    assert len(made.read_text().splitlines()) == 3
+
+
+def test_a_process_is_replaced_at_an_episodes_end_without_losing_a_step():
+    limits = QUICK.model_copy(update={"restart_interval_s": 0.001, "backoff_s": 30.0})
+    events = []
+    with driven(config_of(1, 2, limits=limits, terminate_after=3), events=events) as driver:
+        driver.steps(8)
+        driver.check_books()
+        counts = driver.pool.counts()
+        rows = driver.rows[0]
+    assert counts["restarts"] == counts["faults"] == 0
+    assert [name for name, _ in events].count("simulator_retired") >= 2
+    assert [row["terminated"] for row in rows[:8]] == [False, False, False, True, False, False, True, False]
+    assert rows[3]["final"][""][1:].tolist() == [3.0, 9.0] and rows[3]["return"] == 2.25 and rows[3]["has_final"]
+    assert rows[3]["first"] and rows[3]["observation"][""][1:].tolist() == [0.0, 0.0]
+    assert rows[3]["observation"][""][0] == _serial(Counter(3), 0, 1, life=1)[0][0][0]
+
+
+def test_decorrelated_starts_differ_and_repeat():
+    def starts():
+        config = config_of(1, 4, terminate_after=50).model_copy(update={"decorrelate_steps": 30})
+        with driven(config) as driver:
+            driver.steps(1)
+            return [tuple(driver.rows[slot][0]["observation"][""]) for slot in range(4)]
+
+    first = starts()
+    assert len({steps for _, steps, _ in first}) > 1 and all(steps < 30 for _, steps, _ in first)
+    assert first == starts()
+
+
+def test_tasks_share_processes_and_must_share_their_spaces():
+    two = {
+        "a": {"id": "tests.fleet.toys:Counter"},
+        "b": {"id": "tests.fleet.toys:Counter", "kwargs": {"terminate_after": 2}},
+    }
+    with driven(FleetConfig(tasks=two, envs_per_worker=4, envs_per_process=2, limits=QUICK)) as driver:
+        assert driver.pool.tasks == ("a", "a", "b", "b")
+        driver.steps(3)
+        assert not driver.rows[0][2]["terminated"] and driver.rows[2][2]["terminated"]
+    two["b"] = {"id": "CartPole-v1"}
+    with (
+        pytest.raises(ConfigError, match="share their spaces"),
+        driven(FleetConfig(tasks=two, envs_per_worker=2, limits=QUICK)) as driver,
+    ):
+        driver.steps(1)
+
+
+def test_actions_answer_arrivals_one_for_one():
+    with driven(config_of()) as driver:
+        driver.gather(5.0)
+        with pytest.raises(ValueError, match="must have"):
+            driver.pool.act(0, {"": np.zeros(2, np.int64)})
+        driver.answer(0)
+        with pytest.raises(ValueError, match="no open arrival"):
+            driver.pool.act(0, {"": np.zeros(1, np.int64)})
+
+
+def test_a_poll_without_news_ends_in_time():
+    with driven(config_of()) as driver:
+        driver.gather(5.0)
+        assert driver.pool.poll(0.0) == [] and driver.pool.poll(0.02) == []
+        assert driver.pool.live_slots == 1
+
+
+def test_spaces_are_unknown_before_the_start():
+    pool = SimulatorPool(config_of(), "w0", 1)
+    with pytest.raises(RunFailed, match="start the pool first"):
+        _ = pool.spaces
+    pool.close()
+    pool.close()

@@ -1,0 +1,161 @@
+"""A simulator process's own part, without a process: a thread plays it, the test its parent."""
+
+import json
+import os
+import random
+import socket
+import threading
+
+import numpy as np
+import pytest
+from tests.fleet.toys import Counter
+
+from penstock.fleet.block import Block
+from penstock.fleet.messages import (
+    ARRIVED,
+    CLOSE,
+    FAILED,
+    READY,
+    RETIRING,
+    STEP,
+    Failure,
+    SimulationSpec,
+    packet_socketpair,
+)
+from penstock.fleet.simulation import ExitCode, run_simulation
+from penstock.types import Spaces
+
+
+class _Worded(Counter):
+    """Rewards are clipped; the raw ones stand in `info`."""
+
+    def step(self, action):
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, min(reward, 0.5), terminated, truncated, {"raw_reward": reward, "error": False}
+
+
+class _Talker:
+    """The parent of a simulation in a thread."""
+
+    def __init__(self, make=Counter, rows=1, **fields):
+        mine, other = packet_socketpair()
+        self.channel, self.codes = mine, []
+        mine.settimeout(5.0)
+        spec = SimulationSpec("w0", 1, 0, 0, tuple(range(rows)), "t", "toy", **fields)
+        spec = SimulationSpec.from_values(json.loads(json.dumps(spec.to_values())))
+        self._other = other
+        self._thread = threading.Thread(
+            target=lambda: self.codes.append(run_simulation(spec, other, lambda id, kwargs: make(**kwargs)))
+        )
+        self._thread.start()
+
+    def ready(self, rows=1):
+        packet, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
+        assert packet[:1] == READY
+        self.block = Block(fds[0], Spaces.from_values(json.loads(packet[1:])["spaces"]), rows)
+        os.close(fds[0])
+        assert self.channel.recv(99) == ARRIVED
+        return self.block
+
+    def step(self, *actions):
+        self.block.actions[""][:] = actions
+        self.channel.send(STEP)
+        return self.channel.recv(1 << 16)
+
+    def end(self):
+        self.channel.close()
+        self._thread.join(5.0)
+        self._other.close()
+        return self.codes
+
+
+@pytest.fixture
+def talk():
+    talkers = []
+
+    def begin(*args, **kwargs):
+        talkers.append(_Talker(*args, **kwargs))
+        return talkers[-1]
+
+    state = random.getstate(), np.random.get_state()
+    yield begin
+    for talker in talkers:
+        talker.end()
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+
+
+def test_statistics_count_raw_rewards_and_a_false_error_is_none(talk):
+    talker = talk(_Worded, kwargs={"terminate_after": 2})
+    block = talker.ready()
+    assert talker.step(0) == ARRIVED and block.rewards.tolist() == [0.5] and not block.faults[0]
+    assert talker.step(4) == ARRIVED and block.rewards.tolist() == [0.5]
+    assert block.terminated[0] and block.first[0] and block.returns.tolist() == [2.0] and block.lengths.tolist() == [2]
+    assert talker.step(4) == ARRIVED
+    assert not (block.terminated[0] or block.first[0] or block.has_final[0]) and block.lengths.tolist() == [0]
+
+
+def test_the_clock_tells_the_time_of_an_answer(talk):
+    talker = talk()
+    block = talker.ready()
+    talker.step(1)
+    assert 0 < block.clock[2] < 1.0 and block.clock[0] == 0.0
+
+
+def test_a_replacement_cuts_the_other_episodes_with_their_last_observations(talk):
+    class Longer(Counter):
+        made = []
+
+        def __init__(self):
+            self.made.append(self)
+            super().__init__(terminate_after=2 + len(self.made))  # 3, then 4
+
+    talker = talk(Longer, 2, restart_interval_s=0.0001)
+    block = talker.ready(2)
+    for _ in range(2):
+        assert talker.step(1, 2) == ARRIVED
+    assert talker.step(1, 2) == RETIRING
+    assert block.terminated.tolist() == [True, False] and block.truncated.tolist() == [False, True]
+    assert block.has_final.all() and not block.faults.any()
+    assert block.final_observations[""][:, 1:].tolist() == [[3.0, 9.0], [3.0, 12.0]]
+    assert block.lengths.tolist() == [3, 3] and block.returns.tolist() == [2.25, 3.0]
+    assert talker.end() == [ExitCode.RETIRED]
+
+
+@pytest.mark.parametrize("how", ["token", "socket"])
+def test_it_closes_its_simulators_when_told_or_left(talk, how):
+    closed = []
+
+    class Closing(Counter):
+        def close(self):
+            closed.append(self)
+            raise RuntimeError("it fails to close")
+
+    talker = talk(Closing, 2)
+    talker.ready(2)
+    if how == "token":
+        talker.channel.send(CLOSE)
+    assert talker.end() == [ExitCode.CLOSED] and len(closed) == 2
+
+
+def test_failures_say_where_whose_and_who_is_to_blame(talk):
+    talker = talk(rows=2)
+    talker.ready(2)
+    failure = Failure.from_packet(talker.step(0, 7))
+    assert (failure.where, failure.slot, failure.blame, failure.kind) == ("stepping", 1, "policy", "PolicyActionError")
+    assert talker.end() == [ExitCode.FAILED]
+
+    def refuse():
+        raise SystemExit(3)
+
+    packet = talk(refuse).channel.recv(1 << 16)
+    assert packet[:1] == FAILED
+    failure = Failure.from_packet(packet)
+    assert (failure.where, failure.blame, failure.kind) == ("making", "simulator", "SystemExit")
+    assert "refuse" in failure.traceback
+
+
+def test_long_tracebacks_fit_a_packet():
+    failure = Failure("stepping", 0, "E", "m" * 99999, "t" * 99999 + "end", "simulator")
+    packet = failure.packet()
+    assert len(packet) < 1 << 16 and Failure.from_packet(packet).traceback.endswith("end")

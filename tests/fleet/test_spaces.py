@@ -1,0 +1,137 @@
+"""Any Gymnasium space as named arrays, and back."""
+
+import numpy as np
+import pytest
+from gymnasium import spaces as gym
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.fleet.spaces import PolicyActionError, SimulatorValueError, leaves_of, make_reader, make_writer, spaces_of
+from penstock.types import ConfigError, LeafSpace, Spaces
+
+_sizes = st.lists(st.integers(1, 3), min_size=0, max_size=3).map(tuple)
+_leaves = st.one_of(
+    st.builds(lambda shape, high: gym.Box(-1.5, high, shape, np.float32), _sizes, st.floats(0.0, 9.0, width=32)),
+    st.builds(lambda shape: gym.Box(0, 255, shape, np.uint8), _sizes),
+    st.builds(lambda shape: gym.Box(-np.inf, np.inf, shape, np.float64), _sizes),
+    st.builds(lambda n, start: gym.Discrete(n, start=start), st.integers(1, 9), st.integers(-5, 5)),
+    st.builds(
+        lambda n, start: gym.MultiDiscrete(n, start=[start] * len(n)),
+        st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(-5, 5),
+    ),
+    st.builds(lambda shape: gym.MultiBinary(shape), st.lists(st.integers(1, 3), min_size=1, max_size=2)),
+    st.builds(lambda most: gym.Text(most, min_length=0, charset="abcäß✓"), st.integers(1, 9)),
+)  # fmt: skip
+_spaces = st.recursive(
+    _leaves,
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["left", "right", "up"]), inner, min_size=1, max_size=3).map(gym.Dict)
+        | st.lists(inner, min_size=1, max_size=3).map(gym.Tuple)
+    ),
+    max_leaves=5,
+)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(np.all(np.asarray(one) == np.asarray(other)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_spaces, st.integers(0, 1000))
+def test_what_is_written_is_read_again_from_its_own_row_only(space, seed):
+    leaves = leaves_of(space, "observation")
+    arrays = {leaf.name: leaf.zeros(3) for leaf in leaves}
+    space.seed(seed)
+    sample = space.sample()
+
+    make_writer(space, arrays)(1, sample)
+    read = make_reader(space, arrays)(1)
+
+    assert _same(read, sample)
+    assert space.contains(read)
+    assert all((array[[0, 2]] == 0).all() for array in arrays.values())
+    assert Spaces.from_values(Spaces(leaves, leaves).to_values()) == Spaces(leaves, leaves)
+
+
+def test_leaves_are_named_by_their_path_and_count_from_zero():
+    space = gym.Dict(
+        {
+            "image": gym.Box(0, 255, (4, 4, 3), np.uint8),
+            "both": gym.Tuple((gym.Discrete(3, start=-1), gym.MultiDiscrete([2, 5], start=[7, 7]))),
+            "speed": gym.Box(np.array([0.0, 1.0]), np.array([2.0, 2.0]), dtype=np.float64),
+            "said": gym.Text(5),
+            "lamps": gym.MultiBinary(4),
+        }
+    )
+    assert set(leaves_of(space, "observation")) == {
+        LeafSpace("image", "box", (4, 4, 3), "uint8", low=0.0, high=255.0),
+        LeafSpace("both.0", "discrete", (), "int64", n=(3,), start=-1),
+        LeafSpace("both.1", "multi_discrete", (2,), "int64", n=(2, 5), start=7),
+        LeafSpace("speed", "box", (2,), "float64", low=None, high=2.0),
+        LeafSpace("said", "text", (5,), "int32"),
+        LeafSpace("lamps", "multi_binary", (4,), "int8"),
+    }
+    assert leaves_of(gym.Discrete(2), "action")[0].name == ""
+
+
+def test_starts_are_taken_off_and_put_back():
+    space = gym.MultiDiscrete([3, 3], start=[10, 20])
+    arrays = {"": np.zeros((1, 2), np.int64)}
+    make_writer(space, arrays)(0, np.array([11, 22]))
+    assert arrays[""].tolist() == [[1, 2]]
+    assert make_reader(space, arrays)(0).tolist() == [11, 22]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [gym.Sequence(gym.Discrete(2)), gym.Graph(gym.Discrete(2), None), gym.OneOf((gym.Discrete(2), gym.Discrete(3)))],
+)
+def test_what_has_no_fixed_size_is_refused_with_a_remedy(space):
+    with pytest.raises(ConfigError, match=rf"action space at 'a' is a {type(space).__name__}.*wrap the simulator"):
+        spaces_of(gym.Discrete(2), gym.Dict({"a": space}))
+
+
+def test_empty_spaces_and_repeated_names_are_refused():
+    with pytest.raises(ConfigError, match="observation space .* has no leaf"):
+        leaves_of(gym.Dict({}), "observation")
+    twice = gym.Dict({"a.b": gym.Discrete(2), "a": gym.Dict({"b": gym.Discrete(2)})})
+    with pytest.raises(ConfigError, match=r"two leaves named 'a\.b'"):
+        leaves_of(twice, "observation")
+
+
+def test_box_actions_are_clipped_and_must_be_finite():
+    space = gym.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 2.0], np.float32))
+    arrays = {"": np.array([[-3.0, 5.0], [0.5, np.nan]], np.float32)}
+    read = make_reader(space, arrays)
+    action = read(0)
+    assert action.tolist() == [-1.0, 2.0] and action.dtype == np.float32
+    action[:] = 9.0
+    assert arrays[""][0].tolist() == [-3.0, 5.0]  # the simulator may change its action
+    with pytest.raises(PolicyActionError, match="not finite"):
+        read(1)
+
+
+@pytest.mark.parametrize(
+    ("space", "row"),
+    [
+        (gym.Discrete(3, start=5), 3),
+        (gym.Discrete(3), -1),
+        (gym.MultiDiscrete([2, 2]), [0, 2]),
+        (gym.MultiBinary(2), [0, 2]),
+    ],
+)
+def test_choices_outside_the_space_are_named(space, row):
+    with pytest.raises(PolicyActionError, match="action ''"):
+        make_reader(space, {"": np.array([row])})(0)
+
+
+def test_observations_of_another_shape_are_named():
+    write = make_writer(gym.Dict({"x": gym.Box(0, 1, (2,), np.float32)}), {"x": np.zeros((1, 2), np.float32)})
+    with pytest.raises(SimulatorValueError, match=r"observation 'x' has shape \(1,\): its space says \(2,\)"):
+        write(0, {"x": np.zeros(1)})
+    with pytest.raises(SimulatorValueError, match="7 characters"):
+        make_writer(gym.Text(3), {"": np.zeros((1, 3), np.int32)})(0, "toolong")

@@ -1,0 +1,330 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.learner.control_batches import make_batch, make_fragment, make_fragments, make_policy, with_fault
+
+from penstock.learner import (
+    ControlLearner,
+    ControlOptimizerConfig,
+    PpoConfig,
+    ReferenceKlConfig,
+    VTraceConfig,
+    load_checkpoint,
+    restore_control_learner,
+    save_checkpoint,
+)
+from penstock.learner.advantages import Chain, VTraceClips, gae, vtrace
+from penstock.learner.control_step import preparer
+from penstock.learner.reference_policy import ReferencePolicy
+from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
+from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, WeightsError
+
+FAST = ControlOptimizerConfig(learning_rate=1e-2)
+SMALL = PpoConfig(epochs=2, minibatches=2, optimizer=FAST)
+
+
+@pytest.fixture(scope="module")
+def policy() -> ControlPolicy:
+    return make_policy()
+
+
+@pytest.fixture
+def compilations():
+    """How many programs were compiled since the fixture's list was cleared."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **details: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def changed(before: ControlPolicy, after: ControlPolicy) -> set[str]:
+    """Names of the arrays that differ."""
+    old, new = named_arrays(before), named_arrays(after)
+    return {name for name in old if not np.array_equal(old[name], new[name])}
+
+
+def test_actions_that_paid_become_more_probable():
+    """A bandit: action 2 pays 1, others nothing; the policy is asked anew before every update."""
+    learner = ControlLearner(make_policy(policy_gain=0.01), SMALL, 30)
+    for step in range(30):
+        fragments = []
+        for slot in range(4):
+            fragment = make_fragment(
+                learner.policy, 6, 50 * step + slot, step, ends=dict.fromkeys(range(6), "terminated")
+            )
+            fragments.append(replace(fragment, rewards=(fragment.actions[""] == 2).astype(np.float32)))
+        metrics = learner.update(make_batch(fragments, step), step)
+    observations = {"": jnp.asarray(np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32))}
+    distribution, values, _ = learner.policy.step(observations, {}, jnp.zeros(64, bool))
+    chosen = np.exp(distribution.log_prob({"": jnp.full(64, 2)}))
+    assert chosen.mean() > 0.8, "a quarter before"
+    assert abs(float(values.mean()) - float(chosen.mean())) < 0.2, "values follow what is earned"
+    assert metrics["train/mismatch_max"] < 1e-4 and learner.step == 30
+
+
+def test_metrics_name_what_happened(policy):
+    fragments = make_fragments(policy, 4, 6, version=0)
+    fragments[0] = with_fault(fragments[0], 4)
+    metrics = ControlLearner(policy, SMALL, 5).update(make_batch(fragments), 0)
+    assert metrics["train/trained_steps"] == 23 and metrics["train/fragments"] == 4
+    assert metrics["train/optimizer_steps"] == 4 and metrics["train/non_finite"] == 0
+    assert metrics["train/learning_rate"] == 1e-2
+    assert 0 < metrics["train/entropy"] < np.log(4)
+    assert 0 <= metrics["train/mismatch_max"] < 1e-5
+    assert metrics["train/vtrace_fraction"] == metrics["train/correction_fraction"] == 0
+    assert {"train/staleness_kl", "train/reference_kl"}.isdisjoint(metrics), "nothing stale, no reference"
+    assert {
+        "train/loss", "train/policy_loss", "train/value_loss", "train/approx_kl", "train/clip_fraction",
+        "train/explained_variance", "train/grad_norm", "train/ratio_mean", "train/value_mean", "time/optimise",
+        "throughput/steps_per_s",
+    } <= metrics.keys()  # fmt: skip
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_what_a_faulty_step_holds_and_what_pads_changes_nothing(policy):
+    """Rewards, actions and observations at a fault, and one longer blank tail, are of no consequence."""
+    fragments = [with_fault(fragment, 2) for fragment in make_fragments(policy, 4, 6)]
+    learner = ControlLearner(policy, SMALL, 5)
+    metrics = learner.update(make_batch(fragments), 0)
+    assert metrics["train/non_finite"] == 0
+    other = []
+    for fragment in fragments:
+        rewards, actions = fragment.rewards.copy(), fragment.actions[""].copy()
+        rewards[2], actions[2] = 1e9, 3 - actions[2]
+        other.append(replace(fragment, rewards=rewards, actions={"": actions}))
+    same = ControlLearner(policy, SMALL, 5)
+    same.update(make_batch(other), 0)
+    assert changed(learner.policy, same.policy) == set()
+    padded = ControlLearner(policy, SMALL, 5)
+    padded.compile(4, 9)
+    padded.update(make_batch(fragments), 0)
+    for name, array in named_arrays(padded.policy).items():
+        np.testing.assert_allclose(array, named_arrays(learner.policy)[name], atol=2e-6, err_msg=name)
+
+
+def test_the_same_seed_and_batches_give_the_same_bits_and_another_seed_does_not(policy):
+    def trained(seed: int) -> ControlPolicy:
+        learner = ControlLearner(policy, SMALL, 5, seed)
+        for step in range(2):
+            learner.update(make_batch(make_fragments(policy, 4, 6, seed=step, version=9), step), step)
+        return learner.policy
+
+    first, again, other = trained(0), trained(0), trained(1)
+    assert changed(first, again) == set()
+    assert changed(first, other), "minibatches are drawn from the seed"
+
+
+def test_parameters_that_were_handed_out_stay_valid(policy):
+    before = {name: np.array(array) for name, array in named_arrays(policy).items()}
+    learner = ControlLearner(policy, SMALL, 5)
+    held = learner.named_arrays()
+    learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    middle = {name: np.array(array) for name, array in learner.named_arrays().items()}
+    second = learner.named_arrays()
+    learner.update(make_batch(make_fragments(policy, 4, 6, version=9), 1), 1)
+    for name in before:
+        np.testing.assert_array_equal(held[name], before[name])
+        np.testing.assert_array_equal(second[name], middle[name])
+
+
+def test_nothing_is_compiled_after_compile(policy, compilations):
+    config = SMALL.model_copy(update={"minibatches": 3})
+    learner = ControlLearner(policy, config, 5)
+    fragments = [make_fragments(policy, 4, 7, seed, version=9) for seed in range(2)]
+    fragments[1][2] = make_fragment(policy, 5, 77)
+    learner.compile(4, 7)
+    compilations.clear()
+    for step in range(2):
+        learner.update(make_batch(fragments[step], step), step)
+    assert compilations == []
+
+
+@pytest.mark.parametrize("memory", ["gru", "transformer"])
+def test_a_recurrent_policy_is_unrolled_from_the_fragments_own_state(memory):
+    policy = make_policy(memory)
+    rng = np.random.default_rng(0)
+    start = make_fragment(policy, 9, 1)
+    observations = {"": jnp.asarray(start.observations[""])[:, None]}
+    states = policy.unroll(observations, jnp.zeros((10, 1), bool), policy.initial_state(1))[2]
+    state = {name: np.asarray(array[-1, 0]) for name, array in states.items()}
+    fragments = [make_fragment(policy, 6, 2, state=state, ends={2: "truncated"}), make_fragment(policy, 6, 3)]
+    metrics = ControlLearner(policy, SMALL, 5).update(make_batch(fragments), 0)
+    assert metrics["train/mismatch_max"] < 1e-5
+    moved = {name: (array + rng.normal(size=array.shape)).astype(array.dtype) for name, array in state.items()}
+    if memory != "transformer":
+        with pytest.raises(MismatchError, match="recurrent state"):
+            ControlLearner(policy, SMALL, 5).update(
+                make_batch([replace(fragments[0], initial_state=moved), fragments[1]]), 0
+            )
+
+
+def test_mismatch_stops_before_anything_is_applied_and_only_for_the_own_version(policy):
+    fragment = make_fragment(policy, 6, 0, version=3)
+    wrong = replace(fragment, logprobs=fragment.logprobs - np.float32(0.01))
+    learner = ControlLearner(policy, SMALL, 5)
+    metrics = learner.update(make_batch([replace(wrong, weight_steps=np.full(6, -1, np.int32))] * 4), 0)
+    assert "train/mismatch_max" not in metrics
+    assert metrics["train/staleness_kl"] == pytest.approx(np.expm1(0.01) - 0.01, rel=1e-2)
+    learner = ControlLearner(policy, SMALL, 5)
+    with pytest.raises(MismatchError, match="by up to 0.01 .learner.mismatch_limit is 0.001"):
+        learner.update(make_batch([replace(wrong, weight_steps=np.zeros(6, np.int32))] * 4), 0)
+    assert learner.step == 0 and changed(policy, learner.policy) == set()
+
+
+def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
+    """Against the pure functions, with values of the true last observations; both fragments were drawn off-policy."""
+    behaviour = make_policy(seed=4)
+    fragments = [make_fragment(behaviour, 5, seed, 7, ends={1: "terminated", 3: "truncated"}) for seed in (0, 1)]
+    fragments[1] = replace(fragments[1], weight_steps=np.full(5, 5, np.int32))
+    config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none")
+    learner = ControlLearner(policy, config, 9)
+    learner._step = 7  # noqa: SLF001 - so that versions differ
+    steps, summary = preparer(config)(policy, learner._arrays(fragments))  # noqa: SLF001
+    for column, fragment in enumerate(fragments):
+        observations = {"": jnp.asarray(fragment.observations[""])}
+        distribution, values, _ = policy.step(observations, {}, jnp.zeros(6, bool))
+        logprobs = np.asarray(distribution.log_prob({"": jnp.asarray([*fragment.actions[""], 0])}))[:5]
+        finals = policy.step({"": jnp.asarray(fragment.final_observations[""])}, {}, jnp.zeros(2, bool))[1]
+        following = np.array(values[1:])
+        following[[1, 3]] = finals
+        flags = [jnp.asarray(flag) for flag in (fragment.terminated, fragment.truncated, np.ones(5, bool))]
+        chain = Chain(jnp.asarray(fragment.rewards), values[:-1], jnp.asarray(following), *flags)
+        ratios = jnp.exp(logprobs - fragment.logprobs)
+        expected = gae(chain, 0.99, 0.95) if column == 0 else vtrace(chain, ratios, 0.99, 0.95, VTraceClips())
+        np.testing.assert_allclose(steps.advantages[:, column], expected.advantages, atol=1e-5)
+        np.testing.assert_allclose(steps.targets[:, column], expected.targets, atol=1e-5)
+        weights = np.minimum(ratios, 2.0) if column == 0 else np.ones(5)
+        np.testing.assert_allclose(steps.weights[:, column], weights, rtol=1e-5)
+        np.testing.assert_allclose(steps.logprobs[:, column], logprobs, atol=1e-6)
+    assert summary.old_steps == 5 and summary.own_steps == 5
+
+
+def test_burn_in_has_no_gradient_and_is_not_trained():
+    """With a burn-in of 3, the first three rewards cannot move anything, and neither gradient nor mean sees them."""
+    policy = make_policy("gru")
+    config = SMALL.model_copy(update={"burn_in": 3, "gae_lambda": 0.0})
+    fragments = [make_fragment(policy, 7, seed) for seed in range(2)]
+    learner, other = ControlLearner(policy, config, 5), ControlLearner(policy, config, 5)
+    metrics = learner.update(make_batch(fragments), 0)
+    assert metrics["train/trained_steps"] == 8
+    for index, fragment in enumerate(fragments):
+        rewards = fragment.rewards.copy()
+        rewards[:3] = 100
+        fragments[index] = replace(fragment, rewards=rewards)
+    other.update(make_batch(fragments), 0)
+    assert changed(learner.policy, other.policy) == set()
+    with pytest.raises(ConfigError, match="learner.burn_in is 3, but fragments have 3 steps"):
+        ControlLearner(policy, config, 5).update(make_batch([make_fragment(policy, 3, 0)]), 0)
+    with pytest.raises(ConfigError, match="no memory: set it to 0"):
+        ControlLearner(make_policy(), config, 5)
+
+
+def test_an_epoch_too_far_is_the_last(policy):
+    config = SMALL.model_copy(update={"epochs": 5, "target_kl": 1e-9})
+    metrics = ControlLearner(policy, config, 5).update(make_batch(make_fragments(policy, 4, 6)), 0)
+    assert metrics["train/optimizer_steps"] == 2, "one epoch of two"
+
+
+def test_the_value_warm_up_trains_the_value_head_alone():
+    policy = make_policy(value_network="separate")
+    config = SMALL.model_copy(update={"value_warmup_updates": 1})
+    learner = ControlLearner(policy, config, 5)
+    learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    names = changed(policy, learner.policy)
+    assert names and all(name.startswith(("value_head.", "value_encoder.")) for name in names)
+    warm = learner.policy
+    learner.update(make_batch(make_fragments(policy, 4, 6), 1), 1)
+    assert changed(warm, learner.policy) == set(named_arrays(policy))
+
+
+def test_the_penalty_holds_the_policy_to_its_reference(policy):
+    fragments = [make_fragments(policy, 4, 6, seed, version=9) for seed in range(3)]
+
+    def distance(penalty: ReferenceKlConfig | None) -> float:
+        learner = ControlLearner(policy, SMALL.model_copy(update={"reference_kl": penalty}), 5)
+        for step, each in enumerate(fragments):
+            metrics = learner.update(make_batch(each, step), step)
+        if penalty is not None:
+            assert metrics["train/reference_kl"] > 0
+            assert metrics["train/reference_kl_coefficient"] == pytest.approx(penalty.coefficient * 0.9**2)
+        observations = {"": jnp.asarray(fragments[0][0].observations[""])}
+        ours, theirs = (each.step(observations, {}, jnp.zeros(7, bool))[0] for each in (policy, learner.policy))
+        return float(ours.kl(theirs).mean())
+
+    free, held = distance(None), distance(ReferenceKlConfig(coefficient=20.0, decay=0.9))
+    assert held < free / 3
+
+
+def test_a_reference_is_read_from_a_folder_and_does_not_travel_in_checkpoints(policy, tmp_path):
+    other = make_policy(seed=5)
+    save_control_policy(tmp_path, other, other.config, other.spaces)
+    reference = ReferencePolicy(ReferenceKlConfig(reference=str(tmp_path)), policy)
+    assert reference.policy is not None and changed(reference.policy, other) == set()
+    assert reference.state_arrays() == {} and reference.coefficient(0) == 0.2
+
+
+def test_a_reference_with_another_memory_is_refused(policy, tmp_path):
+    other = make_policy("gru")
+    save_control_policy(tmp_path, other, other.config, other.spaces)
+    config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig(reference=str(tmp_path))})
+    with pytest.raises(ConfigError, match="recurrent state .*hidden"):
+        ControlLearner(policy, config, 5)
+
+
+def test_what_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(policy):
+    fragment = make_fragment(policy, 6, 0, version=9)
+    broken = [replace(fragment, observations={"": np.full((7, 3), np.nan, np.float32)})] * 4
+    learner = ControlLearner(policy, SMALL, 5)
+    for step in range(4):
+        metrics = learner.update(make_batch(broken, step), step)
+        assert metrics["train/non_finite"] == 1 and "train/loss" not in metrics
+    assert changed(policy, learner.policy) == set() and learner.step == 4
+    with pytest.raises(NonFiniteError, match="5 updates in a row"):
+        learner.update(make_batch(broken, 4), 4)
+
+
+def test_a_batch_for_another_version_and_an_empty_one_are_refused(policy):
+    learner = ControlLearner(policy, SMALL, 5)
+    with pytest.raises(WeightsError, match="for version 2, the learner holds 0"):
+        learner.update(make_batch([make_fragment(policy, 3, 0)], 2), 2)
+    with pytest.raises(ConfigError, match="no fragments"):
+        learner.update(make_batch([]), 0)
+
+
+def test_resuming_equals_going_straight_on_bit_for_bit(policy, tmp_path):
+    config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig(reference_version=1)})
+    learner = ControlLearner(policy, config, 9, seed=3)
+    batches = [make_batch(make_fragments(policy, 4, 6, seed, version=9), seed) for seed in range(4)]
+    for step in range(2):
+        learner.update(batches[step], step)
+    path = save_checkpoint(tmp_path, 2, learner, None, {"replay": {"waiting": []}})
+    checkpoint = load_checkpoint(path)
+    resumed = restore_control_learner(checkpoint, config, 9, seed=3)
+    assert (checkpoint.step, resumed.step, checkpoint.states) == (2, 2, {"replay": {"waiting": []}})
+    assert changed(learner.policy, checkpoint.policy) == set()
+    for step in (2, 3):
+        straight, again = (each.update(batches[step], step) for each in (learner, resumed))
+        train = {name for name in straight if name.startswith("train/")}
+        assert {name: straight[name] for name in train} == {name: again[name] for name in train}
+    assert changed(learner.policy, resumed.policy) == set()
+    for name, value in learner.state_arrays().items():
+        np.testing.assert_array_equal(value, resumed.state_arrays()[name], err_msg=name)
+    with pytest.raises(CheckpointError, match="control policy, no language policy"):
+        _ = checkpoint.decoder
+
+
+def test_a_checkpoint_without_the_reference_is_refused(policy, tmp_path):
+    learner = ControlLearner(policy, SMALL, 9)
+    learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    checkpoint = load_checkpoint(save_checkpoint(tmp_path, 1, learner, None, {}))
+    config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig()})
+    with pytest.raises(CheckpointError, match="has no reference policy"):
+        restore_control_learner(checkpoint, config, 9)

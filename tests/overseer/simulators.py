@@ -1,0 +1,46 @@
+"""Simulators for tests of whole fleet runs: small, quick, and in trouble when told so."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Guess(gymnasium.Env):
+    """The right action is the one that is shown; ten steps an episode, so that the best return is 10."""
+
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, die_at: int = 0, hang_at: int = 0) -> None:
+        self._die_at, self._hang_at, self._total = die_at, hang_at, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._show(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        self._total += 1
+        if self._total == self._die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._total == self._hang_at:
+            time.sleep(600)
+        reward = float(int(action) == self._right)
+        return self._show(), reward, self._steps == 10, False, {}
+
+    def _show(self) -> np.ndarray:
+        self._right = int(self.np_random.integers(2))
+        return np.eye(2, dtype=np.float32)[self._right]
+
+
+class Unmakeable(gymnasium.Env):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("the engine is not here")

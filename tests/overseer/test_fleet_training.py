@@ -1,0 +1,196 @@
+"""Whole fleet runs in this process with real simulator processes: what they leave behind, and how they end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+from rich.console import Console
+
+from penstock.dashboard import read_run_status
+from penstock.overseer import FleetRunConfig, evaluate_fleet, fleet_conductor, print_summary, train
+from penstock.overseer.config_loading import build_config
+from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
+from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed
+from tests.overseer.conftest import merged
+
+GUESS = "tests.overseer.simulators:Guess"
+TINY: dict[str, Any] = {
+    "seed": 3,
+    "steps": 3,
+    "model": {"hidden_sizes": [8]},
+    "fleet": {
+        "tasks": {"guess": {"id": GUESS}},
+        "envs_per_worker": 4,
+        "envs_per_process": 2,
+        "fragment_length": 8,
+        "queue_fragments": 2,
+    },
+    "replay": {"fragments_per_batch": 4, "max_waiting": 4},
+    "learner": {"epochs": 2, "minibatches": 2, "optimizer": {"learning_rate": 0.01}},
+    "evaluation": {"episodes": 4, "simulators": 2},
+}
+
+
+def tiny(changes: dict[str, Any] | None = None) -> FleetRunConfig:
+    return build_config(FleetRunConfig, merged(TINY, changes or {}))
+
+
+def closes(ledger: dict[str, int]) -> bool:
+    return ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    original = fleet_conductor.FleetConductor._on_step
+
+    def stopping(self, reached, metrics):
+        original(self, reached, metrics)
+        if reached == step:
+            self.stop()
+
+    monkeypatch.setattr(fleet_conductor.FleetConductor, "_on_step", stopping)
+
+
+def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
+    summary = train(tiny({"overseer": {"checkpoint_every": 2}}), run_dir, quiet=True)
+    assert (summary.complete, summary.step, summary.kind) == (True, 3, "control")
+    assert summary.untrained["guess"].groups == summary.after["guess"].groups == 4
+    assert all(0 <= reward <= 10 for reward in summary.after["guess"].rewards)
+
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "finished" and status["ledger"]["trained"] == 12 and closes(status["ledger"])
+    assert status["bottleneck"].startswith("learner ")
+    account = status["account"]
+    assert account["started"] == sum(count for place, count in account.items() if place != "started")
+    assert account["acting"] == account["buffered"] == account["waiting"] == 0
+    assert account["sent"] >= 12 * 8
+
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["train/steps"] == 32 and row["fleet/steps_per_s"] > 0 and row["replay/ledger/trained"] >= 0
+        assert all(0 <= row[f"time/idle/{role}"] <= 1 for role in ("learner", "inference"))
+    tests = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/guess/return_mean" in row]
+    assert [row["step"] for row in tests] == [0, 3]
+
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert (events[0]["event"], events[-1]["event"], events[-1]["still_running"]) == ("start", "end", [])
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [0, 2, 3]
+    parts = [pq.read_table(path) for path in (run_dir / "fragments").glob("part-*.parquet")]
+    assert sum(part.num_rows for part in parts) >= 12
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-2", "step-3"]
+    assert not (run_dir / "stacks.txt").exists()
+
+
+def test_what_the_user_sees_at_the_end(run_dir: Path):
+    summary = train(tiny(), run_dir, quiet=True)
+    with Console(record=True, width=100, quiet=False, file=(run_dir / "seen.txt").open("w")) as console:
+        print_summary(summary, "mine.yaml", console)
+        text = console.export_text()
+    for words in ("Return of episodes", "guess", "untrained", "trained", "finished at step 3/3", "penstock eval"):
+        assert words in text
+    assert "serve" not in text and "prompts" not in text
+
+
+def test_a_policy_learns_what_it_is_shown(run_dir: Path):
+    changes = {"steps": 25, "evaluation": {"episodes": 8}, "learner": {"optimizer": {"learning_rate": 0.03}}}
+    summary = train(tiny(changes), run_dir, quiet=True)
+    assert summary.untrained["guess"].reward_mean < 9 < 9.8 < summary.after["guess"].reward_mean
+
+
+def test_a_stop_request_leaves_a_checkpoint_that_a_resume_goes_on_from(run_dir: Path, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2)
+        stopped = train(tiny({"steps": 50}), run_dir, quiet=True)
+    assert (stopped.step, stopped.complete, stopped.after) == (2, False, {})
+    assert read_status(run_dir / "status.json")["state"] == "stopped"
+    before = json.loads((run_dir / "checkpoints" / "step-2" / "state.json").read_text())["states"]
+
+    resumed = train(tiny({"steps": 4}), run_dir, resume=True, quiet=True)
+    assert (resumed.step, resumed.complete) == (4, True)
+    assert resumed.untrained == stopped.untrained
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert ledger["trained"] == 4 * 4 and closes(ledger)
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert [event["lineage"] for event in events if event["event"] == "start"] == [0, 1]
+    assert [event["changes"] for event in events if event["event"] == "resume"] == [{"steps": [50, 4]}]
+    last = json.loads((run_dir / "checkpoints" / "step-4" / "state.json").read_text())["states"]
+    counted = [states["statistics"][0][2] for states in (before, last)]
+    assert 0 < counted[0] < counted[1]
+    ids = [row["rollout_id"] for row in read_json_lines(run_dir / "fates.jsonl") if row["fate"] == "trained"]
+    assert len(ids) == len(set(ids)) == 16
+
+
+def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
+    changes = {"learner": {"optimizer": {"learning_rate": 0.0}}, "overseer": {"keep_checkpoints": 9}}
+    summary = train(tiny(changes), run_dir, quiet=True)
+    assert summary.after["guess"].rewards == summary.untrained["guess"].rewards
+    first, last = (
+        safetensors.numpy.load_file(run_dir / "checkpoints" / f"step-{step}" / "model" / "model.safetensors")
+        for step in (0, 3)
+    )
+    np.testing.assert_equal(first, last)
+
+
+def test_evaluations_during_the_run_and_offline_play_the_same_episodes(run_dir: Path):
+    changes = {"evaluation": {"every": 1, "before": False}, "overseer": {"keep_checkpoints": 9}, "steps": 4}
+    summary = train(tiny(changes), run_dir, quiet=True)
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/guess/return_mean" in row]
+    assert rows[-1]["step"] == 4 and len(rows) >= 2
+    report = evaluate_fleet(run_dir / "checkpoints" / "step-4", tiny(changes))
+    assert report.tasks["guess"].return_mean.value == summary.after["guess"].reward_mean
+    assert report.to_json()["tasks"]["guess"]["episodes"] == 4
+    with pytest.raises(ConfigError, match="task 'chess' is not in the recipe: its tasks are guess"):
+        evaluate_fleet(run_dir / "checkpoints" / "step-4", tiny(), ["chess"])
+    other = tiny({"fleet": {"tasks": {"guess": {"id": "CartPole-v1"}}}})
+    with pytest.raises(ConfigError, match="holds a policy for other observations or actions than guess have"):
+        evaluate_fleet(run_dir / "checkpoints" / "step-4", other)
+    with pytest.raises(CheckpointError, match="holds no config.json"):
+        evaluate_fleet(run_dir, tiny())
+
+
+def test_a_simulator_that_cannot_be_made_is_found_before_anything_is_written(run_dir: Path):
+    for simulator, words in (
+        ("tests.overseer.simulators:Unmakeable", "the engine is not here"),
+        ("CartPol-v1", "CartPole-v1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train(tiny({"fleet": {"tasks": {"guess": {"id": simulator}}}}), run_dir, quiet=True)
+    with pytest.raises(ConfigError, match="runtime is ray"):
+        train(tiny({"runtime": "ray"}), run_dir, quiet=True)
+    assert not run_dir.exists()
+
+
+def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
+    tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 70}}}
+    changes = {"steps": 12, "fleet": {"tasks": tasks, "limits": {"backoff_s": 0.01}}, "evaluation": {"episodes": 2}}
+    assert train(tiny(changes), run_dir, quiet=True).complete
+    failures = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_failed"]
+    assert failures and "SIGKILL" in failures[0]["reason"]
+    status = read_status(run_dir / "status.json")
+    assert status["numbers"]["fleet/restarts"] >= 1 and closes(status["ledger"])
+    faulty = sum(row["train/faulty_steps"] for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row)
+    assert faulty >= 1
+
+
+def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_dir: Path):
+    tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 60}}}
+    limits = {"backoff_s": 0.01, "max_restarts": 1}
+    changes = {"steps": 500, "fleet": {"tasks": tasks, "limits": limits}, "evaluation": {"before": False}}
+    with pytest.raises(RunFailed, match="failed 4 times.*were given up"):
+        train(tiny(changes), run_dir, quiet=True)
+    status = read_run_status(run_dir)
+    assert status.state == "failed"
+    assert (run_dir / "checkpoints" / f"step-{status.content['step']}").is_dir()
+
+
+def test_a_run_in_which_nothing_moves_ends_naming_what_is_waited_for(run_dir: Path):
+    tasks = {"guess": {"id": GUESS, "kwargs": {"hang_at": 40}}}
+    limits = {"no_progress_s": 2.0, "stop_timeout_s": 2.0}
+    changes = {"steps": 500, "fleet": {"tasks": tasks}, "overseer": limits, "evaluation": {"before": False}}
+    with pytest.raises(NoProgressError, match="the learner is at|fresh rollouts|no batch"):
+        train(tiny(changes), run_dir, quiet=True)
+    assert read_status(run_dir / "status.json")["state"] == "failed"
