@@ -128,6 +128,16 @@ def test_a_worker_that_fails_too_often_ends_the_fleet(fleet):
         wait_until(supervised)
 
 
+def test_a_worker_whose_weights_were_closed_ended_in_order_and_is_left_alone(fleet):
+    one = fleet(workers=1)
+    one.manager.start()
+    one.manager.update_model(WeightVersion(0, 0), {"w": np.array([0.0])})
+    one.weights.close()
+    wait_until(lambda: one.manager.metrics() and one.manager.reports()["fleet-0"].condition.state == "ended")
+    one.manager.supervise()
+    assert list(one.pools) == [("fleet-0", 0)] and one.manager.account().closes
+
+
 def test_scaling_up_and_down(fleet):
     one = fleet(workers=1)
     one.manager.start()

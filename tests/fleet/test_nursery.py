@@ -77,6 +77,8 @@ def test_a_killed_nursery_takes_its_forks_along_and_says_so():
     channel, pid, pidfd = _spawned(link)
     os.close(pidfd)
     with channel:
+        channel.settimeout(10.0)
+        assert channel.recv(1) == READY  # far beyond its start
         os.kill(link.pid, signal.SIGKILL)
         await_gone([pid])
         select.select([link], [], [], 5.0)

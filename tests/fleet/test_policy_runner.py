@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.fleet.policy_runner import JaxPolicyRunner, batch_sizes, slot_keys
+from penstock.fleet.policy_call import bucket_of, slot_keys
+from penstock.fleet.policy_runner import JaxPolicyRunner, padded_sizes
 from penstock.fleet.runner import Pending, PolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy, named_arrays
 from penstock.types import ConfigError, LeafSpace, Spaces, WeightsError, WeightVersion
@@ -38,8 +39,8 @@ def policy():
 
 
 def test_batches_are_padded_to_few_sizes():
-    assert batch_sizes(64) == (1, 8, 16, 32, 64)
-    assert batch_sizes(24) == (1, 6, 12, 24) and batch_sizes(5) == (1, 5) and batch_sizes(1) == (1,)
+    assert padded_sizes(64) == (1, 8, 16, 32, 64)
+    assert padded_sizes(24) == (1, 6, 12, 24) and padded_sizes(5) == (1, 5) and padded_sizes(1) == (1,)
 
 
 def test_it_is_a_policy_runner(policy):
@@ -159,6 +160,12 @@ def test_nothing_compiles_after_compile(policy):
     finally:
         jax.monitoring.clear_event_listeners()
     assert [name for name in compiled if "compile" in name] == []
+
+
+def test_runners_of_the_same_form_share_what_is_compiled(policy):
+    assert bucket_of(policy, SLOTS, 4, False) is bucket_of(make_policy(seed=9), SLOTS, 4, False)
+    others = [bucket_of(policy, SLOTS, 1, False), bucket_of(policy, SLOTS, 4, True), bucket_of(policy, 5, 4, False)]
+    assert bucket_of(policy, SLOTS, 4, False) not in others
 
 
 def test_compiling_moves_no_slots_stream(policy):

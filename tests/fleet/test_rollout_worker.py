@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.fleet.fake_pool import FakePool, FakeRunner, Script
 
+from penstock.fleet.batching import BatchFiller
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.fleet.pipeline_monitor import PipelineMonitor
 from penstock.fleet.rollout_worker import RolloutWorker
@@ -80,6 +81,40 @@ def test_a_batch_that_is_not_full_begins_after_the_longest_wait():
     assert 0.03 <= time.monotonic() - began < 5
     monitor = worker._monitor.metrics()
     assert monitor["fleet/wait_p99_s"] >= 0.029 and monitor["fleet/batch_slots_mean"] == 1.5
+
+
+def test_a_batch_that_is_not_full_sleeps_until_it_is_due():
+    pool = FakePool(2, script=Script(delay_s=lambda process: 30.0 if process == 1 else 0.0))
+    worker = worker_of(pool, FakeRunner(2), batch_size=2, max_wait_ms=200)
+    play(worker, 2)
+    polls, used = pool.polls, time.process_time()
+    play(worker, 1)
+    assert pool.polls - polls <= 6 and time.process_time() - used < 0.1
+
+
+def test_the_wait_is_that_of_the_first_slot():
+    pool = FakePool(2)
+    pool.start(1)
+    filler = BatchFiller(pool.spaces, 2)
+    for now, arrival in enumerate(pool.poll(0)):
+        filler.add(arrival, 5.0 + now)
+    assert filler.count == 2 and filler.first_at == 5.0
+
+
+def test_what_was_acted_on_before_an_action_failed_is_reported():
+    pool, reported = FakePool(2), []
+    worker = worker_of(pool, FakeRunner(2), lambda batch: reported.append(batch.slots.tolist()), batch_size=2)
+    act = pool.act
+
+    def fail_at_one(process, actions):
+        if process == 1:
+            raise RuntimeError("the pool broke")
+        act(process, actions)
+
+    pool.act = fail_at_one
+    with pytest.raises(RuntimeError, match="the pool broke"):
+        play(worker, 2)
+    assert reported == [[0, 1]] and pool.steps_taken == 1
 
 
 def test_no_batch_waits_for_the_quarantined():

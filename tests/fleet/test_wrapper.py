@@ -81,6 +81,16 @@ def test_what_is_complete_is_sent_before_it_ends():
     assert account.abandoned <= 4 * 5, "only what was in no complete fragment"
 
 
+def test_what_the_last_inference_completes_is_sent_although_the_weights_thread_ended_before():
+    pool, sink = FakePool(2), ListSink()
+    wrapper = wrapper_of(pool, FakeRunner(2, None, inference_s=0.35), sink, published(0), fragment_length=1)
+    wrapper.start()
+    wait_until(lambda: wrapper.account().started >= 2)
+    assert wrapper.stop(20) == []
+    account = check_account(wrapper, pool, sink)
+    assert account.abandoned == 2 and account.sent == account.started - 2 > 0
+
+
 def test_a_sink_that_hangs_does_not_keep_it_from_ending():
     pool, sink = FakePool(4), ListSink()
     sink.gate.clear()

@@ -20,7 +20,7 @@ SPACES = Spaces(
 
 def make_policy(memory: str = "none", seed: int = 0, **options: Any) -> ControlPolicy:
     """Two layers of 8; weights large enough that actions differ in probability."""
-    settings = {"hidden_sizes": (8, 8), "memory": memory, "memory_size": 8, "policy_gain": 1.0} | options
+    settings = {"hidden_sizes": (8, 8), "memory": memory, "memory_size": 8, "memory_window": 4, "policy_gain": 1.0} | options
     return make_control_policy(ControlModelConfig(**settings), SPACES, seed)
 
 
@@ -42,11 +42,8 @@ def make_fragment(policy: ControlPolicy, length: int, seed: int, version: int = 
     observations = rng.normal(size=(length + 1, 3)).astype(np.float32)
     state = changes.pop("state", {name: array[0] for name, array in policy.initial_state(1).items()})
     batched = {name: jnp.asarray(array)[None] for name, array in state.items()}
-    distribution, values, _ = policy.unroll(
-        {"": jnp.asarray(observations)[:, None]}, jnp.asarray(first)[:, None], batched
-    )
-    actions = distribution.sample(jax.random.key(seed))[""]
-    logprobs = np.asarray(distribution.log_prob({"": actions}))[:-1, 0]
+    key, columns = jax.random.key(seed), {"": jnp.asarray(observations)[:, None]}
+    actions, logprobs, values = _behave(policy, columns, jnp.asarray(first)[:, None], batched, key)
     fields: dict[str, Any] = {
         "task": "toy", "env_name": "toy", "group_id": f"w-0-0-{seed}", "slot": 0,
         "observations": {"": observations},
@@ -54,13 +51,20 @@ def make_fragment(policy: ControlPolicy, length: int, seed: int, version: int = 
         "rewards": rng.normal(size=length).astype(np.float32),
         "terminated": _at(length, ends, "terminated"), "truncated": _at(length, ends, "truncated"),
         "faults": np.zeros(length, bool), "first": first,
-        "logprobs": logprobs, "values": np.asarray(values)[:, 0],
+        "logprobs": np.asarray(logprobs)[:-1, 0], "values": np.asarray(values)[:, 0],
         "weight_steps": np.full(length, version, np.int32), "episodes": np.zeros(length, np.int64),
         "final_steps": np.array(sorted(ends), np.int32),
         "final_observations": {"": rng.normal(size=(len(ends), 3)).astype(np.float32)},
         "initial_state": {name: np.asarray(array) for name, array in state.items()},
     }  # fmt: skip
     return SampleFragment(**(fields | changes))
+
+
+@jax.jit
+def _behave(policy: ControlPolicy, observations: Any, first: Any, state: Any, key: Any) -> tuple[Any, Any, Any]:
+    distribution, values, _ = policy.unroll(observations, first, state)
+    actions = distribution.sample(key)
+    return actions[""], distribution.log_prob(actions), values
 
 
 def make_fragments(

@@ -153,7 +153,8 @@ def test_a_recurrent_policy_is_unrolled_from_the_fragments_own_state(memory):
     rng = np.random.default_rng(0)
     start = make_fragment(policy, 9, 1)
     observations = {"": jnp.asarray(start.observations[""])[:, None]}
-    states = policy.unroll(observations, jnp.zeros((10, 1), bool), policy.initial_state(1))[2]
+    unroll = jax.jit(ControlPolicy.unroll)
+    states = unroll(policy, observations, jnp.zeros((10, 1), bool), policy.initial_state(1))[2]
     state = {name: np.asarray(array[-1, 0]) for name, array in states.items()}
     fragments = [make_fragment(policy, 6, 2, state=state, ends={2: "truncated"}), make_fragment(policy, 6, 3)]
     metrics = ControlLearner(policy, SMALL, 5).update(make_batch(fragments), 0)

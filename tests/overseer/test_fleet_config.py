@@ -41,8 +41,8 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
     [
         (
             {"replay": {"max_waiting": 3}},
-            "replay: max_waiting is 3, below fragments_per_batch = 4: no batch would ever be full; raise it, or leave it "
-            "out for twice as many",
+            "replay: max_waiting is 3, below fragments_per_batch = 4: no batch would ever be full; raise it, or leave "
+            "it out for twice as many",
         ),
         (
             {"replay": {"tolerances": {"cart": {"max_rollout_step_delay": 1}}}},
@@ -50,8 +50,8 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
         ),
         (
             {"replay": {"store": {"url": "memory://x"}}},
-            "replay.store.url is memory://x: this process's memory ends with the run, and its fragments with it; give a "
-            "path or another URL",
+            "replay.store.url is memory://x: this process's memory ends with the run, and its fragments with it; give "
+            "a path or another URL",
         ),
         (
             {"fleet": {"max_staleness": 9}},
@@ -64,18 +64,18 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
         ),
         (
             {"learner": {"minibatches": 5}},
-            "learner.minibatches is 5, and replay.fragments_per_batch is 4: minibatches hold whole fragments; lower the "
-            "one or raise the other",
+            "learner.minibatches is 5, and replay.fragments_per_batch is 4: minibatches hold whole fragments; lower "
+            "the one or raise the other",
         ),
         (
             {"learner": {"burn_in": 2}},
-            "learner.burn_in is 2 and model.memory is none: there is no state to bring up to date; set burn_in to 0, or "
-            "choose a memory",
+            "learner.burn_in is 2 and model.memory is none: there is no state to bring up to date; set burn_in to 0, "
+            "or choose a memory",
         ),
         (
             {"learner": {"burn_in": 8}, "model": {"memory": "gru"}},
-            "learner.burn_in is 8, and fleet.fragment_length is 8: no step would be trained; lower the one or raise the "
-            "other",
+            "learner.burn_in is 8, and fleet.fragment_length is 8: no step would be trained; lower the one or raise "
+            "the other",
         ),
         (
             {"roles": {"inference": {}}},

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.overseer.terminal import Progress, Sample, TerminalView, sparkline, step_line
+from penstock.overseer.terminal import FLEET_WORDING, Progress, Sample, TerminalView, sparkline, step_line
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,18 @@ def test_quiet_prints_nothing():
     with TerminalView(progress(), console, quiet=True) as view:
         view.tick()
     assert console.file.getvalue() == ""
+
+
+def test_a_fleet_is_shown_in_its_own_words():
+    shown = Progress("penstock · cartpole", 40, 8, "training", 12, wording=FLEET_WORDING)
+    shown.rewards.append(123.456)
+    shown.units_per_s = 23456.0
+    shown.lessons = {"easy": "CartPole-v1, 3 episodes", "hard": "CartPole-v0, 2 episodes"}
+    shown.reward = {"easy": 200.0}
+    shown.ledger = {"started": 10, "trained": 4}
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(TerminalView(shown, console).render())
+    text = console.file.getvalue()
+    for expected in ("return", "123.5", "23,456 steps/s   0.00 s/update", "fragments", "task", "easy", "200.0"):
+        assert expected in text
+    assert "step 12/40  return 123.5  23,456 steps/s  staleness 0.00" in step_line(shown)

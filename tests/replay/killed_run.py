@@ -18,10 +18,14 @@ from pathlib import Path
 
 import pandas  # noqa: F401  (Arrow would import it in every life)
 import simulation
+from tests.fragments_made import a_batch, make_fragment
 
-from penstock.batch import DeadlineBatchMaker, RecencyBatchMaker
+from penstock.batch import DeadlineBatchMaker, FragmentBatchMaker, RecencyBatchMaker
 from penstock.replay import (
+    FRAGMENTS,
+    LANGUAGE,
     FileRolloutStorage,
+    FragmentReplayConfig,
     OpenAdmission,
     ReplayBuffer,
     ReplayBufferConfig,
@@ -36,14 +40,17 @@ from penstock.types import RolloutBatch, RolloutSink, Stopped, Ticket
 FILES = {"buffer_size": 4, "compact_parts": 4, "compact_rollouts": 32, "compact_after_s": 0}
 PACED = {"groups_per_batch": 3, "staleness_budget": 1, "max_failed_groups_per_batch": 10_000}
 OPEN = {"groups_per_batch": 3, "staleness_budget": 1, "max_rollout_step_delay": 2, "capacity": 40, "max_samples": 3}
+FLEET = {"fragments_per_batch": 3, "max_staleness": 2, "max_samples": 2, "max_waiting": 6, "capacity": 40}
 VARIANTS = {
     "plain": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES)),
     "reuse": ReplayBufferConfig(**PACED, max_samples=2, store=StoreConfig(**FILES)),
     "spool": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES)),
     "expiring": ReplayBufferConfig(**PACED, store=StoreConfig(**FILES, max_bytes=300_000)),
     "open": ReplayBufferConfig(**OPEN, store=StoreConfig(**FILES)),
+    "fragments": FragmentReplayConfig(**FLEET, store=StoreConfig(**FILES)).buffer_config(),
 }
-"""`spool`: rollouts pass through files on their way to the buffer; `open`: nothing is paced."""
+"""`spool`: rollouts pass through files on their way to the buffer; `open`: nothing is paced; nor are `fragments` of
+simulators."""
 
 CHECKPOINT_EVERY = 3
 
@@ -78,12 +85,15 @@ class Life:
     def __post_init__(self) -> None:
         self.config = VARIANTS[self.variant]
         states = newest_checkpoint(self.directory)
-        self.store = store = RolloutStore(self.directory, self.config.store)
+        experience = FRAGMENTS if self.variant == "fragments" else LANGUAGE
+        self.store = store = RolloutStore(self.directory, self.config.store, experience=experience)
         self.lineage = store.lineages.newest + 1 if states is not None else 0
         ledger, self.curriculum = store.open_ledger(self.lineage), simulation.Curriculum()
-        if self.variant == "open":
+        if self.variant in ("open", "fragments"):
             self.issuer, self.admission = None, OpenAdmission(ledger, self.lineage)
             maker = RecencyBatchMaker(unit="group", max_samples=self.config.max_samples, max_tokens=16)
+            if self.variant == "fragments":
+                maker = FragmentBatchMaker(max_samples=self.config.max_samples)
         else:
             sizes = simulation.GROUP_SIZES.__getitem__
             self.issuer = TicketIssuer(self.config, 7, self.lineage, self.curriculum, ledger, sizes)
@@ -168,7 +178,8 @@ class Life:
         lesson_id = sorted(simulation.GROUP_SIZES)[made % 2]
         ticket = Ticket(f"{lesson_id}-{self.lineage}-{3 * made + number}", lesson_id, made, made, 0, self.serving)
         if number == 0:  # the others leave it to the buffer to count what arrives
-            self.admission.start(ticket.ticket_id, lesson_id, simulation.GROUP_SIZES[lesson_id])
+            size = 1 if self.variant == "fragments" else simulation.GROUP_SIZES[lesson_id]
+            self.admission.start(ticket.ticket_id, lesson_id, size)
         return [ticket]
 
     def _generate(self, ticket: Ticket, sink: RolloutSink, rng: random.Random) -> None:
@@ -176,6 +187,10 @@ class Life:
         time.sleep(rng.random() * 0.004)
         if self.issuer is not None and rng.random() < 0.1:
             self.issuer.fail(ticket, "invalid", "the environment raised")
+            return
+        if self.variant == "fragments":
+            fields = {"timestamp": time.time(), "lineage": self.lineage, "task": ticket.lesson_id}
+            sink.add_batches([a_batch(make_fragment(ticket.ticket_id, weight_steps=version, **fields))])
             return
         rewards = [rng.random() for _ in range(simulation.GROUP_SIZES[ticket.lesson_id])]
         group = simulation.make_group(ticket, rewards, weight_step=version, timestamp=time.time(), lineage=self.lineage)

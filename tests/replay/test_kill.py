@@ -18,14 +18,24 @@ from pathlib import Path
 
 import pytest
 
-from penstock.replay import FATES, Ledger, OpenAdmission, ReplayBufferConfig, RolloutStore, TicketIssuer
+from penstock.replay import (
+    FATES,
+    FRAGMENTS,
+    LANGUAGE,
+    ExperienceFormat,
+    Ledger,
+    OpenAdmission,
+    ReplayBufferConfig,
+    RolloutStore,
+    TicketIssuer,
+)
 from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import History
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
 from penstock.rundir import RunDirectory, read_parquet
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
-CAPS = {"plain": 1, "reuse": 2, "spool": 1, "expiring": 1, "open": 3}
+CAPS = {"plain": 1, "reuse": 2, "spool": 1, "expiring": 1, "open": 3, "fragments": 2}
 LIMIT_S = 60.0
 """Longest wait for a line; a life prints many per second."""
 
@@ -35,7 +45,10 @@ class Lives:
 
     def __init__(self, errors: Path) -> None:
         self._errors = errors
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process that forks should have one thread
+        environment = os.environ | {
+            "OPENBLAS_NUM_THREADS": "1",  # a process that forks should have one thread
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+        }
         with errors.open("w") as file:
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT)],
@@ -116,12 +129,20 @@ class Audit:
     fates: dict[str, str]
 
 
+def experience_of(variant: str) -> ExperienceFormat:
+    return FRAGMENTS if variant == "fragments" else LANGUAGE
+
+
+def parts_of(path: Path, variant: str) -> list[Path]:
+    return list((path / experience_of(variant).folder).glob("*.parquet"))
+
+
 def audit(path: Path, variant: str) -> Audit:
     """Every file is whole, every rollout that was started is accounted for, and none was used too often."""
     directory = RunDirectory(path)
-    for file in [*directory.rollouts.glob("*.parquet"), *directory.batches.glob("*.parquet")]:
+    for file in [*parts_of(path, variant), *directory.batches.glob("*.parquet")]:
         read_parquet(file)
-    store = RolloutStore(directory)
+    store = RolloutStore(directory, experience=experience_of(variant))
     history = store.history()
     states = json.loads(max(directory.checkpoints.glob("*.json"), key=lambda file: int(file.stem)).read_text())
     view = checkpoint_view(states, history, store)
@@ -204,7 +225,7 @@ def survive(lives: Lives, path: Path, variant: str, kills: int, seed: int) -> No
             check_the_resumed_ledger(found, said)
         before, found = found, audit(path, variant)
         check_nothing_sealed_is_gone(variant, before, found)
-        if variant != "open":
+        if variant not in ("open", "fragments"):
             check_no_ticket_was_trained_under_two_ids(found)
     assert found is not None
     finish(lives, path, variant, found)
@@ -228,13 +249,13 @@ def finish(lives: Lives, path: Path, variant: str, before: Audit) -> None:
         waiting = {i for ids in found.plan.waiting.values() for i in ids}
         assert trained <= found.uses.keys() <= trained | waiting
         assert {i for i, uses in found.uses.items() if uses == CAPS[variant]} <= trained
-    parts = list(RunDirectory(path).rollouts.iterdir())
+    parts = list((path / experience_of(variant).folder).iterdir())
     assert all(part.suffix == ".parquet" for part in parts), "unfinished files are cleared away"
     rows = [i for part in parts for i in read_parquet(part, ["rollout_id"]).column(0).to_pylist()]
     assert Counter(rows) == Counter(found.history.sealed.keys()), "what was merged is there once"
 
 
-@pytest.mark.parametrize("variant", ["plain", "reuse", "spool", "open"])
+@pytest.mark.parametrize("variant", ["plain", "reuse", "spool", "open", "fragments"])
 def test_a_killed_run_loses_no_sealed_rollout_and_trains_none_too_often(lives, tmp_path, variant):
     survive(lives, tmp_path / "run", variant, kills=5, seed=1)
 

@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rundir import EXAMPLE_SCHEMA, ROLLOUT_SCHEMA
+from penstock.rundir import EXAMPLE_SCHEMA, FRAGMENT_SCHEMA, FRAGMENT_USE_SCHEMA, ROLLOUT_SCHEMA
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
 
-@pytest.mark.parametrize(("heading", "schema"), [("## rollouts/", ROLLOUT_SCHEMA), ("## batches/", EXAMPLE_SCHEMA)])
+@pytest.mark.parametrize(
+    ("heading", "schema"),
+    [
+        ("## rollouts/", ROLLOUT_SCHEMA),
+        ("## fragments/", FRAGMENT_SCHEMA),
+        ("## batches/", EXAMPLE_SCHEMA),
+        ("### Batches of fragments", FRAGMENT_USE_SCHEMA),
+    ],
+)
 def test_the_tables_are_the_schemas(heading, schema):
-    section = PAGE.read_text().partition(heading)[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition(heading)[2].partition("\n## ")[0].partition("\n### Batches")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)
     assert [name for name, _ in rows] == schema.names
     for (name, text), field in zip(rows, schema, strict=True):

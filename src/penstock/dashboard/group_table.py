@@ -52,17 +52,17 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
     """Prints the newest groups, what else there is, and what to try next."""
     page = list_groups(views, wanted, limit if limit is not None else max(console.height - LINES_AROUND, 5))
     counts = count_rollouts(views)
-    console.print(_title(views), highlight=False)
+    console.print(run_title(views), highlight=False)
     if not page.groups:
-        _say(console, _nothing(views, wanted, counts))
+        say(console, _nothing(views, wanted, counts))
         return
     console.print(group_table(page.groups, console.width))
-    _say(console, _totals(counts), style="dim")
+    say(console, totals(counts), style="dim")
     if page.total > len(page.groups):
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
-        _say(console, more + "--lesson L, --fate F", style="dim")
+        say(console, more + "--lesson L, --fate F", style="dim")
     words = shlex.join([str(views.directory.path), "--show", page.groups[0].group_id])
-    _say(console, f"  penstock rollouts {words}", style="cyan")
+    say(console, f"  penstock rollouts {words}", style="cyan")
 
 
 def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:
@@ -160,7 +160,8 @@ def _sparkline(values: Sequence[float], low: float, high: float) -> str:
     return "".join(_SPARKS[round((mean - low) / ((high - low) or 1.0) * (len(_SPARKS) - 1))] for mean in means)
 
 
-def _title(views: RunViews) -> Text:
+def run_title(views: RunViews) -> Text:
+    """The run directory, and what status.json says of it."""
     text = Text(printable(str(views.directory.path)), style="bold")
     status = known_status(views.directory)
     if status is not None:
@@ -170,18 +171,20 @@ def _title(views: RunViews) -> Text:
     return text
 
 
-def _totals(counts: RunCounts) -> str:
-    text = f"{sum(counts.stored.values()):,} rollouts stored: {counts_text(counts.stored)}"
+def totals(counts: RunCounts, kind: str = "rollouts") -> str:
+    """How many rollouts, or whatever `kind` says, there are in each state."""
+    text = f"{sum(counts.stored.values()):,} {kind} stored: {counts_text(counts.stored)}"
     return text + (f"; not stored: {counts_text(counts.unstored)}" if counts.unstored else "")
 
 
 def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
     if wanted.words and counts.stored:
-        return f"No groups match {wanted.words}; there are {_totals(counts)}."
+        return f"No groups match {wanted.words}; there are {totals(counts)}."
     if counts.unstored:
         return f"No rollouts are stored yet: {counts_text(counts.unstored)}."
     return "No rollouts yet: the run has started no group so far."
 
 
-def _say(console: Console, line: str, style: str = "") -> None:
+def say(console: Console, line: str, style: str = "") -> None:
+    """Prints a line of words; a command in cyan is never broken."""
     console.print(Text(printable(line), style=style), soft_wrap=style == "cyan")

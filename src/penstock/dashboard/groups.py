@@ -31,13 +31,13 @@ SELECT group_id, any_value(lesson_id) AS lesson_id, any_value(group_key) AS grou
             ORDER BY try_cast(regexp_extract(rollout_id, '[0-9]+$') AS BIGINT), rollout_id) AS members
 FROM rollouts WHERE group_id IN (SELECT unnest($groups)) GROUP BY group_id
 """
-_STORED = "SELECT state, count(*) AS rollouts, count(DISTINCT group_id) AS groups FROM rollouts GROUP BY state"
+_STORED = "SELECT state, count(*) AS rollouts FROM {view} GROUP BY state"
 _UNSTORED = """
 SELECT coalesce(fate, 'in_flight') AS state, count(*) AS rollouts
 FROM (SELECT ticket_id || '/' || unnest(range(rollouts)) AS rollout_id FROM tickets
       UNION SELECT rollout_id FROM fates)
 LEFT JOIN (SELECT rollout_id, arg_max(fate, line) AS fate FROM fates GROUP BY rollout_id) USING (rollout_id)
-WHERE rollout_id NOT IN (SELECT rollout_id FROM rollouts) GROUP BY 1
+WHERE rollout_id NOT IN (SELECT rollout_id FROM {view}) GROUP BY 1
 """
 
 
@@ -169,10 +169,11 @@ def list_groups(views: RunViews, wanted: GroupFilter, limit: int | None) -> Grou
     return GroupPage(tuple(_summary(by_id[row["group_id"]], row["step"]) for row in found), int(found[0]["total"]))
 
 
-def count_rollouts(views: RunViews) -> RunCounts:
-    """Rollouts by state, of the whole run."""
+def count_rollouts(views: RunViews, view: str = "rollouts") -> RunCounts:
+    """Rollouts by state, of the whole run; or fragments, as the view says."""
     stored, unstored = (
-        {row["state"]: int(row["rollouts"]) for row in views.select(query).to_dicts()} for query in (_STORED, _UNSTORED)
+        {row["state"]: int(row["rollouts"]) for row in views.select(query.format(view=view)).to_dicts()}
+        for query in (_STORED, _UNSTORED)
     )
     return RunCounts(stored, unstored)
 

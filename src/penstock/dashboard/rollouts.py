@@ -10,6 +10,12 @@ from rich.text import Text
 from penstock.dashboard.conversation import Coloring, ConversationStyle, header, print_conversations
 from penstock.dashboard.dataset_files import DatasetFormat
 from penstock.dashboard.datasets import DatasetReport, DatasetRequest, Selection, export_dataset
+from penstock.dashboard.fragment_table import (
+    is_of_fragments,
+    print_fragments,
+    print_fragments_json,
+    refuse_fragments,
+)
 from penstock.dashboard.group_table import print_groups, print_groups_json
 from penstock.dashboard.groups import GroupFilter
 from penstock.dashboard.lookup import find_rollouts
@@ -17,7 +23,6 @@ from penstock.dashboard.query_table import print_query, print_query_json
 from penstock.dashboard.safe_text import printable
 from penstock.dashboard.token_table import token_table
 from penstock.dashboard.token_text import TokenText
-from penstock.rundir import RunDirectory
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError, Fate
 
@@ -123,9 +128,10 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
         raise ConfigError(f"--export {request.export} needs --out PATH, a path that does not exist yet")
     if request.min_margin is not None and request.select != "pairs":
         raise ConfigError("--min-margin goes with --select pairs")
-    _refuse_fleet(request.run_dir)
     wanted = GroupFilter(request.step, request.lesson, request.fate)
     with RunViews(request.run_dir) as views:
+        if mode in ("show", "export"):
+            refuse_fragments(views, _option(mode))
         if mode == "show":
             _show(views, request, console)
         elif mode == "sql":
@@ -136,20 +142,15 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
                 print_query(views, request.sql, request.limit, console)
         elif mode == "export":
             _export(views, request, wanted, console)
+        elif is_of_fragments(views):
+            if request.json:
+                print_fragments_json(views, wanted, request.limit)
+            else:
+                print_fragments(views, wanted, request.limit, console)
         elif request.json:
             print_groups_json(views, wanted, request.limit)
         else:
             print_groups(views, wanted, request.limit, console)
-
-
-def _refuse_fleet(run_dir: Path) -> None:
-    """What simulators did is no conversation."""
-    directory = RunDirectory(run_dir)
-    if directory.config_path.is_file() and "fleet" in directory.read_config():
-        raise ConfigError(
-            f"{run_dir} trains a control policy, whose experience is in fragments/ and no conversation: read the Parquet "
-            "with DuckDB or pandas (docs/fleet_runs.md), or film episodes with penstock eval --video"
-        )
 
 
 def _show(views: RunViews, request: RolloutsRequest, console: Console) -> None:

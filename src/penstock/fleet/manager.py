@@ -168,8 +168,8 @@ class RolloutManager:
         with self._lock:
             for name, member in list(self._members.items()):
                 report = self._read(name, member)
-                if report.condition.state in ("failed", "ended") or report.condition.failure:
-                    self._restart(name, report.condition.failure or "it ended by itself")
+                if report.condition.failure:  # one that ended without: its sink or its weights were closed
+                    self._restart(name, report.condition.failure)
 
     def account(self) -> StepAccount:
         """Where the steps of all lives of all workers are."""

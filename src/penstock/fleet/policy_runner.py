@@ -14,8 +14,7 @@ Not covered: more than one device; one slot twice in one batch (the order would 
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -24,10 +23,10 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.fleet.arrivals import Decision, Leaves
-from penstock.fleet.policy_layout import InputLayout, OutputLayout, Packed
-from penstock.model.control import ControlPolicy, Distribution, named_arrays, with_named_arrays
-from penstock.model.control.memory import reset
-from penstock.types import ConfigError, WeightVersion, fold
+from penstock.fleet.policy_call import Bucket, bucket_of, slot_keys
+from penstock.fleet.policy_layout import OutputLayout, Packed
+from penstock.model.control import ControlPolicy, named_arrays, with_named_arrays
+from penstock.types import ConfigError, WeightVersion
 
 _SMALLEST_PADDED = 8  # batches of fewer rows are padded to this, or are one row
 
@@ -83,15 +82,6 @@ class JaxPending:
         return Decision(actions, logprobs, values, self.version, DeviceStates(self._states, self._n))
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """One padded batch size, compiled."""
-
-    inputs: InputLayout
-    outputs: OutputLayout
-    call: Callable[..., Any]
-
-
 class JaxPolicyRunner:
     """Decides for one rollout worker's slots; see the module.
 
@@ -126,8 +116,8 @@ class JaxPolicyRunner:
         self._policy = policy
         self._num_slots = num_slots
         self._deterministic = deterministic
-        self._sizes = batch_sizes(min(most_in_batch, num_slots))
-        self._buckets: dict[int, _Bucket] = {}
+        self._sizes = padded_sizes(min(most_in_batch, num_slots))
+        self._buckets: dict[int, Bucket] = {}
         self._weights = (version or WeightVersion(0, 0), _on_device(named_arrays(policy)))
         self._keys = jnp.asarray(slot_keys(seed, num_slots + 1))
         self._counts = jnp.zeros(num_slots + 1, jnp.int32)
@@ -182,67 +172,25 @@ class JaxPolicyRunner:
         block, states = self._dispatch(bucket, weights, packed)
         return JaxPending(len(slots), block, states, bucket.outputs, version, packed)
 
-    def _dispatch(self, bucket: _Bucket, weights: tuple[Array, ...], packed: Packed) -> tuple[Array, Any]:
-        answer, before, self._counts, self._states = bucket.call(
+    def _dispatch(self, bucket: Bucket, weights: tuple[Array, ...], packed: Packed) -> tuple[Array, dict[str, Array]]:
+        answers, before, self._counts, self._states = bucket.call(
             weights, self._keys, self._counts, self._states, *packed
         )
-        return answer, before
+        return answers, before
 
-    def _bucket(self, rows: int) -> _Bucket:
+    def _bucket(self, rows: int) -> Bucket:
         if rows not in self._buckets:
-            spaces = self._policy.spaces
-            inputs = InputLayout(spaces.observations, rows, self._num_slots)
-            outputs = OutputLayout(spaces.actions, rows)
-            run = jax.jit(self._function(inputs, outputs), donate_argnums=(2, 3))
-            block, whole = inputs.empty()
-            call = run.lower(self._weights[1], self._keys, self._counts, self._states, block, whole).compile()
-            self._buckets[rows] = _Bucket(inputs, outputs, call)
+            self._buckets[rows] = bucket_of(self._policy, self._num_slots, rows, self._deterministic)
         return self._buckets[rows]
 
-    def _function(self, inputs: InputLayout, outputs: OutputLayout) -> Callable[..., Any]:
-        """The one call of a decision; pure."""
-        structure, deterministic = jax.tree.structure(self._policy), self._deterministic
 
-        def run(weights: Any, keys: Array, counts: Array, states: Any, block: Array, whole: Any) -> Any:
-            policy: ControlPolicy = jax.tree.unflatten(structure, weights)
-            slots, first, observations = inputs.unpack(block, whole)
-            before = reset({name: array[slots] for name, array in states.items()}, first)
-            distribution, values, after = policy.step(observations, before, first)
-            count = counts[slots]
-            actions = distribution.mode() if deterministic else _sampled(distribution, keys[slots], count)
-            answer = outputs.join(actions, distribution.log_prob(actions), values)
-            stored = {name: array.at[slots].set(after[name]) for name, array in states.items()}
-            return answer, before, counts.at[slots].set(count + 1), stored
-
-        return run
-
-
-def batch_sizes(most: int) -> tuple[int, ...]:
-    """Halves of `most` down to 8, and 1; ascending. No batch is padded to more than twice its size, or 8."""
+def padded_sizes(most: int) -> tuple[int, ...]:
+    """What batches of up to `most` are padded to: halves of it down to 8, and 1; ascending."""
     sizes = {1, most}
     while most > _SMALLEST_PADDED:
         most = -(-most // 2)
         sizes.add(most)
     return tuple(sorted(sizes))
-
-
-def slot_keys(seed: int, rows: int) -> np.ndarray:
-    """The first raw random key of each slot, uint32 [rows, 2]."""
-    words = [fold(seed, "actions", slot) for slot in range(rows)]
-    return np.array([(word >> 32, word & 0xFFFFFFFF) for word in words], np.uint32)
-
-
-def _sampled(distribution: Distribution, keys: Array, counts: Array) -> dict[str, Array]:
-    """One action per row, each with its own key: the slot's first one, its second word counted up.
-
-    Threefry is a block cipher: different keys are different streams, however close. A `fold_in` would add a second
-    pass of it to every compiled size.
-    """
-
-    def sample(row: Distribution, words: Array) -> dict[str, Array]:
-        return row.sample(jax.random.wrap_key_data(words, impl="threefry2x32"))
-
-    return jax.vmap(sample)(distribution, keys.at[:, 1].add(counts.astype(jnp.uint32)))
 
 
 def _on_device(arrays: Mapping[str, Array]) -> tuple[Array, ...]:

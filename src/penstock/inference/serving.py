@@ -193,8 +193,8 @@ def model_directory(checkpoint: str) -> Path:
         raise CheckpointError(f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory")
     if b'"penstock.control_policy"' in (found / "config.json").read_bytes():
         raise CheckpointError(
-            f"{checkpoint!r} holds a control policy, which acts in simulators: give a language policy's checkpoint, or a "
-            "recipe with a fleet to penstock eval"
+            f"{checkpoint!r} holds a control policy, which acts in simulators: give a language policy's checkpoint, or "
+            "a recipe with a fleet to penstock eval"
         )
     return found
 

@@ -70,6 +70,6 @@ def describe(learner_idle: float, inference_busy: float, step_s: float) -> str:
             "shrink the network (model)"
         )
     return (
-        f"learner idle {learner_idle:.0%}: simulators set the pace, {1000 * step_s:.3g} ms for a process's step: more of "
-        "them (fleet.envs_per_worker) or more cores"
+        f"learner idle {learner_idle:.0%}: simulators set the pace, {1000 * step_s:.3g} ms for a process's step: more "
+        "of them (fleet.envs_per_worker) or more cores"
     )

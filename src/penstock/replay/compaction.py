@@ -38,7 +38,7 @@ GRACE_S = 2.0
 LARGE_BYTES = 256 << 20
 """A file that large is not small, however few rows it has: fragments with images take megabytes each."""
 
-_LOOK_S = 5.0
+_LOOK_S = 1.0
 """All files are looked through this often, where they must be some minutes old before they are merged."""
 _ROW_GROUP_ROWS = 1024
 _ROW_GROUP_BYTES = 64 << 20

@@ -41,7 +41,7 @@ def write_parquet(path: Path, table: pa.Table, compression: str = "zstd") -> Non
 def parquet_writer(path: Path, schema: pa.Schema, compression: str = "zstd") -> pq.ParquetWriter:
     """A writer with the settings of all our files; neither atomic nor durable by itself.
 
-    Statistics are of the plain columns: of lists nobody asks for the least element, and they take a third of small files.
+    Statistics are of plain columns only: nobody asks for a list's least element, and small files were a third longer.
     """
     strings, floats = _leaf_paths(schema)
     scalars = [field.name for field in schema if not pa.types.is_nested(field.type)]

@@ -18,29 +18,12 @@ import pyarrow.parquet as pq
 
 from penstock.rundir.directory import RunDirectory
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
+from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import schema_version
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, Storage, open_filesystem, open_storage
 from penstock.types import RolloutRecord, RunDirectoryError
-
-FRAGMENT_SCHEMA = pa.schema(
-    [
-        ("schema_version", pa.int32()),
-        ("fragment_id", pa.string()),
-        ("episode_id", pa.string()),
-        ("env_name", pa.string()),
-        ("worker_id", pa.string()),
-        ("timestamp", pa.float64()),
-        ("lineage", pa.int32()),
-        ("weight_step", pa.int32()),
-        ("steps", pa.int32()),
-        ("reward", pa.float64()),
-        ("terminated", pa.bool_()),
-        ("truncated", pa.bool_()),
-    ]
-)
-"""Columns of the view of simulator fragments where a run has none."""
 
 
 class FilesVanished(RunDirectoryError):
@@ -53,7 +36,7 @@ class RunFiles:
 
     Attributes:
         rollouts: Every rollout once, in the present schema.
-        batches: The rows of all batch files.
+        batches: The rows of all batch files; those of a fleet have no tokens.
         fragments: The rows of all fragment files.
         paths: The files behind them.
         filesystem: Where those are.
@@ -88,7 +71,7 @@ class RunFiles:
         return cls(
             rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
             batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
-            fragments=_dataset(filesystem, fragments, None if fragments else FRAGMENT_SCHEMA),
+            fragments=_dataset(filesystem, fragments, FRAGMENT_SCHEMA),
             paths=(*current, *batches, *fragments),
             filesystem=filesystem,
         )
@@ -162,9 +145,8 @@ def _read_nothing(file: pq.ParquetFile, name: str) -> None:
     """Opening a file checks its version."""
 
 
-def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema | None) -> ds.Dataset:
+def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -> ds.Dataset:
     if not paths:
-        assert schema is not None
         return ds.dataset(schema.empty_table())
     return ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
 

@@ -41,7 +41,6 @@ CREATE VIEW fates AS SELECT * FROM _fates;
 CREATE VIEW tickets AS SELECT * FROM _tickets;
 CREATE VIEW metrics AS SELECT * FROM _metrics;
 CREATE VIEW events AS SELECT time, event, details::JSON AS details FROM _events;
-CREATE VIEW fragments AS SELECT * FROM _fragments;
 CREATE VIEW batches AS
     SELECT b.*, coalesce(b.step < h.before, false) AS survives FROM _batches b LEFT JOIN _horizons h USING (lineage);
 CREATE VIEW uses AS
@@ -49,37 +48,47 @@ CREATE VIEW uses AS
     FROM batches;
 """
 
-# A rollout without a fate waits, unless the update that is next (or a later one) has it in its batch.
-_ROLLOUT_VIEWS = """
-CREATE VIEW rollouts AS
+# What has no fate waits, unless the update that is next (or a later one) has it in its batch.
+_FATE_VIEW = """
+CREATE VIEW {view} AS
     WITH last_fates AS (
         SELECT rollout_id, arg_max(fate, line) AS fate, arg_max(step, line) AS fate_step,
                arg_max(reason, line) AS fate_reason
         FROM _fates GROUP BY rollout_id
     ), used AS (
-        SELECT rollout_id, count(*) AS uses, max(step) AS trained_step, arg_max(advantage, step) AS advantage
+        SELECT rollout_id, count(*) AS uses, max(step) AS trained_step{advantage_of_use}
         FROM uses WHERE survives GROUP BY rollout_id
     )
-    SELECT r.*, coalesce(u.uses, 0) AS uses, u.trained_step, u.advantage,
+    SELECT r.*, coalesce(u.uses, 0) AS uses, u.trained_step{advantage},
            nullif(f.fate, 'waiting') AS fate,
            CASE WHEN f.fate <> 'waiting' THEN f.fate_step END AS fate_step,
            CASE WHEN f.fate <> 'waiting' THEN f.fate_reason END AS fate_reason,
            CASE WHEN f.fate <> 'waiting' THEN f.fate
                 WHEN u.trained_step >= (SELECT step FROM _current) THEN 'training'
                 ELSE 'waiting' END AS state
-    FROM _rollouts r LEFT JOIN last_fates f USING (rollout_id) LEFT JOIN used u USING (rollout_id);
+    FROM _{view} r LEFT JOIN last_fates f USING (rollout_id) LEFT JOIN used u USING (rollout_id);
+"""
+_FRAGMENT_VIEWS = _FATE_VIEW.format(view="fragments", advantage_of_use="", advantage="")
+_ROLLOUT_VIEWS = (
+    _FATE_VIEW.format(
+        view="rollouts",
+        advantage_of_use=", arg_max(advantage, step) AS advantage",
+        advantage=", u.advantage",
+    )
+    + """
 CREATE VIEW turns AS
     SELECT rollout_id, group_id, position AS index, turn.role, turn.content, turn.start, turn.stop
     FROM (SELECT rollout_id, group_id, unnest(turns) AS turn, generate_subscripts(turns, 1) - 1 AS position
           FROM _rollouts);
 """
+)
 
 
 class RunViews:
     """Views over one run; a context manager.
 
     Args:
-        path: The run directory, or any folder in which a `rollouts` folder is.
+        path: The run directory, or any folder in which a `rollouts` or a `fragments` folder is.
 
     Raises:
         RunDirectoryError: there is no such folder, or one of its files is broken.
@@ -181,7 +190,7 @@ class RunViews:
         connection.register("_metrics", read_metric_table(self.directory.metrics_path))
         connection.register("_events", read_event_table(self.directory.events_path))
         connection.register("_horizons", horizons(self.directory))
-        connection.execute(_BASE_VIEWS + _current_step(self.directory) + _ROLLOUT_VIEWS)
+        connection.execute(_BASE_VIEWS + _current_step(self.directory) + _ROLLOUT_VIEWS + _FRAGMENT_VIEWS)
         for setting in (
             "temp_directory = ''",
             "enable_external_access = false",
@@ -195,7 +204,8 @@ class RunViews:
 def _check_is_a_run(directory: RunDirectory) -> None:
     if not directory.path.is_dir():
         raise RunDirectoryError(f"{directory.path}: there is no such directory")
-    if not directory.config_path.is_file() and not directory.rollouts.is_dir():
+    folders = (directory.rollouts, directory.path / "fragments")
+    if not directory.config_path.is_file() and not any(folder.is_dir() for folder in folders):
         raise RunDirectoryError(
             f"{directory.path} is not a run directory: it has no config.yaml and no rollouts: "
             "give the directory that penstock train wrote, such as runs/cats-1"

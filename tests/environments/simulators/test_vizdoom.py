@@ -47,13 +47,15 @@ def test_a_shot_monster_terminates(basic):
     assert (terminated, truncated) == (True, False) and reward > 90
 
 
-def test_nothing_is_left_in_the_folder_or_in_shared_memory(basic, tmp_path):
+def test_nothing_is_left_in_the_folder_in_shared_memory_or_on_the_terminal(basic, tmp_path, capfd):
     before = set(os.listdir("/dev/shm"))
     basic.reset(seed=0)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("ViZDoom")]
     basic.step(0)
     basic.close()
+    time.sleep(0.1)  # the engine writes what it has to say at its end
     assert os.getcwd() == str(tmp_path) and list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_killed_engine_raises_at_once_and_a_reset_starts_another(basic):

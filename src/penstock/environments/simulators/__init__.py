@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.environments.simulators.memory import MemorySimulator
-    from penstock.environments.simulators.minecraft import MinecraftSimulator
     from penstock.environments.simulators.registry import make_simulator, simulator_ids
     from penstock.environments.simulators.synthetic import SyntheticError, SyntheticSimulator
 
 _EXPORTS = {
     "MemorySimulator": "memory",
-    "MinecraftSimulator": "minecraft",
     "SyntheticError": "synthetic",
     "SyntheticSimulator": "synthetic",
     "make_simulator": "registry",
@@ -23,8 +21,7 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "MemorySimulator", "MinecraftSimulator", "SyntheticError", "SyntheticSimulator", "make_simulator",
-    "simulator_ids",
+    "MemorySimulator", "SyntheticError", "SyntheticSimulator", "make_simulator", "simulator_ids",
 ]  # fmt: skip
 
 

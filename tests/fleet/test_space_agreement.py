@@ -1,0 +1,24 @@
+"""Simulators of one fleet share the form of their arrays."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.fleet.space_agreement import SpaceAgreement
+from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
+
+_SPACES = Spaces((LeafSpace("x", "box", (2,), "float32", low=0.0),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
+
+
+def test_bounds_and_starts_may_differ_but_no_array():
+    agreed = SpaceAgreement()
+    with pytest.raises(RunFailed, match="start the pool first"):
+        _ = agreed.spaces
+    agreed.adopt("a", _SPACES)
+    agreed.adopt("b", replace(_SPACES, observations=(replace(_SPACES.observations[0], low=-1.0),)))
+    agreed.adopt("a", _SPACES)
+    assert agreed.spaces is _SPACES and agreed.tasks == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"task 'c' has actions .*\(4,\).* of task 'a'"):
+        agreed.adopt("c", replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
+    with pytest.raises(ConfigError, match="task 'd' has observations"):
+        agreed.adopt("d", replace(_SPACES, observations=(replace(_SPACES.observations[0], dtype="uint8"),)))

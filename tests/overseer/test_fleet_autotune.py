@@ -1,0 +1,53 @@
+"""Which shapes are tried, which is proposed, and a real measurement."""
+
+import io
+
+from rich.console import Console
+
+from penstock.overseer import fleet_autotune
+from penstock.overseer.fleet_autotune import AutotuneReport, Measurement, Shape, autotune, neighbours
+from tests.overseer.test_fleet_config import build
+
+SHAPE = Shape(workers=1, envs_per_worker=8, envs_per_process=2, batch_size=4)
+
+
+def test_neighbours_differ_in_one_thing_and_are_valid():
+    found = list(neighbours(SHAPE, tasks=1))
+    assert Shape(1, 8, 4, 4) in found and Shape(1, 8, 1, 4) in found and Shape(1, 16, 2, 8) in found
+    assert Shape(1, 8, 2, 8) in found and Shape(1, 8, 2, 2) in found and Shape(2, 4, 2, 4) in found
+    for shape in found:
+        build({"fleet": {name: getattr(shape, name) for name in Shape.__dataclass_fields__}})
+    assert all(shape.workers * shape.envs_per_worker // shape.envs_per_process >= 4 for shape in neighbours(SHAPE, 4))
+
+
+def test_a_shape_is_proposed_only_where_it_is_clearly_faster():
+    other = Shape(1, 16, 2, 8)
+
+    def report(steps_per_s: float) -> AutotuneReport:
+        return AutotuneReport(SHAPE, (Measurement(SHAPE, 100.0), Measurement(other, steps_per_s)), 1.0)
+
+    assert report(104.0).best.shape == SHAPE and report(106.0).best.shape == other
+    assert report(106.0).to_json()["proposal"] == (
+        "fleet.workers=1 fleet.envs_per_worker=16 fleet.envs_per_process=2 fleet.batch_size=8"
+    )
+
+
+def test_the_recipe_and_better_shapes_are_measured_within_the_time(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.1)
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)
+    told: list[str] = []
+    report = autotune(build({"model": {"hidden_sizes": [4]}}), seconds=0.01, tell=told.append)
+    assert [measured.shape for measured in report.measurements] == [Shape(1, 4, 1, 2)] and len(told) == 1
+    assert report.best.steps_per_s > 50 and 1 <= report.best.batch_slots <= 2
+    console = Console(file=io.StringIO(), width=120)
+    report.print(console)
+    assert "fleet.envs_per_worker=4" in console.file.getvalue()
+
+
+def test_a_shape_that_fails_is_a_finding(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.1)
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.5)
+    tasks = {"pole": {"id": "tests.overseer.simulators:Guess", "kwargs": {"die_at": 5}}}
+    config = build({"fleet": {"tasks": tasks, "limits": {"max_restarts": 0}}})
+    report = autotune(config, seconds=0.01)
+    assert "given up" in report.measurements[0].failure and report.measurements[0].steps_per_s == 0
