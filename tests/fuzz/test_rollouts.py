@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz.fuzzing import COUNTS, damaged, fuzz
 
 from penstock.replay import batch_from_buffer, batch_to_buffer
-from penstock.replay.transfer import _MAGIC, _TRAILER
+from penstock.replay.message_frame import MAGIC, TRAILER
 from penstock.rundir import read_examples, read_records, read_rows, write_records
 from penstock.types import (
     Decoding,
@@ -66,8 +66,8 @@ def test_messages_are_read_or_refused(count, sealed):
     def make(rng):
         if not sealed:
             return damaged(message, rng)
-        stream = damaged(message[: -_TRAILER.size], rng)
-        return stream + _TRAILER.pack(_MAGIC, zlib.crc32(stream), len(stream))
+        stream = damaged(message[: -TRAILER.size], rng)
+        return stream + TRAILER.pack(MAGIC, zlib.crc32(stream), len(stream))
 
     refused = fuzz(read_message, make, count, REFUSED_MESSAGE)
     assert refused > (0.5 if sealed else 0.9) * count

@@ -120,14 +120,40 @@ class ReplayBuffer:
             for group in batch.groups:
                 with self._changed:
                     self._room.wait(self._changed, self._count_unused, self._describe_wait)
-                    self._admission.raise_if_over()
-                    self._intake.deliver(group)
-                    if self._admission.paced or self._stock.waiting.rollouts >= self._awaited:
-                        self._changed.notify_all()
-                    complete = self._config.synchronous and self._admission.next_turn() is None
-                if (complete and self._admission.paced) or self._sealer.due:
-                    self._seal()
-                self._upkeep.start()
+                    seal = self._take(group)
+                self._after_taking(seal)
+
+    def offer(self, group: RolloutGroup[Any]) -> bool:
+        """Takes one group if there is room for it now; never waits for any.
+
+        Returns:
+            Whether it was taken.
+
+        Raises:
+            Stopped: the buffer was closed.
+            InvalidRolloutError: in an open buffer, a group whose ids do not fit.
+            DuplicateGroupError: in an open buffer, it was taken before.
+        """
+        with self._changed:
+            if self._room.most is not None and self._count_unused() >= self._room.most:
+                return False
+            seal = self._take(group)
+        self._after_taking(seal)
+        return True
+
+    def _take(self, group: RolloutGroup[Any]) -> bool:
+        """With the lock held; whether its file is due."""
+        self._admission.raise_if_over()
+        self._intake.deliver(group)
+        if self._admission.paced or self._stock.waiting.rollouts >= self._awaited:
+            self._changed.notify_all()
+        complete = self._config.synchronous and self._admission.next_turn() is None
+        return complete and self._admission.paced
+
+    def _after_taking(self, seal: bool) -> None:
+        if seal or self._sealer.due:
+            self._seal()
+        self._upkeep.start()
 
     @property
     def most_waiting(self) -> int | None:

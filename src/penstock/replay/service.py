@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.issuer import TicketIssuer
+from penstock.replay.learner_desk import LearnerDesk
 from penstock.replay.memory_storage import MemoryRolloutStorage
 from penstock.replay.receiver import RolloutReceiver
 from penstock.replay.serving import ServingVersions
@@ -24,7 +25,6 @@ from penstock.replay.transfer import batch_from_buffer
 from penstock.types import (
     BatchSource,
     CurriculumRecord,
-    NoProgressError,
     RolloutBatchStats,
     SupersededError,
     Ticket,
@@ -64,7 +64,6 @@ class ReplayService:
         self.lineage = issuer.lineage
         self._issuer = issuer
         self._buffer = buffer
-        self._batches = batches
         self._storage = storage
         self._receiver = receiver
         self._curriculum = curriculum
@@ -75,10 +74,7 @@ class ReplayService:
         self._delivered: dict[str, int] = {}
         self._delivering: set[str] = set()
         self._evaluations: dict[str, tuple[int, RolloutBatchStats]] = {}
-        self._learning = threading.Lock()
-        self._batch: TrainingBatch | None = None
-        self._finished: int | None = None
-        self._states: tuple[int, dict[str, Any]] | None = None
+        self._learner = LearnerDesk(issuer.lineage, buffer, batches, self._states)
         self._counts: Counter[str] = Counter()
         self._receiver_thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -245,82 +241,31 @@ class ReplayService:
     # --- for the learner -----------------------------------------------------------------------------------------
 
     def next_batch(self, lineage: int, step: int, timeout_s: float) -> TrainingBatch:
-        """The batch of an update; the same one until that is finished.
-
-        Raises:
-            NoProgressError: at the timeout, saying what was waited for.
-            SupersededError: the learner is of another lineage.
-            Stopped: the service is closed.
-            RunFailed: no batch can come.
-        """
-        self._check_learner(lineage)
-        if not self._learning.acquire(timeout=timeout_s):
-            raise NoProgressError(f"an earlier call for a batch is still waiting: {self._buffer.waiting_for()}")
-        try:
-            if self._batch is None or self._batch.step != step:
-                self._batch = self._batches.next_batch(step, timeout_s)
-            return self._batch
-        finally:
-            self._learning.release()
+        """See `LearnerDesk.next_batch`."""
+        return self._learner.next_batch(lineage, step, timeout_s)
 
     def finish_update(self, lineage: int, step: int) -> None:
-        """Update `step` was applied.
-
-        Raises:
-            SupersededError: the learner is of another lineage.
-            RunFailed: it has no batch.
-        """
-        self._check_learner(lineage)
-        with self._learning:
-            if self._finished is not None and step <= self._finished:
-                self._counts["repeated"] += 1
-                return
-            self._buffer.finish_update(step)
-            self._finished, self._batch = step, None
+        """See `LearnerDesk.finish_update`."""
+        self._learner.finish_update(lineage, step)
 
     def set_current_step(self, lineage: int, step: int) -> None:
-        """The learner holds version `step`.
-
-        Raises:
-            SupersededError: the learner is of another lineage.
-        """
-        self._check_learner(lineage)
-        self._buffer.set_current_step(step)
+        """See `LearnerDesk.set_current_step`."""
+        self._learner.set_current_step(lineage, step)
 
     def checkpoint_states(self, lineage: int, step: int) -> dict[str, Any]:
-        """The states that belong into the checkpoint of version `step`: ``curriculum``, ``issuer``, ``replay``.
-
-        Asked again for the same version it gives the same states.
-
-        Raises:
-            SupersededError: the learner is of another lineage.
-        """
-        self._check_learner(lineage)
-        with self._learning:
-            if self._states is None or self._states[0] != step:
-                with self._buffer.boundary():
-                    states = {
-                        "curriculum": self._curriculum.state(),
-                        "issuer": self._issuer.state(),
-                        "replay": self._buffer.state(),
-                    }
-                self._states = (step, states)
-            return self._states[1]
+        """See `LearnerDesk.checkpoint_states`: ``curriculum``, ``issuer``, ``replay``."""
+        return self._learner.checkpoint_states(lineage, step)
 
     def checkpoint_saved(self, lineage: int, step: int) -> None:
-        """The checkpoint with the states of version `step` is there: files that nobody needs any more may go.
+        """See `LearnerDesk.checkpoint_saved`."""
+        self._learner.checkpoint_saved(lineage, step)
 
-        Raises:
-            SupersededError: the learner is of another lineage.
-        """
-        self._check_learner(lineage)
-        with self._learning:
-            if self._states is not None and self._states[0] == step:
-                self._buffer.checkpoint_saved()
-
-    def _check_learner(self, lineage: int) -> None:
-        if lineage != self.lineage:
-            raise SupersededError(f"the learner is of lineage {lineage}, and the run's is {self.lineage}")
+    def _states(self) -> dict[str, Any]:
+        return {
+            "curriculum": self._curriculum.state(),
+            "issuer": self._issuer.state(),
+            "replay": self._buffer.state(),
+        }
 
     # --- how it is -----------------------------------------------------------------------------------------------
 
@@ -344,7 +289,7 @@ class ReplayService:
             "replay/waiting_workers": float(self._desk.waiting),
             "replay/reissued_tickets": float(self._desk.reissued),
             "replay/refused_messages": float(self._counts["refused"] + self._counts["unreadable"]),
-            "replay/repeated_messages": float(self._counts["repeated"]),
+            "replay/repeated_messages": float(self._counts["repeated"] + self._learner.repeated),
         }
 
     def status(self) -> dict[str, Any]:

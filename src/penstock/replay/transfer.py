@@ -16,14 +16,13 @@ Not covered: a batch with more than 2³¹ tokens, and `RolloutBatch.metadata`, w
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
-import struct
-import zlib
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
+from penstock.replay.message_frame import FORGED, check_unpacked, checked_stream, table_to_message
 from penstock.rundir import ROLLOUT_SCHEMA, records_from_table, table_from_records
 from penstock.rundir.columns import list_column
 from penstock.rundir.parquet import schema_version
@@ -33,7 +32,6 @@ from penstock.types import (
     RolloutBatch,
     RolloutGroup,
     RolloutRecord,
-    RunDirectoryError,
     SchemaVersionError,
     TransferError,
 )
@@ -45,18 +43,6 @@ _MASK = ROLLOUT_SCHEMA.get_field_index("response_mask")
 _MASK_FIELD = pa.field("response_mask", pa.list_(pa.uint8()), nullable=False)
 _GROUP_FIELD = pa.field("group_index", pa.int32(), nullable=False)
 TRANSFER_SCHEMA = ROLLOUT_SCHEMA.set(_MASK, _MASK_FIELD).append(_GROUP_FIELD)
-
-_TRAILER = struct.Struct("<4sIQ")
-"""Magic, CRC-32 of the stream, length of the stream in bytes."""
-_MAGIC = b"PSR1"
-_INT32, _UINT32, _UINT16 = struct.Struct("<i"), struct.Struct("<I"), struct.Struct("<H")
-_HEADER, _COMPRESSION = 2, 3
-"""Fields of Arrow's `Message`, and of its `RecordBatch` (https://github.com/apache/arrow/tree/main/format)."""
-_FORGED = (
-    pa.ArrowException, RunDirectoryError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError,
-    OverflowError, struct.error,
-)  # fmt: skip
-"""What reading columns of other types and shapes than ours may raise."""
 
 
 def batch_to_buffer(batch: RolloutBatch) -> "Buffer":
@@ -71,16 +57,7 @@ def batch_to_buffer(batch: RolloutBatch) -> "Buffer":
     Raises:
         InvalidRolloutError: a rollout has no metadata.
     """
-    table = _table(batch)
-    sizes = pa.MockOutputStream()
-    _write(sizes, table)
-    length = sizes.size()
-    message = pa.allocate_buffer(length + _TRAILER.size)
-    with pa.FixedSizeBufferWriter(message) as stream:
-        _write(stream, table)
-        checksum = zlib.crc32(memoryview(message)[:length])
-        stream.write(_TRAILER.pack(_MAGIC, checksum, length))
-    return message
+    return table_to_message(_table(batch))
 
 
 def batch_from_buffer(message: "Buffer") -> RolloutBatch:
@@ -95,13 +72,12 @@ def batch_from_buffer(message: "Buffer") -> RolloutBatch:
         SchemaVersionError: a newer Penstock wrote it.
         InvalidRolloutError: it is whole, but a rollout in it is not valid.
     """
-    buffer = message if isinstance(message, pa.Buffer) else pa.py_buffer(message)
-    stream = _checked_stream(buffer)
+    stream = checked_stream(message)
     try:
         return _batch(_read(stream))
     except InvalidRolloutError:
         raise
-    except _FORGED as error:
+    except FORGED as error:
         raise TransferError(f"the message's checksum is right, but it holds no rollouts: {error}") from error
 
 
@@ -119,30 +95,8 @@ def _table(batch: RolloutBatch) -> pa.Table:
     return table.append_column(_GROUP_FIELD, pa.array(groups))
 
 
-def _write(stream: pa.NativeFile, table: pa.Table) -> None:
-    with pa.ipc.new_stream(stream, table.schema) as writer:
-        writer.write_table(table)
-
-
-def _checked_stream(buffer: pa.Buffer) -> pa.Buffer:
-    """The message without its trailer, which agrees with it."""
-    length = buffer.size - _TRAILER.size
-    if length < 0:
-        raise TransferError(f"the message has {buffer.size} bytes: it is cut short")
-    magic, checksum, expected = _TRAILER.unpack(memoryview(buffer)[length:])
-    if magic != _MAGIC:
-        raise TransferError(f"the message of {buffer.size} bytes does not end as one does: it is cut short or foreign")
-    if expected != length:
-        raise TransferError(f"the message has {length} bytes before its trailer, but was written with {expected}")
-    stream = buffer.slice(0, length)
-    found = zlib.crc32(memoryview(stream))
-    if found != checksum:
-        raise TransferError(f"the message's checksum is {found:#010x}, but was {checksum:#010x} when it was written")
-    return stream
-
-
 def _read(stream: pa.Buffer) -> pa.Table:
-    _check_unpacked(stream)
+    check_unpacked(stream)
     with pa.ipc.open_stream(stream) as reader:
         version = schema_version(reader.schema)
         if version > SCHEMA_VERSION:
@@ -158,35 +112,6 @@ def _read(stream: pa.Buffer) -> pa.Table:
         table = reader.read_all()
     table.validate(full=True)  # offsets and text: views must never reach outside the message
     return table
-
-
-def _check_unpacked(stream: pa.Buffer) -> None:
-    """Refuses compressed columns, which would be unpacked to whatever size they name, and dictionaries."""
-    for message in pa.ipc.MessageReader.open_stream(stream):
-        if message.type not in ("schema", "record batch"):
-            raise TransferError(f"a {message.type} in a message of rollouts: no writer makes one")
-        if message.type == "record batch" and _is_compressed(memoryview(message.metadata)):
-            raise TransferError("its columns are compressed, which no writer of messages does")
-
-
-def _is_compressed(metadata: memoryview) -> bool:
-    """Whether a record batch's header, a flatbuffer that Arrow has verified, names a compression."""
-    message = _UINT32.unpack_from(metadata)[0]
-    batch = _field(metadata, message, _HEADER)
-    return (
-        batch is not None
-        and _field(metadata, batch + _UINT32.unpack_from(metadata, batch)[0], _COMPRESSION) is not None
-    )
-
-
-def _field(metadata: memoryview, table: int, number: int) -> int | None:
-    """Where a field of a flatbuffer's table lies; None where it is left out."""
-    fields = table - _INT32.unpack_from(metadata, table)[0]
-    entry = _UINT16.size * (2 + number)  # after the sizes of the list of fields and of the table
-    offset = 0
-    if entry < _UINT16.unpack_from(metadata, fields)[0]:
-        offset = _UINT16.unpack_from(metadata, fields + entry)[0]
-    return table + offset if offset else None
 
 
 def _has_elements(kind: pa.DataType) -> bool:
