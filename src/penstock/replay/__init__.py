@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from penstock.replay.file_storage import FileRolloutStorage
     from penstock.replay.formats import FRAGMENTS, LANGUAGE, ExperienceFormat
     from penstock.replay.fragment_config import FragmentReplayConfig
+    from penstock.replay.fragment_service import FragmentService
+    from penstock.replay.fragment_transfer import fragments_from_buffer, fragments_to_buffer
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
     from penstock.replay.history import History, LoggedFate
     from penstock.replay.issuer import TicketIssuer
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
+    from penstock.replay.remote_fragments import RemoteFragmentBatches, RemoteFragments
     from penstock.replay.salvage import salvage_logs
     from penstock.replay.service import ReplayService
     from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
@@ -37,6 +40,7 @@ _EXPORTS = {
     "FRAGMENTS": "formats",
     "FileRolloutStorage": "file_storage",
     "FragmentReplayConfig": "fragment_config",
+    "FragmentService": "fragment_service",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
@@ -50,6 +54,8 @@ _EXPORTS = {
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
+    "RemoteFragmentBatches": "remote_fragments",
+    "RemoteFragments": "remote_fragments",
     "RemoteSink": "remote",
     "RemoteTickets": "remote",
     "ReplayDataLoader": "data_loader",
@@ -64,6 +70,8 @@ _EXPORTS = {
     "Tolerance": "config",
     "batch_from_buffer": "transfer",
     "batch_to_buffer": "transfer",
+    "fragments_from_buffer": "fragment_transfer",
+    "fragments_to_buffer": "fragment_transfer",
     "open_rollout_storage": "storage_opening",
     "plan_recovery": "recovery",
     "salvage_logs": "salvage",
@@ -71,11 +79,12 @@ _EXPORTS = {
 
 __all__ = [
     "Admission", "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
-    "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger", "Lineages",
-    "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "RemoteBatches", "RemoteSink",
-    "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver",
-    "RolloutStorage", "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
-    "batch_from_buffer", "batch_to_buffer", "open_rollout_storage", "plan_recovery", "salvage_logs",
+    "FragmentReplayConfig", "FragmentService", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
+    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "RemoteBatches",
+    "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig",
+    "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage", "RolloutStorageConfig", "RolloutStore",
+    "STATES", "StoreConfig", "TicketIssuer", "Tolerance", "batch_from_buffer", "batch_to_buffer",
+    "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "salvage_logs",
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Fragments on their way between processes: one message is any number of them, as the rows that files keep.
 
-The columns are `penstock.rundir.FRAGMENT_SCHEMA`; frame, checksum and what is refused are `message_frame`'s. Arrays that
-are read are read-only views of the message wherever their bytes lie as they must, so a message lives as long as its
-fragments. Not covered: fragments stored without their observations, which nobody sends.
+The columns are `penstock.rundir.FRAGMENT_SCHEMA`; frame, checksum and what is refused are those of `message_frame`.
+Arrays that are read are read-only views of the message wherever their bytes lie as they must, so a message lives as
+long as its fragments. Not covered: fragments stored without their observations, which nobody sends.
 """
 
 # pyarrow comes without types:

@@ -32,7 +32,7 @@ _MARGIN_S = 10.0
 """How much longer than the wait that it asks for a caller waits for the answer."""
 _SLICE_S = 5.0
 """Longest wait for a batch in one call."""
-_SENDINGS = 3
+SENDINGS = 3
 """So often a message that was damaged on its way is sent."""
 
 
@@ -171,12 +171,12 @@ class RemoteSink:
         self.refused += answer == "refused"
 
     def _deliver(self, message: bytes) -> str:
-        for sending in range(1, _SENDINGS + 1):
+        for sending in range(1, SENDINGS + 1):
             sender = (self._worker, self._incarnation, self.lineage)
             try:
                 return self._calls.call("deliver", *sender, self._number, message, timeout_s=CALL_S)
             except TransferError:
-                if sending == _SENDINGS:
+                if sending == SENDINGS:
                     raise
         raise AssertionError("unreachable")
 

@@ -26,7 +26,6 @@ from penstock.types import (
     BatchSource,
     CurriculumRecord,
     RolloutBatchStats,
-    SupersededError,
     Ticket,
     TrainingBatch,
 )
