@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy_runner import JaxPolicyRunner
     from penstock.fleet.pool import SimulatorPool
+    from penstock.fleet.reports import FleetReports
     from penstock.fleet.rollout_worker import RolloutWorker
     from penstock.fleet.runner import Pending, PolicyRunner, Simulators
     from penstock.fleet.serial import SerialPool
@@ -25,6 +26,7 @@ _EXPORTS = {
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
     "FleetConfig": "config",
+    "FleetReports": "reports",
     "FleetWorker": "manager",
     "FragmentCutter": "cutter",
     "JaxPolicyRunner": "policy_runner",
@@ -49,7 +51,8 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FleetConfig", "FleetWorker", "FragmentCutter",
+    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FleetConfig", "FleetReports", "FleetWorker",
+    "FragmentCutter",
     "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
     "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
     "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "VideoConfig", "WorkerCondition", "WorkerReport",

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from penstock.fleet.accounting import StepAccount
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.episode_statistics import EpisodeStatistics
-from penstock.fleet.pipeline_monitor import pipeline_metrics
+from penstock.fleet.reports import FleetReports
 from penstock.fleet.runner import OnEvent
 from penstock.fleet.wrapper import WorkerReport
 from penstock.types import ConfigError, RunFailed, WeightSink, WeightVersion
@@ -53,7 +53,6 @@ class _Member:
     worker: FleetWorker
     incarnation: int = 0
     next_episode: int = 0
-    report: WorkerReport | None = None
 
 
 class RolloutManager:
@@ -84,8 +83,7 @@ class RolloutManager:
         self._members: dict[str, _Member] = {}
         self._lives: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
-        self._ended = StepAccount()
-        self._statistics = EpisodeStatistics(config.stats_window)
+        self._reports = FleetReports(config.stats_window)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -96,7 +94,7 @@ class RolloutManager:
     @property
     def statistics(self) -> EpisodeStatistics:
         """Of episodes; tests may be added by whoever plays them."""
-        return self._statistics
+        return self._reports.statistics
 
     def start(self) -> None:
         """Makes and starts `config.workers` workers."""
@@ -174,29 +172,19 @@ class RolloutManager:
     def account(self) -> StepAccount:
         """Where the steps of all lives of all workers are."""
         with self._lock:
-            reports = [self._read(name, member) for name, member in self._members.items()]
-            return StepAccount.total([self._ended, *(report.account for report in reports)])
+            self._read_all()
+            return self._reports.account()
 
     def reports(self) -> dict[str, WorkerReport]:
         """The latest of each worker, as `supervise` or `metrics` read it."""
         with self._lock:
-            return {name: member.report for name, member in self._members.items() if member.report is not None}
+            return self._reports.latest()
 
     def metrics(self) -> dict[str, float]:
         """``fleet/…`` numbers of all workers together, and ``eval/…`` of tests."""
         with self._lock:
-            reports = [self._read(name, member) for name, member in self._members.items()]
-            account = StepAccount.total([self._ended, *(report.account for report in reports)])
-            restarts = sum(self._restarts.values())
-        gauges: dict[str, float] = {"fleet/workers": float(len(reports)), "fleet/worker_restarts": float(restarts)}
-        for report in reports:
-            for name, value in report.gauges.items():
-                gauges[name] = gauges.get(name, 0.0) + value
-        steps = [report.condition.version.step for report in reports if report.condition.version is not None]
-        if steps:
-            gauges |= {"fleet/weight_step_min": float(min(steps)), "fleet/weight_step_max": float(max(steps))}
-        pipeline = pipeline_metrics([report.pipeline for report in reports])
-        return pipeline | gauges | account.metrics() | self._statistics.metrics()
+            self._read_all()
+            return self._reports.metrics()
 
     def log_statistics(self) -> dict[str, float]:
         """Gathers `metrics`, hands them to `log`, and returns them."""
@@ -217,8 +205,8 @@ class RolloutManager:
 
     def _take_out(self, name: str) -> None:
         member = self._members[name]
-        report = self._read(name, member)
-        self._ended = StepAccount.total([self._ended, report.account.ended()])
+        self._read(name, member)
+        self._reports.end(name, member.incarnation)
         del self._members[name]
 
     def _restart(self, name: str, reason: str) -> None:
@@ -226,12 +214,17 @@ class RolloutManager:
         self._restarts[name] = self._restarts.get(name, 0) + 1
         if self._restarts[name] > self._most_restarts:
             raise RunFailed(f"rollout worker {name} failed {self._restarts[name]} times; the last time: {reason}")
+        self._reports.restarts += 1
         self._begin(name)
         values = {"worker": name, "incarnation": self._lives[name], "reason": reason}
         self._on_event("worker_restarted", values)
 
+    def _read_all(self) -> None:
+        for name, member in self._members.items():
+            self._read(name, member)
+
     def _read(self, name: str, member: _Member) -> WorkerReport:
         report = member.worker.report(member.next_episode)
-        self._statistics.add(name, member.incarnation, report.episodes)
-        member.next_episode, member.report = report.next_episode, report
+        self._reports.take(name, member.incarnation, report)
+        member.next_episode = report.next_episode
         return report

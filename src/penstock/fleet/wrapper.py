@@ -30,6 +30,7 @@ from penstock.fleet.rollout_worker import POLL_S, RolloutWorker
 from penstock.fleet.runner import OnEvent, PolicyRunner, Simulators
 from penstock.fleet.sender import FragmentQueue, Sender
 from penstock.types import (
+    Clock,
     NoProgressError,
     RolloutSink,
     Stopped,
@@ -103,6 +104,7 @@ class RolloutWorkerWrapper:
         on_batch: Further progress handlers.
         first_weights_timeout_s: Longest wait for the first version.
         clock: Monotonic seconds.
+        stamp: Unix seconds, which fragments are stamped with.
     """
 
     def __init__(
@@ -119,11 +121,12 @@ class RolloutWorkerWrapper:
         on_batch: Sequence[Callable[[StepBatch], None]] = (),
         first_weights_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
+        stamp: Clock = time.time,
     ) -> None:
         self.worker_id, self.incarnation = worker_id, incarnation
         self._config, self._pool, self._runner, self._weights = config, pool, runner, weights
         self._on_event, self._on_batch, self._clock = on_event, on_batch, clock
-        self._first_weights_timeout_s = first_weights_timeout_s
+        self._first_weights_timeout_s, self._stamp = first_weights_timeout_s, stamp
         self._monitor = PipelineMonitor(config.most_in_batch)
         self._queue = FragmentQueue(config.queue_fragments, config.full_queue, config.send_timeout_s)
         self._sender = Sender(
@@ -261,7 +264,7 @@ class RolloutWorkerWrapper:
         self._tracker = EpisodeTracker(pool.tasks, config.discount)
         self._cutter = FragmentCutter(
             pool.spaces, pool.tasks, pool.env_names, config.fragment_length, self.worker_id,
-            f"{self.worker_id}-{self.incarnation}", keep_states=config.max_staleness is not None,
+            f"{self.worker_id}-{self.incarnation}", keep_states=config.max_staleness is not None, clock=self._stamp,
         )  # fmt: skip
         return RolloutWorker(pool, self._runner, config, self._take_batch, self._monitor)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.overseer import load_config
 from penstock.overseer.distributed.records import Identity, View
-from penstock.overseer.distributed.roles import learner
+from penstock.overseer.distributed.roles import trainer
 from penstock.overseer.distributed.roles.learner import LearnerRole
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.rundir import RunDirectory
@@ -110,7 +110,7 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
         return {}
 
     monkeypatch.setattr(Around, "call", call)
-    monkeypatch.setattr(learner, "save_checkpoint", lambda *args: asked.append("save"))
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda *args: asked.append("save"))
     begin(role)
     role._save(0)
     assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]

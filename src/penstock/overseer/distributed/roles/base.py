@@ -3,12 +3,12 @@
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, State, View
 from penstock.overseer.distributed.roles.activity import Activity
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
 from penstock.overseer.supervision import Crew
 from penstock.types import PenstockError
 
@@ -16,7 +16,7 @@ POLL_S = 0.5
 """How often a waiting thread looks whether it should stop."""
 
 
-class ThreadedComponent:
+class ThreadedComponent(Generic[AnyConfig]):
     """Implements `Component` for roles whose work is done in threads.
 
     A subclass starts its threads in `start` and says in `_describe` how it is.
@@ -26,7 +26,7 @@ class ThreadedComponent:
         settings: The run.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
+    def __init__(self, around: Surroundings, settings: Settings[AnyConfig]) -> None:
         self.around = around
         self.settings = settings
         self.config = settings.config

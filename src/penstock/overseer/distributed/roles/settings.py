@@ -4,15 +4,20 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from penstock.overseer.config import RunConfig
+from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 
+AnyConfig = TypeVar("AnyConfig", RunConfig, FleetRunConfig, default=RunConfig)
+
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Generic[AnyConfig]):
     """One run, as a component sees it.
 
     Attributes:
@@ -23,7 +28,7 @@ class Settings:
         checkpoint: Where that began; None for a run that begins.
     """
 
-    config: RunConfig
+    config: AnyConfig
     directory: RunDirectory
     token: str = field(repr=False)
     lineage: int = 0
@@ -39,17 +44,15 @@ class Settings:
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint.resolve()),
         }
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Settings":
-        """From what `dump` gave."""
-        checkpoint = values["checkpoint"]
-        return cls(
-            RunConfig.model_validate(values["config"]),
-            RunDirectory(values["directory"]),
-            str(values["token"]),
-            int(values["lineage"]),
-            None if checkpoint is None else Path(checkpoint),
-        )
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "Settings[RunConfig]":
+        """From what `dump` gave, for a language policy."""
+        return Settings(RunConfig.model_validate(values["config"]), *_rest(values))
+
+    @staticmethod
+    def of_fleet(values: Mapping[str, Any]) -> "Settings[FleetRunConfig]":
+        """From what `dump` gave, for a control policy."""
+        return Settings(FleetRunConfig.model_validate(values["config"]), *_rest(values))
 
     @property
     def job(self) -> str:
@@ -57,6 +60,16 @@ class Settings:
         path = self.directory.path.resolve()
         return f"{path.name}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self: "Settings[RunConfig]") -> Tokenizer:
         """The policy's."""
         return Tokenizer.load(self.config.model.tokenizer_path)
+
+
+def _rest(values: Mapping[str, Any]) -> tuple[RunDirectory, str, int, Path | None]:
+    checkpoint = values["checkpoint"]
+    return (
+        RunDirectory(values["directory"]),
+        str(values["token"]),
+        int(values["lineage"]),
+        None if checkpoint is None else Path(checkpoint),
+    )
