@@ -15,6 +15,7 @@ from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
 from penstock.overseer.fleet_pace import FleetPace
+from penstock.overseer.fleet_simulators import failure_in_words, is_news
 from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
@@ -25,9 +26,6 @@ from penstock.types import PenstockError, Stopped
 
 FLEET_THREAD, EVALUATOR_THREAD = "fleet", "fleet-evaluator"
 SUPERVISE_S = 0.5
-ORDINARY_EVENTS = frozenset({"simulator_started", "nursery_ready"})
-"""Told once for each process; events.jsonl has those of later lives only."""
-TOLD_FAILURES = {"simulator_failed": "a simulator failed", "simulator_quarantined": "a simulator was given up"}
 
 
 class FleetConductor:
@@ -196,12 +194,10 @@ class FleetConductor:
 
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Of workers and simulators, in their threads."""
-        if kind in ORDINARY_EVENTS and not fields.get("life"):
-            return
-        self._log.event(kind, **fields)
-        if kind in TOLD_FAILURES:
-            reason = " ".join(str(fields.get("reason", "")).split())
-            self._log.progress.notes.append(f"{TOLD_FAILURES[kind]} (task {fields.get('task')}): {reason}")
+        if is_news(kind, fields):
+            self._log.event(kind, **fields)
+        if words := failure_in_words(kind, fields):
+            self._log.progress.notes.append(words)
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         parts, progress = self._parts, self._log.progress

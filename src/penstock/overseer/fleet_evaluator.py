@@ -53,9 +53,13 @@ class FleetEvaluator:
         self.steps = 0
         self.doing = ""
 
+    def is_due(self, version: WeightVersion) -> bool:
+        """Whether an evaluation is due at a version, or was and was not made."""
+        return evaluation_due(self._config.evaluation.every, self._evaluated_step, version.step)
+
     def offer(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Hands the version to the thread where an evaluation is due; returns at once."""
-        if not evaluation_due(self._config.evaluation.every, self._evaluated_step, version.step):
+        if not self.is_due(version):
             return
         with self._changed:
             self._due = version, arrays
@@ -64,14 +68,24 @@ class FleetEvaluator:
     def run(self) -> None:
         """Evaluates what is due until `finish` or `stop`; one that runs at `finish` is completed."""
         while (due := self._next()) is not None:
-            version, arrays = due
             try:
-                self._log(version.step, metrics_of(self.evaluate(version, arrays)))
+                self.attempt(*due)
             except Stopped:
                 return
-            except PenstockError as error:
-                self._on_event("evaluation_failed", {"step": version.step, "error": str(error)})
-            self._evaluated_step = version.step
+
+    def attempt(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Evaluates a version that is due, and logs the numbers; what fails is told, and does not come again.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        try:
+            self._log(version.step, metrics_of(self.evaluate(version, arrays)))
+        except Stopped:
+            raise
+        except PenstockError as error:
+            self._on_event("evaluation_failed", {"step": version.step, "error": str(error)})
+        self._evaluated_step = version.step
 
     def _next(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
         with self._changed:

@@ -57,7 +57,10 @@ def checked_stream(message: "Buffer") -> pa.Buffer:
     Raises:
         TransferError: it is cut short, changed, or no message.
     """
-    buffer = message if isinstance(message, pa.Buffer) else pa.py_buffer(message)
+    return _without_trailer(message if isinstance(message, pa.Buffer) else pa.py_buffer(message))
+
+
+def _without_trailer(buffer: pa.Buffer) -> pa.Buffer:
     length = buffer.size - TRAILER.size
     if length < 0:
         raise TransferError(f"the message has {buffer.size} bytes: it is cut short")

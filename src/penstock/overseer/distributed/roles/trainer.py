@@ -40,9 +40,7 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         batches: Makes the client of the replay service.
     """
 
-    def __init__(
-        self, around: Surroundings, settings: Settings[AnyConfig], batches: _Batches = RemoteBatches
-    ) -> None:
+    def __init__(self, around: Surroundings, settings: Settings[AnyConfig], batches: _Batches = RemoteBatches) -> None:
         super().__init__(around, settings)
         self._replay = around.caller("replay-0")
         self._batches = batches(self._replay, settings.lineage)  # stopped first, so that nobody waits for a batch

@@ -1,0 +1,117 @@
+"""The replay buffer of a fleet run in a process of its own, and what its rollout workers tell of themselves.
+
+It is made from the run's files: those of a new run, or those of the checkpoint that this lineage begins with. Workers
+report here, because the statistics of their episodes belong into the same checkpoint; a worker that the view no longer
+names is over, and what it had in flight is abandoned.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.batch import FragmentBatchMaker
+from penstock.fleet import FleetReports, WorkerReport
+from penstock.learner.checkpoint_files import read_states
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition, Identity, View
+from penstock.overseer.distributed.roles.base import ThreadedComponent
+from penstock.overseer.distributed.roles.run_clock import SteadyClock
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.replay import FRAGMENTS, FragmentService, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
+
+SERVED = (
+    "checkpoint_saved", "checkpoint_states", "deliver", "finish_update", "has_room", "next_batch", "set_current_step",
+)  # fmt: skip
+"""Methods of the service that others call as they are."""
+
+
+class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
+    """Runs one `FragmentService` and one `FleetReports`."""
+
+    def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig]) -> None:
+        super().__init__(around, settings)
+        config, replay = settings.config, settings.config.replay
+        clock = SteadyClock()
+        self.now = clock.now
+        self._store = RolloutStore(settings.directory, replay.store, clock.now, FRAGMENTS, on_damage=self._on_damage)
+        self._ledger = self._store.open_ledger(settings.lineage)
+        self._buffer = ReplayBuffer(
+            replay.buffer_config(),
+            self._store,
+            FragmentBatchMaker(replay.order, replay.max_samples),
+            OpenAdmission(self._ledger, settings.lineage),
+            clock=clock.now,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+        )
+        self._reports = FleetReports(config.fleet.stats_window)
+        self._service = FragmentService(
+            settings.lineage,
+            self._buffer,
+            OpenBatchSource(self._buffer, replay.fragments_per_batch),
+            states=lambda: {"statistics": self._reports.statistics.state()},
+            on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
+        )
+        if settings.checkpoint is not None:
+            states = read_states(settings.checkpoint)
+            self._buffer.restore(states["replay"])
+            self._reports.statistics.restore(states["statistics"])
+        self._workers: dict[str, Identity] = {}
+        for method in SERVED:
+            setattr(self, method, getattr(self._service, method))
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.state, self.doing = "running", "waiting for the learner to train"
+        self.look(self.around.view)
+
+    def look(self, view: View) -> None:
+        """Closes the accounts of those who died."""
+        alive = {peer.identity.name: peer.identity for peer in view.of("rollout")}
+        for name, identity in self._workers.items():
+            if alive.get(name) != identity:
+                self._reports.end(name, identity.incarnation)
+                self._reports.restarts += name in alive
+        self._workers = alive
+        super().look(view)
+
+    def admit(self) -> None:
+        """The learner trains; fragments are taken at any time."""
+        self.doing = "serving"
+
+    def take_report(self, worker: str, incarnation: int, report: WorkerReport) -> None:
+        """A rollout worker tells how it is, and which episodes ended since its last report that was answered."""
+        self._reports.take(worker, incarnation, report)
+
+    def drain(self) -> None:
+        """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        self._buffer.close()
+        self._store.close()
+
+    def _on_damage(self, place: str, reason: str) -> None:
+        self.around.event("files_damaged", path=place, reason=reason)
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        # Neither busy nor idle is counted: the buffer serves others at every moment.
+        statistics, tasks = self._reports.statistics, self.config.fleet.tasks
+        return Condition(
+            self.state,
+            self.doing,
+            None,
+            metrics={**self._service.metrics(), **self._reports.metrics()},
+            facts=self._facts(
+                lineage=self.settings.lineage,
+                ledger=self._ledger.snapshot(),
+                account=self._reports.account().to_values(),
+                lessons={name: f"{task.id}, {statistics.count(name):,} episodes" for name, task in tasks.items()},
+                waiting_for=self._service.waiting_for(),
+            ),
+        )
+
+
+def make_fleet_replay(around: Surroundings, settings: Mapping[str, Any]) -> FleetReplayRole:
+    """Factory of the replay buffer of a fleet run."""
+    return FleetReplayRole(around, Settings.of_fleet(settings))

@@ -1,0 +1,149 @@
+"""A rollout worker of a fleet run in a process of its own, with its simulators as children.
+
+It starts its simulators at once, and rolls out from the moment the learner trains. Weights come from the learner's
+broadcaster beside the rollout, fragments go to the replay buffer, and twice a second it tells there how it is. What
+breaks in a simulator is the worker's own business; whatever else goes wrong ends the component. Its next incarnation
+has other seeds, and its fragments have ids of their own.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.fleet import RolloutWorkerWrapper
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.records import Condition
+from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
+from penstock.overseer.distributed.roles.run_clock import RunClock
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.roles.weight_feed import WeightFeed
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.fleet_policies import make_policy, make_worker_runner
+from penstock.overseer.fleet_simulators import is_news, worker_pool
+from penstock.replay import RemoteFragments
+from penstock.types import Spaces, UnreachableError, WeightVersion
+
+CALL_S = 10.0
+"""Longest wait for an answer to a report; the next one follows in any case."""
+FIRST_WEIGHTS_S = 24 * 3600.0
+"""Longest wait for the training to begin: evaluations come before it, which have limits of their own."""
+
+
+class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
+    """Runs one `RolloutWorkerWrapper`.
+
+    Args:
+        around: What its host gives it.
+        settings: The run.
+        spaces: What the policy sees and does.
+    """
+
+    def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig], spaces: Spaces) -> None:
+        super().__init__(around, settings)
+        config, me, lineage = settings.config, around.identity, settings.lineage
+        self._replay = around.caller("replay-0")
+        self._clock = RunClock(self._replay)
+        self._sink = RemoteFragments(self._replay, me.name)
+        self._feed = WeightFeed(around, settings, in_training=True)
+        before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
+        self._runner = make_worker_runner(make_policy(config, spaces), config, me.index, before, me.incarnation)
+        self._worker = RolloutWorkerWrapper(
+            f"{me.name}.{lineage}",  # every life of a run has fragments of its own
+            me.incarnation,
+            config.fleet,
+            worker_pool(config, me.index, lineage, me.incarnation, self._on_event),
+            self._runner,
+            self._sink,
+            self._feed,
+            on_event=self._on_event,
+            first_weights_timeout_s=FIRST_WEIGHTS_S,
+            stamp=self._clock.now,
+        )
+        self._next_episode = 0
+        self._began: float | None = None
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.crew.start(f"{self.name}.clock", self._follow_clock)
+        self.crew.start(f"{self.name}.reports", self._run)
+
+    def _follow_clock(self) -> None:
+        self._clock.follow(self._living_replay, self.stopping)
+
+    def _living_replay(self) -> object:
+        peer = self.around.view.peer("replay-0")
+        return None if peer is None else peer.identity
+
+    def _run(self) -> None:
+        self.doing = "compiling"
+        self._runner.compile()
+        if self.stopping.is_set():
+            return
+        self._worker.start()
+        self.state, self.doing = "running", "waiting for the learner to train"
+        while not self.stopping.wait(POLL_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        me, report = self.around.identity, self._worker.report(self._next_episode)
+        if report.condition.steps and self._began is None:
+            self._began, self.doing = time.monotonic(), "rolling out"
+        try:
+            self._replay.call("take_report", me.name, me.incarnation, report, timeout_s=CALL_S)
+        except UnreachableError:
+            return  # told again soon, to this incarnation or the next
+        self._next_episode = report.next_episode
+
+    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if is_news(kind, fields):
+            self.around.event(kind, **fields)
+
+    def drain(self) -> None:
+        """Acts no more, and sends what is complete."""
+        self.crew.start(f"{self.name}.drain", self._drain)
+
+    def _drain(self) -> None:
+        self.doing = "sending what is complete"
+        self._end_worker(self.config.overseer.stop_timeout_s / 2)
+        self._tell()
+        self.doing, self.state = "done", "drained"
+
+    def _end_worker(self, timeout_s: float) -> None:
+        late = self._worker.stop(timeout_s)
+        self._sink.stop()
+        self._feed.close()
+        if late:
+            self._worker.stop(timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self.stopping.set()
+        self._sink.stop()
+        self._feed.close()
+        self._worker.stop(timeout_s / 2)
+        super().stop(timeout_s / 2)
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        condition, version = self._worker.condition(), self._runner.version
+        facts = self._facts(version=[version.lineage, version.step], steps=condition.steps)
+        if condition.failure:
+            return Condition("failed", self.doing, error=condition.failure, facts=facts)
+        if condition.state == "ended" and self.state == "running" and not self.stopping.is_set():
+            return Condition("failed", self.doing, error="the worker ended before it was told to", facts=facts)
+        working = condition.state == "running" and self.state == "running" and not self._sink.waiting
+        lived_s = 0.0 if self._began is None else time.monotonic() - self._began
+        blocked_s = min(lived_s, self._worker.metrics().get("fleet/blocked_s", 0.0))
+        return Condition(
+            self.state,
+            "waiting for room in the replay buffer" if self._sink.waiting else self.doing,
+            float(condition.steps) if working else None,
+            lived_s - blocked_s,
+            blocked_s,
+            metrics=self._feed.metrics(),
+            facts=facts,
+        )
+
+
+def make_fleet_rollout(around: Surroundings, settings: Mapping[str, Any]) -> FleetRolloutRole:
+    """Factory of a fleet's rollout worker; `settings` has the ``spaces``, too."""
+    return FleetRolloutRole(around, Settings.of_fleet(settings), Spaces.from_values(settings["spaces"]))
