@@ -14,13 +14,12 @@ from penstock.learner import save_checkpoint
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
-from penstock.overseer.fleet_pace import FleetPace
 from penstock.overseer.fleet_simulators import failure_in_words, is_news
+from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
-from penstock.overseer.terminal import step_line
 from penstock.rundir import RunDirectory
 from penstock.types import PenstockError, Stopped
 
@@ -52,8 +51,7 @@ class FleetConductor:
         self._stopping = threading.Event()
         self._fleet_over = threading.Event()
         self._parts: FleetComponents | None = None
-        self._pace = FleetPace()
-        self._metrics: dict[str, float] = {}
+        self._updates = FleetUpdates(log, config.fleet.tasks)
         self._phases = 0
 
     def run(self) -> None:
@@ -200,24 +198,9 @@ class FleetConductor:
             self._log.progress.notes.append(words)
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        parts, progress = self._parts, self._log.progress
+        parts = self._parts
         assert parts is not None  # the loop that calls this is one of them
-        self._log.step = step
-        values = {**metrics, **parts.manager.metrics()}
-        values |= self._pace.note(values)
-        self._metrics = values
-        self._log.metrics(step, values)
-        rewards = {
-            task: values[name] for task in self._config.fleet.tasks if (name := f"fleet/{task}/reward_mean") in values
-        }
-        progress.step = step
-        progress.reward = rewards
-        if rewards:
-            progress.rewards.append(sum(rewards.values()) / len(rewards))
-        progress.units_per_s = self._pace.steps_per_s
-        progress.staleness = values.get("train/step_staleness_mean", 0.0)
-        progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
-        progress.lines.append(step_line(progress))
+        self._updates.note(step, {**metrics, **parts.manager.metrics()})
 
     def _save(self, step: int) -> None:
         parts = self._parts
@@ -282,11 +265,11 @@ class FleetConductor:
             "step": self.step,
             "steps": self._config.steps,
             "lineage": self.start.lineage,
-            "bottleneck": self._pace.bottleneck,
+            "bottleneck": self._updates.bottleneck,
         }
         if self._parts is None:
             return status
-        parts, metrics = self._parts, self._metrics
+        parts, metrics = self._parts, self._updates.metrics
         numbers = {name: metrics[name] for name in sorted(metrics) if name.startswith(("fleet/", "replay/"))}
         return status | {
             "learner": parts.loop.doing,

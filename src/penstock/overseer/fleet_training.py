@@ -17,21 +17,50 @@ from penstock.overseer.run_opening import Damages, create_run, existing_run, ope
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError, Spaces
+from penstock.types import Spaces
+
+Outcome = tuple[RunDirectory, RunConductor]
+"""Where it was written, and who led it."""
 
 
-def run_fleet(
-    config: FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
-) -> tuple[RunDirectory, RunConductor]:
-    """Runs it to its end, with learner and rollout workers as threads of this process.
+def run_fleet(config: FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool) -> Outcome:
+    """Runs it to its end, in one process or in many.
 
     Raises:
         ConfigError: bad input; nothing was written.
     """
-    if config.runtime != "local":
-        raise ConfigError(
-            f"runtime is {config.runtime}: learner and workers of a fleet share one process as yet; set runtime: local"
-        )
+    run = run_fleet_in_many_processes if config.runtime == "ray" else run_fleet_in_one_process
+    return run(config, run_dir, resume, recipe, quiet)
+
+
+def run_fleet_in_many_processes(
+    config: FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> Outcome:
+    """Components in processes of their own, under Ray."""
+    from penstock.overseer.distributed.fleet_conductor import DistributedFleetConductor
+    from penstock.overseer.distributed.fleet_plan import FleetPlan
+    from penstock.overseer.many_processes import run_under_ray
+
+    spaces = probe_spaces(config)
+    make_policy(config, spaces)
+    return run_under_ray(
+        config,
+        run_dir,
+        resume,
+        recipe,
+        quiet,
+        {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {},
+        _progress(config, recipe),
+        lambda settings, states, launcher, log: DistributedFleetConductor(
+            FleetPlan(settings, spaces, states), launcher, log
+        ),
+    )
+
+
+def run_fleet_in_one_process(
+    config: FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> Outcome:
+    """Learner and rollout workers are threads of this process."""
     spaces = probe_spaces(config)
     fresh = None if resume else FleetStart(make_policy(config, spaces), spaces)
     directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)

@@ -4,14 +4,10 @@ Everything that bad input can break (model, tokenizer, environments) is loaded b
 that a mistake costs nothing and leaves nothing behind.
 """
 
-import secrets
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.environments import Environment, load_environment
-from penstock.inference.config import is_loopback
-from penstock.learner import load_checkpoint, read_states
+from penstock.learner import load_checkpoint
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
@@ -22,10 +18,6 @@ from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.overseer.ray import RayLauncher
 
 Outcome = tuple[RunDirectory, RunConductor]
 """Where it was written, and who led it."""
@@ -53,48 +45,23 @@ def run_in_many_processes(
     """Components in processes of their own, under Ray."""
     from penstock.overseer.distributed.conductor import DistributedConductor
     from penstock.overseer.distributed.plan import Plan
-    from penstock.overseer.distributed.roles.settings import Settings
+    from penstock.overseer.many_processes import run_under_ray
     from penstock.overseer.plan import model_shape
-    from penstock.overseer.ray import RayLauncher
 
     for environment in _load_environments(config).values():  # every worker makes its own
         environment.close()
     model_shape(config.model)
     Tokenizer.load(config.model.tokenizer_path)
-    directory = existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
-    with directory.locked():
-        damages = Damages()
-        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
-        states = None if checkpoint is None else read_states(checkpoint)
-        try:
-            launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-            _check_addresses(config, launcher)
-        except ConfigError:
-            if not resume:
-                shutil.rmtree(directory.path)  # nothing of a run is in it
-            raise
-        try:
-            log, crew = open_log(config, directory, _progress(config, recipe), damages if resume else None), Crew()
-            settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
-            conductor = DistributedConductor(Plan(settings, states), launcher, log)
-        except BaseException:
-            launcher.close(config.overseer.stop_timeout_s)
-            raise
-        oversee(conductor, crew, log, config, directory, quiet)
-    return directory, conductor
-
-
-def _check_addresses(config: RunConfig, launcher: "RayLauncher") -> None:
-    """Servers that only their own machine can reach are of no use to others."""
-    machines = launcher.machines
-    hosts = {"inference.host": config.inference.host, "weights.host": config.weights.host}
-    for name, host in hosts.items():
-        if machines > 1 and is_loopback(host):
-            launcher.close(config.overseer.stop_timeout_s)
-            raise ConfigError(
-                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
-                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
-            )
+    return run_under_ray(
+        config,
+        run_dir,
+        resume,
+        recipe,
+        quiet,
+        {"inference.host": config.inference.host, "weights.host": config.weights.host},
+        _progress(config, recipe),
+        lambda settings, states, launcher, log: DistributedConductor(Plan(settings, states), launcher, log),
+    )
 
 
 def _progress(config: RunConfig, recipe: str) -> Progress:

@@ -1,0 +1,82 @@
+"""Opens a run whose components are in processes of their own, under Ray, whatever it trains."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.inference.config import is_loopback
+from penstock.learner import read_states
+from penstock.overseer.distributed.launcher import Launcher
+from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
+from penstock.overseer.overseer import RunConductor
+from penstock.overseer.ray import RayLauncher
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
+from penstock.overseer.supervision import Crew
+from penstock.overseer.terminal import Progress
+from penstock.rundir import RunDirectory
+from penstock.types import ConfigError
+
+States = Mapping[str, Any] | None
+
+
+def run_under_ray(
+    config: AnyConfig,
+    run_dir: Path | str | None,
+    resume: bool,
+    recipe: str,
+    quiet: bool,
+    hosts: Mapping[str, str],
+    progress: Progress,
+    make_conductor: Callable[[Settings[AnyConfig], States, Launcher, RunLog], RunConductor],
+) -> tuple[RunDirectory, RunConductor]:
+    """Runs it to its end.
+
+    Args:
+        config: The run's.
+        run_dir: As of `penstock.train`.
+        resume: Likewise.
+        recipe: Likewise.
+        quiet: Likewise.
+        hosts: By key of the config, the addresses that its servers listen on.
+        progress: What the view shows.
+        make_conductor: From settings, the states of the checkpoint that it begins with, launcher and log.
+
+    Raises:
+        ConfigError: bad input; nothing was written.
+    """
+    directory = existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
+    with directory.locked():
+        damages = Damages()
+        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        states = None if checkpoint is None else read_states(checkpoint)
+        try:
+            launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+            _check_addresses(hosts, launcher, config.overseer.stop_timeout_s)
+        except ConfigError:
+            if not resume:
+                shutil.rmtree(directory.path)  # nothing of a run is in it
+            raise
+        try:
+            log, crew = open_log(config, directory, progress, damages if resume else None), Crew()
+            settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
+            conductor = make_conductor(settings, states, launcher, log)
+        except BaseException:
+            launcher.close(config.overseer.stop_timeout_s)
+            raise
+        oversee(conductor, crew, log, config, directory, quiet)
+    return directory, conductor
+
+
+def _check_addresses(hosts: Mapping[str, str], launcher: RayLauncher, stop_timeout_s: float) -> None:
+    """Servers that only their own machine can reach are of no use to others."""
+    machines = launcher.machines
+    for name, host in hosts.items():
+        if machines > 1 and is_loopback(host):
+            launcher.close(stop_timeout_s)
+            raise ConfigError(
+                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
+                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
+            )

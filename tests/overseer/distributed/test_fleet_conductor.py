@@ -1,0 +1,239 @@
+"""Whole distributed fleet runs in threads: real simulators, every component hosted as in a process of its own."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+
+from penstock.learner import read_states
+from penstock.overseer import FleetRunConfig
+from penstock.overseer.config_loading import build_config
+from penstock.overseer.distributed.fleet_conductor import DistributedFleetConductor
+from penstock.overseer.distributed.fleet_plan import FleetPlan
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.scaling import ask_to_scale
+from penstock.overseer.fleet_simulators import probe_spaces
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.run_opening import Damages, resume_point
+from penstock.overseer.terminal import FLEET_WORDING, Progress
+from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
+from penstock.types import RunFailed
+from tests.overseer.conftest import merged
+from tests.overseer.thread_launcher import ThreadLauncher
+
+LIMIT_S = 60.0
+TINY: dict[str, Any] = {
+    "seed": 3,
+    "steps": 4,
+    "runtime": "ray",
+    "model": {"hidden_sizes": [8]},
+    "fleet": {
+        "tasks": {"guess": {"id": "tests.overseer.simulators:Guess"}},
+        "workers": 2,
+        "envs_per_worker": 2,
+        "envs_per_process": 2,
+        "fragment_length": 8,
+        "queue_fragments": 2,
+    },
+    "replay": {"fragments_per_batch": 4, "max_waiting": 4},
+    "learner": {"epochs": 1, "minibatches": 2, "optimizer": {"learning_rate": 0.01}},
+    "evaluation": {"episodes": 4, "simulators": 2, "before": False},
+    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 5.0, "backoff_s": 0.05, "checkpoint_every": 2},
+}
+
+
+def tiny(changes: dict[str, Any]) -> FleetRunConfig:
+    return build_config(FleetRunConfig, merged(TINY, changes))
+
+
+def closes(counts: dict[str, int]) -> bool:
+    return counts["started"] == sum(count for state, count in counts.items() if state != "started") > 0
+
+
+class Run:
+    """A run in the making, or resumed where there is one: its conductor in a thread, its launcher at hand."""
+
+    def __init__(self, path: Path, changes: dict[str, Any]) -> None:
+        config = tiny(changes)
+        lineage, checkpoint, states = 0, None, None
+        if path.exists():
+            self.directory = RunDirectory.open_existing(path)
+            lineage, checkpoint = resume_point(self.directory, Damages())
+            states = read_states(checkpoint)
+        else:
+            self.directory = RunDirectory.create(path, config.dump())
+        self.launcher = ThreadLauncher()
+        self.log = RunLog(self.directory, config, Progress("test", config.steps, 8, wording=FLEET_WORDING))
+        settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
+        plan = FleetPlan(settings, probe_spaces(config), states)
+        self.conductor = DistributedFleetConductor(plan, self.launcher, self.log)
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="conductor")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.conductor.run()
+        except BaseException as error:  # the test looks at it
+            self.failure = error
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not reached():
+            assert time.monotonic() < limit, f"no {what}: {self.conductor.who_owes_progress()}"
+            assert self._thread.is_alive(), f"ended before {what}: {self.failure!r}"
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), self.conductor.who_owes_progress()
+        self.log.close()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self.conductor.stop()
+        self._thread.join(LIMIT_S)
+        self.launcher.close(5.0)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.directory.events_path) if event["event"] == kind]
+
+    def updates(self) -> list[dict[str, Any]]:
+        return [row for row in read_metrics(self.directory.metrics_path) if "train/loss" in row]
+
+    def trained(self) -> list[str]:
+        """Ids of all fragments of all batches that count, update by update."""
+        steps: dict[int, list[str]] = {}
+        for path in sorted(self.directory.batches.glob("*.parquet"), key=lambda p: p.stat().st_mtime_ns):
+            table = pq.read_table(path, columns=["step", "rollout_id"])
+            steps[table["step"][0].as_py()] = table["rollout_id"].to_pylist()  # a later life's batch replaces it
+        return [rollout_id for step in sorted(steps) for rollout_id in steps[step]]
+
+    def worker_step(self, name: str) -> int:
+        return int(self.launcher.newest(name).host._component.condition().facts["steps"])  # type: ignore[union-attr]
+
+
+@contextmanager
+def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
+    run = Run(path, changes)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path):
+    with running(run_dir, {"evaluation": {"before": True, "every": 2}}) as run:
+        run.end()
+    conductor = run.conductor
+    assert conductor.complete and conductor.step == 4
+    assert conductor.results["untrained"]["guess"].groups == conductor.results["after"]["guess"].groups == 4
+    status = conductor.status()
+    assert status["ledger"]["trained"] == 16 and closes(status["ledger"])
+    account = status["account"]
+    assert closes(account) and account["acting"] == account["buffered"] == account["waiting"] == 0
+    assert account["sent"] >= 16 * 8
+    rows = run.updates()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
+    size = sum(array.nbytes for array in arrays.values())
+    assert rows[-1]["weights/bytes_served"] >= rows[-1]["fleet/weight_loads"] * size > 0
+    assert rows[-1]["replay/received_bytes"] > 0 and rows[-1]["fleet/workers"] == 2
+    trained = run.trained()
+    assert len(set(trained)) == len(trained) == 16
+    assert {name.split("-")[1].split(".")[0] for name in trained} <= {"0", "1"}
+    texts = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
+    assert not any(b"a token for this test" in text for text in texts)
+
+
+def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are_counted(run_dir: Path):
+    with running(run_dir, {"steps": 40}) as run:
+        run.until(lambda: run.conductor.step >= 2 and run.worker_step("rollout-1") > 0, "second update")
+        run.launcher.die("rollout-1")
+        run.until(lambda: run.launcher.incarnations("rollout-1") == [0, 1], "replacement")
+        run.until(lambda: run.worker_step("rollout-1") > 0, "steps of the replacement")
+        run.end()
+    assert run.conductor.complete and run.conductor.lineage == 0 and not run.events("rewind")
+    status = run.conductor.status()
+    assert closes(status["ledger"]) and closes(status["account"])
+    assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 160
+    trained = run.trained()
+    assert len(set(trained)) == len(trained) == 160
+    assert run.updates()[-1]["fleet/worker_restarts"] == 1
+
+
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
+def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
+    with running(run_dir, {"steps": 10}) as run:
+        run.until(lambda: run.conductor.step >= 5, "fifth update")
+        run.launcher.die(name)
+        run.end()
+    assert run.conductor.complete and run.conductor.step == 10
+    (rewind,) = run.events("rewind")
+    assert rewind["lineage"] == run.conductor.lineage == 1
+    assert rewind["checkpoint"] in ("step-4", "step-6", "step-8")
+    trained = run.trained()
+    assert len(trained) == len(set(trained)) == 40
+    fates = {row["rollout_id"]: row["fate"] for row in read_json_lines(run_dir / "fates.jsonl")}
+    assert all(fates[rollout_id] == "trained" for rollout_id in trained)
+    ledger = run.conductor.status()["ledger"]
+    assert closes(ledger) and ledger["trained"] == 40
+    assert run.launcher.incarnations("rollout-0") == [0]  # workers go on
+
+
+def test_a_run_is_scaled_while_it_goes_on(run_dir: Path):
+    with running(run_dir, {"steps": 100_000}) as run:
+        run.until(lambda: run.conductor.step >= 1, "first update")
+        ask_to_scale(run_dir, "rollout", 3, LIMIT_S)
+        run.until(lambda: run.conductor.status()["numbers"].get("fleet/workers") == 3, "third worker")
+        ask_to_scale(run_dir, "rollout", 1, LIMIT_S)
+        run.until(lambda: len(run.events("component_removed")) == 2, "two workers less")
+        run.until(lambda: run.conductor.status()["numbers"].get("fleet/workers") == 1, "one worker")
+        reached = run.conductor.step
+        run.until(lambda: run.conductor.step > reached + 1, "updates with one worker")
+        run.conductor.stop()
+        run.end()
+    assert not run.conductor.complete
+    assert closes(run.conductor.status()["ledger"]) and closes(run.conductor.status()["account"])
+
+
+def test_a_stopped_run_is_resumed_in_a_new_lineage(run_dir: Path):
+    with running(run_dir, {"steps": 1000, "overseer": {"checkpoint_every": 500}}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        run.conductor.stop()
+        run.end()
+    reached = run.conductor.step
+    states = json.loads((run_dir / "checkpoints" / f"step-{reached}" / "state.json").read_text())["states"]
+    assert {"replay", "statistics", "evaluator", "run"} <= states.keys()
+    with running(run_dir, {"steps": reached + 2}) as run:
+        run.end()
+    assert run.conductor.complete and run.conductor.step == reached + 2 and run.conductor.lineage == 1
+    ledger = run.conductor.status()["ledger"]
+    assert ledger["trained"] == 4 * (reached + 2) and closes(ledger)
+    trained = run.trained()
+    assert len(set(trained)) == len(trained)
+
+
+def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_run_with_a_checkpoint(run_dir: Path):
+    tasks = {"guess": {"id": "tests.overseer.simulators:Guess", "kwargs": {"die_at": 60}}}
+    limits = {"backoff_s": 0.01, "max_restarts": 1}
+    changes = {"fleet": {"tasks": tasks, "limits": limits}, "overseer": {"max_restarts": 1, "checkpoint_every": 500}}
+    with running(run_dir, {"steps": 5000, **changes}) as run, pytest.raises(RunFailed, match="rollout-.*given up"):
+        run.end()
+    assert run.events("simulator_failed") and any("SIGKILL" in note for note in run.log.progress.notes)
+    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest == run.conductor.step >= 1
+
+
+def test_weights_travel_through_shared_memory_too(run_dir: Path):
+    with running(run_dir, {"steps": 3, "weights": {"transport": "shared_memory"}}) as run:
+        run.end()
+    assert run.conductor.complete and run.updates()[-1]["fleet/weight_loads"] >= 2
