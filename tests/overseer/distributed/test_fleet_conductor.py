@@ -118,7 +118,10 @@ class Run:
         return [rollout_id for step in sorted(steps) for rollout_id in steps[step]]
 
     def worker_step(self, name: str) -> int:
-        return int(self.launcher.newest(name).host._component.condition().facts["steps"])  # type: ignore[union-attr]
+        """Steps of its newest incarnation, as last heard."""
+        report = self.conductor.supervisor.reports.get(name)
+        newest = self.launcher.incarnations(name)[-1]
+        return report.condition.facts.get("steps", 0) if report and report.identity.incarnation == newest else 0
 
 
 @contextmanager

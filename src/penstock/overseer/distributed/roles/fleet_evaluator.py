@@ -60,9 +60,9 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         seen: WeightVersion | None = None
         while not self.stopping.is_set():
             try:
-                version = self._feed.wait_for(seen, POLL_S) if self._training else None
+                version = self._feed.wait_for(seen, POLL_S) if self._feed.training else None
                 if version is None:
-                    self.stopping.wait(0.0 if self._training else POLL_S)
+                    self.stopping.wait(0.0 if self._feed.training else POLL_S)
                     continue
                 if self._evaluator.is_due(version):
                     arrays = self._feed.fetch(version)
@@ -73,12 +73,6 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
                 self.stopping.wait(POLL_S)  # a restart, or a newer version meanwhile
             except Stopped:
                 return
-
-    @property
-    def _training(self) -> bool:
-        """Only then is anything due."""
-        learner = self.around.view.peer("learner-0")
-        return learner is not None and bool(learner.address.get("training"))
 
     # --- what the overseer calls ---------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             self._buffer.restore(states["replay"])
             self._reports.statistics.restore(states["statistics"])
         self._workers: dict[str, Identity] = {}
+        self._ended: set[str] = set()
         for method in SERVED:
             setattr(self, method, getattr(self._service, method))
 
@@ -70,7 +71,10 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         for name, identity in self._workers.items():
             if alive.get(name) != identity:
                 self._reports.end(name, identity.incarnation)
-                self._reports.restarts += name in alive
+                self._ended.add(name)
+        self._reports.restarts += sum(
+            name in self._ended for name, identity in alive.items() if self._workers.get(name) != identity
+        )
         self._workers = alive
         super().look(view)
 

@@ -61,6 +61,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         )
         self._next_episode = 0
         self._began: float | None = None
+        self._draining = False
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -83,6 +84,8 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self.state, self.doing = "running", "waiting for the learner to train"
         while not self.stopping.wait(POLL_S):
             self._tell()
+            if self._draining and not self._feed.training:
+                self._sink.stop()  # nobody takes what it would still send
 
     def _tell(self) -> None:
         me, report = self.around.identity, self._worker.report(self._next_episode)
@@ -99,21 +102,15 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
             self.around.event(kind, **fields)
 
     def drain(self) -> None:
-        """Acts no more, and sends what is complete."""
+        """Acts no more, and sends what is complete while the learner trains."""
+        self._draining = True
         self.crew.start(f"{self.name}.drain", self._drain)
 
     def _drain(self) -> None:
         self.doing = "sending what is complete"
-        self._end_worker(self.config.overseer.stop_timeout_s / 2)
+        self._worker.stop(self.config.overseer.stop_timeout_s / 2)
         self._tell()
         self.doing, self.state = "done", "drained"
-
-    def _end_worker(self, timeout_s: float) -> None:
-        late = self._worker.stop(timeout_s)
-        self._sink.stop()
-        self._feed.close()
-        if late:
-            self._worker.stop(timeout_s)
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""

@@ -28,6 +28,12 @@ class WeightFeed:
         self._closed = threading.Event()
         self._client: WeightClient | None = None
 
+    @property
+    def training(self) -> bool:
+        """Whether a learner lives that trains."""
+        learner = self._around.view.peer("learner-0")
+        return learner is not None and bool(learner.address.get("training"))
+
     def latest(self) -> WeightVersion | None:
         """See `WeightSource.latest`."""
         with self._lock:
@@ -78,7 +84,7 @@ class WeightFeed:
             raise Stopped("the weights were closed")
         learner = self._around.view.peer("learner-0")
         endpoint = None if learner is None else learner.address.get("weights")
-        if learner is None or endpoint is None or (self._in_training and not learner.address.get("training")):
+        if endpoint is None or (self._in_training and not self.training):
             return None
         if self._client is None:
             self._client = open_client(endpoint, self._config, self._token, self._around.identity.name)
