@@ -136,7 +136,7 @@ def test_a_dead_driver_takes_its_components_along(tmp_path: Path):
     eventually(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
 
 
-def run_on_cluster(tmp_path: Path, head: str, then: str, address: str, *words: str) -> Path:
+def run_on_cluster(tmp_path: Path, head: str, then: str, address: str, *words: str, recipe: str = "cats") -> Path:
     """A run on a cluster of this machine's own; the head and further nodes as Python source."""
     run_dir = tmp_path / "run"
     script = f"""
@@ -145,7 +145,7 @@ from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={head})
 {then}
 from penstock.cli import main
-code = main(["train", "cats", "-q", *{[*QUICK, *words]!r}, f"ray.address={address}", "--run-dir={run_dir}"])
+code = main(["train", "{recipe}", "-q", *{[*QUICK, *words]!r}, f"ray.address={address}", "--run-dir={run_dir}"])
 cluster.shutdown()
 sys.exit(code)
 """
@@ -173,6 +173,36 @@ def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
     status = read_status(run_dir / "status.json")
     assert status is not None and status["numbers"]["rollout_storage/received_bytes"] > 0
     assert closes(status["ledger"])
+
+
+def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path: Path):
+    """Learner and replay on one node, two rollout workers with their simulators and the evaluator on the other."""
+    here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay")]
+    there = [f"roles.{role}.resources.there=1" for role in ("rollout", "evaluator")]
+    run_dir = run_on_cluster(
+        tmp_path,
+        '{"num_cpus": 4, "resources": {"here": 100}}',
+        'cluster.add_node(num_cpus=4, resources={"there": 100})',
+        "{cluster.address}",
+        "steps=25", "fleet.workers=2", "fleet.envs_per_worker=16", "weights.transport=arrow_flight",
+        "evaluation.episodes=16", "evaluation.simulators=16", *here, *there, recipe="cartpole",
+    )  # fmt: skip
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-25" / "model" / "model.safetensors")
+    size = sum(array.nbytes for array in arrays.values())
+    rows = updates(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert rows[-1]["weights/bytes_served"] >= rows[-1]["fleet/weight_loads"] * size > 0
+    status = read_status(run_dir / "status.json")
+    assert status is not None and status["state"] == "finished"
+    assert status["numbers"]["replay/received_bytes"] > 25 * 32 * 64 * 16  # at least the observations that were trained
+    assert closes(status["ledger"]) and status["ledger"]["trained"] == 25 * 32
+    account = status["account"]
+    assert closes(account) and account["acting"] == account["buffered"] == account["waiting"] == 0
+    workers = [event["component"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "worker_ended"]
+    assert sorted(workers) == ["rollout-0", "rollout-1"]
+    events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluation"]
+    returns = {event["when"]: event["reward"]["cartpole"] for event in events}
+    assert returns["untrained"] < 60 < 120 < returns["after"], returns
 
 
 OWN_CODE = """

@@ -158,7 +158,7 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
 
 
 def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are_counted(run_dir: Path):
-    with running(run_dir, {"steps": 40}) as run:
+    with running(run_dir, {"steps": 24}) as run:
         run.until(lambda: run.conductor.step >= 2 and run.worker_step("rollout-1") > 0, "second update")
         run.launcher.die("rollout-1")
         run.until(lambda: run.launcher.incarnations("rollout-1") == [0, 1], "replacement")
@@ -167,9 +167,9 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     assert run.conductor.complete and run.conductor.lineage == 0 and not run.events("rewind")
     status = run.conductor.status()
     assert closes(status["ledger"]) and closes(status["account"])
-    assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 160
+    assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 96
     trained = run.trained()
-    assert len(set(trained)) == len(trained) == 160
+    assert len(set(trained)) == len(trained) == 96
     assert run.updates()[-1]["fleet/worker_restarts"] == 1
 
 
