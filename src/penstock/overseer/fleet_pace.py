@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from penstock.overseer.bottleneck import BUSY, BUSY_SUPPLIER
 
 COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
-"""What only grows."""
+"""What only grows, but where a worker ends, whose own is no longer in the sum."""
 
 
 class FleetPace:
@@ -33,7 +33,7 @@ class FleetPace:
         waited_s = metrics.get("time/wait_for_batch", 0.0)
         worked = ("time/update", "time/checkpoint", "weights/publish_s")
         whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
-        made = {name: metrics.get(name, 0.0) - self._before.get(name, 0.0) for name in COUNTERS}
+        made = {name: max(0.0, metrics.get(name, 0.0) - self._before.get(name, 0.0)) for name in COUNTERS}
         self._before = {name: metrics.get(name, 0.0) for name in COUNTERS}
         if whole_s <= 0:
             return {}

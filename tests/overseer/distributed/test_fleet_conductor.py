@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from penstock.learner import read_states
-from penstock.overseer import FleetRunConfig
+from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.distributed.fleet_conductor import DistributedFleetConductor
 from penstock.overseer.distributed.fleet_plan import FleetPlan
@@ -23,7 +23,7 @@ from penstock.overseer.fleet_simulators import probe_spaces
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.run_opening import Damages, resume_point
 from penstock.overseer.terminal import FLEET_WORDING, Progress
-from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
+from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import merged
 from tests.overseer.thread_launcher import ThreadLauncher
@@ -144,6 +144,7 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
     account = status["account"]
     assert closes(account) and account["acting"] == account["buffered"] == account["waiting"] == 0
     assert account["sent"] >= 16 * 8
+    assert not run.events("component_death") and len(run.events("component_drained")) == 2
     rows = run.updates()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
@@ -223,6 +224,15 @@ def test_a_stopped_run_is_resumed_in_a_new_lineage(run_dir: Path):
     assert ledger["trained"] == 4 * (reached + 2) and closes(ledger)
     trained = run.trained()
     assert len(set(trained)) == len(trained)
+
+
+def test_a_run_of_many_processes_goes_on_in_one(run_dir: Path):
+    with running(run_dir, {"steps": 2}) as run:
+        run.end()
+    summary = train(tiny({"steps": 4, "runtime": "local"}), run_dir, resume=True, quiet=True)
+    assert summary.complete and summary.step == 4
+    status = read_status(run_dir / "status.json")
+    assert status["lineage"] == 1 and status["ledger"]["trained"] == 16 and closes(status["ledger"])
 
 
 def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_run_with_a_checkpoint(run_dir: Path):

@@ -37,15 +37,17 @@ LOOK_S = 0.5
 
 
 class UpdateLog(Protocol):
-    """Writes one line of metrics per update.
+    """Writes one line of metrics per update."""
 
-    Attributes:
-        step: The learner's version, as far as it was told.
-        bottleneck: What set the pace lately, in words.
-    """
+    @property
+    def step(self) -> int:
+        """The learner's version, as far as it was told."""
+        ...
 
-    step: int
-    bottleneck: str
+    @property
+    def bottleneck(self) -> str:
+        """What set the pace lately, in words."""
+        ...
 
     def begin_at(self, step: int) -> None:
         """The learner begins with that version."""

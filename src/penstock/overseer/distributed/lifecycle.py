@@ -16,6 +16,8 @@ from penstock.types import RunFailed, UnreachableError
 
 DRAIN_CALL_S = 10.0
 """Longest call that asks a component to drain; it is repeated."""
+DRAINED = "drained"
+"""Why one ends that was asked to, and has finished what it began: no death."""
 
 
 class Lifecycle:
@@ -95,7 +97,8 @@ class Lifecycle:
         self.deaths += 1
         member.deaths += 1
         member.reason = reason
-        self._on_event("component_death", component=member.name, incarnation=identity.incarnation, reason=reason)
+        kind = "component_drained" if reason == DRAINED else "component_death"
+        self._on_event(kind, component=member.name, incarnation=identity.incarnation, reason=reason)
         self.late.expect(heartbeat.abandon())
         self._stragglers.forget(identity)
         member.heartbeat = member.report = member.draining = None
@@ -108,7 +111,7 @@ class Lifecycle:
         if condition.state == "failed":
             self._died(member, condition.error or "failed without saying why", now_s)
         elif member.leaving and condition.state in ("drained", "finished"):
-            self.end(member, "drained", now_s)
+            self.end(member, DRAINED, now_s)
         elif member.leaving and now_s > member.leave_by:
             self.end(member, f"not drained within {config.no_progress_s:g} s (overseer.no_progress_s)", now_s)
         elif condition.state == "drained":
