@@ -1,5 +1,8 @@
+import pytest
+
 from penstock.overseer import OverseerConfig
-from penstock.overseer.distributed.restarts import RestartBudget
+from penstock.overseer.distributed.restarts import DeathToll, RestartBudget
+from penstock.types import RunFailed
 
 
 def test_waits_double_up_to_the_longest_and_then_there_are_no_more():
@@ -22,3 +25,14 @@ def test_no_restarts_at_all_may_be_asked_for():
 def test_a_large_budget_does_not_overflow():
     budget = RestartBudget(OverseerConfig(max_restarts=5000, restart_window_s=1e9, max_backoff_s=7.0))
     assert [budget.charge(0.0) for _ in range(2000)][-1] == 7.0
+
+
+def test_many_deaths_without_a_new_version_end_the_run():
+    toll = DeathToll(1)
+    for _ in range(5):
+        toll.count("gone")
+    toll.forget()
+    for _ in range(5):
+        toll.count("gone")
+    with pytest.raises(RunFailed, match="6 components died .* the last: killed"):
+        toll.count("killed")

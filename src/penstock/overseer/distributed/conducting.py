@@ -9,20 +9,22 @@ the supervisor alone while the run goes on. Not covered: what is trained; a subc
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.planning import ESSENTIAL, ESSENTIAL_NAMES, ProcessPlan
 from penstock.overseer.distributed.records import Identity, Message
+from penstock.overseer.distributed.restarts import DeathToll
 from penstock.overseer.distributed.roles.settings import AnyConfig
 from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
 from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.distributed.updates import UpdateLog
 from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.replay import Lineages, salvage_logs
@@ -30,32 +32,8 @@ from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
 TURN_S = 0.05
 """Seconds between two turns of the loop."""
-MOST_DEATHS = 5
-"""Times ``overseer.max_restarts``: so many components may die without one new version of the policy."""
 LOOK_S = 0.5
 """Seconds between two looks at all components for people and the watchdog, and for requests to scale."""
-
-
-class UpdateLog(Protocol):
-    """Writes one line of metrics per update."""
-
-    @property
-    def step(self) -> int:
-        """The learner's version, as far as it was told."""
-        ...
-
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        ...
-
-    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
-        """One update: the version reached, the learner's numbers, the others as last seen, the overseer's own."""
-        ...
 
 
 class ProcessConductor(Generic[AnyConfig]):
@@ -86,7 +64,7 @@ class ProcessConductor(Generic[AnyConfig]):
         self._stopping = threading.Event()
         self._lost: list[str] = []
         self._notices: list[str] = []
-        self._deaths, self._newest_step = 0, 0
+        self._deaths, self._newest_step = DeathToll(self._config.overseer.max_restarts), 0
         self._seen, self._look_due = Look(), 0.0
         self._scale_desk = ScaleDesk(self._directory.path, self._supervisor.scale)
         self._phases = 0
@@ -340,22 +318,7 @@ class ProcessConductor(Generic[AnyConfig]):
     def _on_event(self, kind: str, **fields: Any) -> None:
         self._log.event(kind, **fields)
         if kind == "component_death":
-            self._count_death(str(fields.get("reason", "")))
-
-    def _count_death(self, reason: str) -> None:
-        """A run in which things die and nothing is learned ends, however slowly they die.
-
-        Raises:
-            RunFailed: too many died since the last new version.
-        """
-        self._deaths += 1
-        limit = MOST_DEATHS * max(1, self._config.overseer.max_restarts)
-        if self._deaths > limit:
-            self._deaths = 0  # the end of the run takes a few more
-            raise RunFailed(
-                f"{limit + 1} components died or were ended without one new version of the policy; the last: {reason} "
-                f"({MOST_DEATHS} × overseer.max_restarts)"
-            )
+            self._deaths.count(str(fields.get("reason", "")))
 
     def _on_loss(self, identity: Identity, reason: str) -> None:
         self._lost.append(f"{identity}: {reason}")
@@ -423,7 +386,8 @@ class ProcessConductor(Generic[AnyConfig]):
             case "metrics" if identity.role == "learner" and "time/update" in message.fields:
                 self._updates.add(message.step, message.fields, self._seen, self._supervisor.metrics())
                 if message.step > self._newest_step:
-                    self._newest_step, self._deaths = message.step, 0
+                    self._newest_step = message.step
+                    self._deaths.forget()
             case "metrics":
                 self._log.metrics(message.step, message.fields)
                 self._log.note_rewards(message.fields)
