@@ -117,11 +117,24 @@ class Run:
             steps[table["step"][0].as_py()] = table["rollout_id"].to_pylist()  # a later life's batch replaces it
         return [rollout_id for step in sorted(steps) for rollout_id in steps[step]]
 
+    def fragments(self) -> dict[str, dict[str, Any]]:
+        """Rows of all stored fragments, by group id."""
+        columns = ["group_id", "timestamp", "observations"]
+        tables = [pq.read_table(path, columns=columns) for path in self.directory.path.glob("fragments/*.parquet")]
+        rows = [row for table in tables for row in table.to_pylist()]
+        return {row["group_id"]: row for row in rows}
+
     def worker_step(self, name: str) -> int:
         """Steps of its newest incarnation, as last heard."""
         report = self.conductor.supervisor.reports.get(name)
         newest = self.launcher.incarnations(name)[-1]
         return report.condition.facts.get("steps", 0) if report and report.identity.incarnation == newest else 0
+
+
+def model_bytes(run_dir: Path) -> int:
+    """Of all weights of a policy."""
+    (path, *_) = (run_dir / "checkpoints").glob("step-*/model/model.safetensors")
+    return sum(array.nbytes for array in safetensors.numpy.load_file(path).values())
 
 
 @contextmanager
@@ -147,13 +160,13 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
     assert not run.events("component_death") and len(run.events("component_drained")) == 2
     rows = run.updates()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
-    size = sum(array.nbytes for array in arrays.values())
-    assert rows[-1]["weights/bytes_served"] >= rows[-1]["fleet/weight_loads"] * size > 0
-    assert rows[-1]["replay/received_bytes"] > 0 and rows[-1]["fleet/workers"] == 2
     trained = run.trained()
     assert len(set(trained)) == len(trained) == 16
     assert {name.split("-")[1].split(".")[0] for name in trained} <= {"0", "1"}
+    (training,) = [event["time"] for event in run.events("phase") if event["phase"] == "training"]
+    assert min(row["timestamp"] for row in run.fragments().values()) >= training
+    (last,) = [event["time"] for event in run.events("phase") if event["phase"] == "evaluating the trained policy"]
+    assert all(event["time"] < last + 10 for event in run.events("component_drained"))  # nobody waits for the learner
     texts = [path.read_bytes() for path in run_dir.rglob("*") if path.is_file()]
     assert not any(b"a token for this test" in text for text in texts)
 
@@ -171,7 +184,10 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 96
     trained = run.trained()
     assert len(set(trained)) == len(trained) == 96
-    assert run.updates()[-1]["fleet/worker_restarts"] == 1
+    assert status["numbers"]["fleet/worker_restarts"] == 1
+    made = run.fragments()
+    first, second = (made[f"rollout-1.0-{incarnation}-0-0"]["observations"] for incarnation in (0, 1))
+    assert first != second
 
 
 @pytest.mark.parametrize("name", ["learner-0", "replay-0"])
@@ -196,6 +212,10 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
 def test_a_run_is_scaled_while_it_goes_on(run_dir: Path):
     with running(run_dir, {"steps": 100_000}) as run:
         run.until(lambda: run.conductor.step >= 1, "first update")
+        run.until(lambda: run.updates()[-1].get("fleet/weight_loads", 0) >= 4, "weights that the workers took")
+        row = run.updates()[-1]
+        assert row["weights/bytes_served"] >= row["fleet/weight_loads"] * model_bytes(run_dir) > 0
+        assert row["replay/received_bytes"] > 0 and row["fleet/workers"] == 2
         ask_to_scale(run_dir, "rollout", 3, LIMIT_S)
         run.until(lambda: run.conductor.status()["numbers"].get("fleet/workers") == 3, "third worker")
         ask_to_scale(run_dir, "rollout", 1, LIMIT_S)
@@ -247,6 +267,7 @@ def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_
 
 
 def test_weights_travel_through_shared_memory_too(run_dir: Path):
-    with running(run_dir, {"steps": 3, "weights": {"transport": "shared_memory"}}) as run:
+    with running(run_dir, {"steps": 100_000, "weights": {"transport": "shared_memory"}}) as run:
+        run.until(lambda: run.conductor.status()["numbers"].get("fleet/weight_step_min", 0) >= 2, "second version")
+        run.conductor.stop()
         run.end()
-    assert run.conductor.complete and run.updates()[-1]["fleet/weight_loads"] >= 2

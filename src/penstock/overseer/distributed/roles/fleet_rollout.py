@@ -125,7 +125,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         facts = self._facts(version=[version.lineage, version.step], steps=condition.steps)
         if condition.failure:
             return Condition("failed", self.doing, error=condition.failure, facts=facts)
-        if condition.state == "ended" and self.state == "running" and not self.stopping.is_set():
+        if condition.state == "ended" and not (self._draining or self.stopping.is_set()):
             return Condition("failed", self.doing, error="the worker ended before it was told to", facts=facts)
         working = condition.state == "running" and self.state == "running" and not self._sink.waiting
         lived_s = 0.0 if self._began is None else time.monotonic() - self._began
