@@ -184,7 +184,8 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 96
     trained = run.trained()
     assert len(set(trained)) == len(trained) == 96
-    assert status["numbers"]["fleet/worker_restarts"] == 1
+    assert status["numbers"]["fleet/worker_restarts"] == 1 and status["numbers"]["fleet/workers"] == 0
+    assert status["account"]["acting"] == status["account"]["buffered"] == status["account"]["waiting"] == 0
     made = run.fragments()
     first, second = (made[f"rollout-1.0-{incarnation}-0-0"]["observations"] for incarnation in (0, 1))
     assert first != second
