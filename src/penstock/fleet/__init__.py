@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.fleet.cutter import FragmentCutter
     from penstock.fleet.episode_statistics import Episode, EpisodeStatistics
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
+    from penstock.fleet.filming import FilmedPool
     from penstock.fleet.manager import FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy_runner import JaxPolicyRunner
@@ -24,6 +25,7 @@ _EXPORTS = {
     "Decision": "arrivals",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
+    "FilmedPool": "filming",
     "FleetConfig": "config",
     "FleetWorker": "manager",
     "FragmentCutter": "cutter",
@@ -49,7 +51,7 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FleetConfig", "FleetWorker", "FragmentCutter",
+    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetWorker", "FragmentCutter",
     "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
     "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
     "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "VideoConfig", "WorkerCondition", "WorkerReport",

@@ -51,10 +51,10 @@ class SimulatorLimits(BaseModel):
 
 
 class VideoConfig(BaseModel):
-    """Films of chosen episodes, in ``videos/`` of the run directory.
+    """Films of chosen training episodes, in ``videos/`` of the run directory. Needs the extra ``gym``.
 
     Attributes:
-        every_episodes: Every so many of a worker's episodes are filmed; 0: none.
+        every_episodes: With every so many that begin in a worker, an episode is filmed; 0: none.
         fps: Frames per second of the film.
         most_frames: A film ends after so many.
     """

@@ -227,7 +227,7 @@ class FleetConductor:
         parts = self._parts
         assert parts is not None
         with parts.buffer.boundary():
-            states = {name: part.state() for name, part in parts.checkpointables.items()}
+            states: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
         states["statistics"] = parts.manager.statistics.state()
         states["run"] = {"lineage": self.start.lineage, "results": write_results(self.results)}
         save = partial(
