@@ -95,12 +95,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def play_round(rounds: Rounds, pythons: dict[str, str], options: argparse.Namespace) -> None:
     """Everybody once; a failure is kept and said."""
     workload = rounds.workload
-    seconds, warm_up_s = options.seconds * workload.seconds_factor, options.warm_up_s
+    warm_up_s = options.warm_up_s
+    seconds = max(workload.least_seconds, options.seconds * workload.seconds_factor)
     players = {OURS: lambda: running.own(workload, seconds, warm_up_s)}
     if workload.ideal.startswith("independent"):
         players[INDEPENDENT] = lambda: running.own(workload, seconds, warm_up_s, "independent")
     for name in workload.peers:
-        if name in pythons:
+        if (
+            name in pythons
+            and len(rounds.found[name]) < running.PEERS[name].most_rounds
+            and name not in rounds.failures
+        ):
             players[name] = lambda name=name: running.peer(name, pythons[name], workload, seconds, warm_up_s)
     for name, measure in players.items():
         try:

@@ -1,9 +1,9 @@
 """Whether fragments of synthetic simulators are labelled as they must be, step by step.
 
-A synthetic simulator's state is 16 bits, s' = 25173 s + 512 a + 13849; a frame is the episode's noise plus the upper byte,
-the reward that byte / 255. So frames, actions and rewards of a fragment either belong together or not: an action that
-was lost, doubled or swapped with another slot's, or a result at the wrong step, leaves no state that explains what was
-seen. Not covered: noise (one pixel stands for the frame).
+A synthetic simulator's state is 16 bits, s' = 25173 s + 512 a + 13849; a frame is the episode's noise plus the upper
+byte, the reward that byte / 255. So frames, actions and rewards of a fragment either belong together or not: an action
+that was lost, doubled or swapped with another slot's, or a result at the wrong step, leaves no state that explains what
+was seen. Not covered: noise (one pixel stands for the frame).
 """
 
 from collections import defaultdict

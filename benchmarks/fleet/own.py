@@ -37,9 +37,7 @@ class Moment:
 
     @classmethod
     def now(cls, tally: Tally, pool: SimulatorPool) -> "Moment":
-        return cls(
-            time.perf_counter(), tally.steps, tally.resets, time.process_time(), processor_s(pool.process_ids())
-        )
+        return cls(time.perf_counter(), tally.steps, tally.resets, time.process_time(), processor_s(pool.process_ids()))
 
     def rates_until(self, later: "Moment") -> dict[str, float]:
         """Per second."""

@@ -1,8 +1,11 @@
-"""Runs one measurement in a process of its own and reads its JSON line; a peer that is not there is said to be missing."""
+"""Runs one measurement in a process of its own, reads its JSON line, and leaves nothing of it behind."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +19,12 @@ START_S = 150.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A script and the modules that it needs."""
+    """A script, the modules that it needs, and in how many rounds it plays at most."""
 
     script: str
     needs: tuple[str, ...]
     words: str
+    most_rounds: int = 99
 
 
 PEERS = {
@@ -28,7 +32,7 @@ PEERS = {
     "pipes": Peer("pipe_loop.py", ("gymnasium", "numpy"), "pipes and fixed batches"),
     "rllib": Peer("rllib_runners.py", ("ray.rllib", "torch"), "RLlib EnvRunners"),
     "envpool": Peer("envpool_batch.py", ("envpool",), "EnvPool (C++), no policy"),
-    "sample_factory": Peer("sample_factory_loop.py", ("sample_factory", "torch"), "Sample Factory, trains"),
+    "sample_factory": Peer("sample_factory_loop.py", ("sample_factory", "torch"), "Sample Factory, trains", 1),
 }
 
 
@@ -42,13 +46,19 @@ def run(command: list[str], limit_s: float) -> dict[str, float]:
     Raises:
         Failed: it ended with an error, said nothing, or took too long.
     """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        raise Failed(f"it took longer than {limit_s:g} s") from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        raise Failed((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1][:200])
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"it took longer than {limit_s:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = output.strip().splitlines()
+    if process.returncode != 0 or not lines:
+        raise Failed((errors.strip().splitlines() or [f"it ended with {process.returncode}"])[-1][:200])
     return json.loads(lines[-1])
 
 

@@ -124,7 +124,9 @@ def _right(slot=0, number=0, state=1234, noise=77, steps=12, cut=(4,), fault=Non
 
 
 def test_right_labels_have_no_problem_whatever_cut_them():
-    assert labels.problems([_right(), _right(1, fault=7), _right(2, cut=(), fault=0), _right(3, cut=(0, 11))], True) == []
+    assert (
+        labels.problems([_right(), _right(1, fault=7), _right(2, cut=(), fault=0), _right(3, cut=(0, 11))], True) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,9 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
     assert "0.938 of the ideal" in printed and "main process   40% of a core" in printed
     assert "penstock                              FAILED: no room" in printed
     assert "RLlib EnvRunners                      not installed: skipped" in printed
-    assert "900 decisions/s of 84 x 84 x 4 in batches of 32, 20.0 GFLOP/s, 0.20 of the matrix product's 100.0" in printed
+    assert (
+        "900 decisions/s of 84 x 84 x 4 in batches of 32, 20.0 GFLOP/s, 0.20 of the matrix product's 100.0" in printed
+    )
     assert benchmark.main(["--quick", "--only", "sleep32,ale"]) == 0
 
 
@@ -231,7 +235,8 @@ def test_peers_play_in_their_rounds_with_their_own_python(monkeypatch, capsys):
     monkeypatch.setattr(running, "run", _network)
     monkeypatch.setattr(running, "peer", peer)
     assert benchmark.main(["--only", "sleep32", "--rounds", "3", "--peer-rounds", "2"]) == 0
-    assert played == [(name, "/g/python", "sleep32") for name in ("gymnasium", "pipes")] * 2
+    once_only = ("gymnasium", "pipes", "gymnasium")  # who failed is not asked again
+    assert played == [(name, "/g/python", "sleep32") for name in once_only]
     printed = capsys.readouterr().out
     assert re.search(r"AsyncVectorEnv, no policy +1,600 steps/s +0.500 of the ideal .*\(2 rounds\)", printed)
     assert "pipes and fixed batches               FAILED: a broken pipe" in printed
@@ -264,4 +269,6 @@ def test_every_peer_has_its_script_and_gets_the_workload(monkeypatch):
         running.peer(name, "python", WORKLOADS["sleep32"], 2.0, 0.5)
     for (python, script, words), one in zip(given, running.PEERS.values(), strict=True):
         assert python == "python" and script.endswith(one.script) and running.Path(script).is_file()
-        assert json.loads(words)["simulators"] == [["synthetic", {"observation_shape": [128, 128, 3], "step_s": 0.01}, 32]]
+        assert json.loads(words)["simulators"] == [
+            ["synthetic", {"observation_shape": [128, 128, 3], "step_s": 0.01}, 32]
+        ]

@@ -10,9 +10,7 @@ def main(play: Play) -> None:
     import envpool
 
     batch = max(1, play.envs // 2)
-    pool = envpool.make(
-        play.envpool, env_type="gymnasium", num_envs=play.envs, batch_size=batch, num_threads=2, seed=1
-    )
+    pool = envpool.make(play.envpool, env_type="gymnasium", num_envs=play.envs, batch_size=batch, num_threads=2, seed=1)
     actions = np.random.default_rng(1).integers(0, pool.action_space.n, (64, batch))
     pool.async_reset()
     turns = 0

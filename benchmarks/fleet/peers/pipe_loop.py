@@ -51,9 +51,9 @@ class Loop:
                     self.waiting[number] = link.recv()
         numbers = list(self.waiting)
         actions, logprobs = self.policy.act(np.stack([self.waiting[number][0] for number in numbers]))
-        for number, action in zip(numbers, actions):
+        for number, action in zip(numbers, actions, strict=True):
             self.links[number].send(int(action))
-        for number, action, logprob in zip(numbers, actions, logprobs):
+        for number, action, logprob in zip(numbers, actions, logprobs, strict=True):
             self.keep(number, (*self.waiting.pop(number), int(action), float(logprob)))
         return len(numbers)
 

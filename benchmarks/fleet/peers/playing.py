@@ -1,5 +1,6 @@
 """What peers share: the workload, its simulators, the policy in NumPy, and how a rate is measured. No JAX."""
 
+import itertools
 import json
 import os
 import sys
@@ -58,7 +59,7 @@ class NumpyPolicy:
         self.frames = len(shape) == 3
         inputs = 16 * 16 * shape[2] if self.frames else int(np.prod(shape))
         sizes = (inputs, 64, 64, actions)
-        self.layers = [rng.standard_normal(two, np.float32) / two[0] ** 0.5 for two in zip(sizes, sizes[1:])]
+        self.layers = [rng.standard_normal(two, np.float32) / two[0] ** 0.5 for two in itertools.pairwise(sizes)]
         self.rng = rng
 
     def act(self, observations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.fleet.rollout_worker import RolloutWorker
     from penstock.fleet.runner import Pending, PolicyRunner, Simulators
     from penstock.fleet.serial import SerialPool
+    from penstock.fleet.user_policy import UserPolicyRunner
     from penstock.fleet.wrapper import RolloutWorkerWrapper, WorkerCondition, WorkerReport
 
 _EXPORTS = {
@@ -44,6 +45,7 @@ _EXPORTS = {
     "Simulators": "runner",
     "StepAccount": "accounting",
     "StepBatch": "arrivals",
+    "UserPolicyRunner": "user_policy",
     "VideoConfig": "config",
     "WorkerCondition": "wrapper",
     "WorkerReport": "wrapper",
@@ -54,8 +56,8 @@ __all__ = [
     "Arrival", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetWorker", "FragmentCutter",
     "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
     "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
-    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "VideoConfig", "WorkerCondition", "WorkerReport",
-    "evaluate_policy",
+    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerCondition",
+    "WorkerReport", "evaluate_policy",
 ]  # fmt: skip
 
 

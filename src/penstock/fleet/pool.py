@@ -118,8 +118,7 @@ class SimulatorPool:
             if left_s <= 0:
                 last = next((f": {process.reason}" for process in self._processes if process.reason), "")
                 raise NoProgressError(f"no simulator of task {min(missing)!r} was made within {timeout_s:g} s{last}")
-            arrivals = self.poll(min(left_s, 1.0))
-            self._held += arrivals
+            self._held = self.poll(min(left_s, 1.0)) + self._held
             self._raise_if_task_lost(missing)
 
     def poll(self, timeout_s: float) -> list[Arrival]:
@@ -193,6 +192,7 @@ class SimulatorPool:
         if self._closed:
             return
         self._closed = True
+        self._agreed.close()
         for process in self._processes:
             process.close()
         deadline_s = time.monotonic() + _CLOSE_S

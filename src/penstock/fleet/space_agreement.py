@@ -15,6 +15,7 @@ class SpaceAgreement:
     def __init__(self) -> None:
         self.tasks: list[str] = []
         self._spaces: Spaces | None = None
+        self._closed = False
 
     @property
     def spaces(self) -> Spaces:
@@ -33,6 +34,8 @@ class SpaceAgreement:
         Raises:
             ConfigError: they need other arrays than the first one's.
         """
+        if self._closed:
+            return
         self._spaces = self._spaces or spaces
         if task not in self.tasks:
             self.tasks.append(task)
@@ -43,6 +46,10 @@ class SpaceAgreement:
                     f"task {task!r} has {side} {other}, other than {first} of task {self.tasks[0]!r}: tasks of one "
                     "fleet share their spaces; wrap one of them, or run them apart"
                 )
+
+    def close(self) -> None:
+        """Nobody is refused any more: who comes now is ended, and must not keep others from being ended, too."""
+        self._closed = True
 
 
 def _form(leaf: LeafSpace) -> tuple[Any, ...]:
