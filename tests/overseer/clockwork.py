@@ -22,6 +22,9 @@ def reward_of(episode: int, step: int, move: int) -> float:
 class Clockwork(gymnasium.Env):
     """Observes its episode, its step and what was done last; the fleet's autoreset must mix none of them up.
 
+    A life begins with one of the first five episodes, drawn, so that the simulators of one process do not end together,
+    and with −1 for the last move.
+
     Args:
         exit_at: Every life ends abruptly in step 1 of this episode; −1: never.
     """
@@ -36,11 +39,14 @@ class Clockwork(gymnasium.Env):
 
     def __init__(self, exit_at: int = -1) -> None:
         self._exit_at = exit_at
-        self._episode, self._step, self._last = -1, 0, np.zeros(2, np.float32)
+        self._begun, self._episode = False, -1
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self._episode, self._step, self._last = self._episode + 1, 0, np.zeros(2, np.float32)
+        self._step, self._last = 0, np.zeros(2, np.float32)
+        self._episode += 1
+        if not self._begun:
+            self._begun, self._episode, self._last[0] = True, int(self.np_random.integers(5)), -1.0
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -32,21 +32,26 @@ FLEET = FleetConfig(
     limits=SimulatorLimits(backoff_s=0.01, spawn_timeout_s=30.0, restarts_per_minute=1000),
 )  # fmt: skip
 MODEL = ControlModelConfig(hidden_sizes=(8,), memory="gru", memory_size=6, policy_gain=1.0)
+FLAGS = ((1, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (1, 1, 0))  # terminated, truncated, fault, by the kind of end
 EACH = 10  # fragments of each slot
 
 
 @pytest.fixture(scope="module")
 def played():
     """Policies by version, and the fragments that two versions made, before and after storage."""
-    pool = SimulatorPool(FLEET, "w0", 3)
+    return _played(FLEET)
+
+
+def _played(config):
+    pool = SimulatorPool(config, "w0", 3)
     try:
         pool.start(30.0)
         policies = [make_control_policy(MODEL, pool.spaces, seed) for seed in (0, 1)]
-        runner = JaxPolicyRunner(policies[0], FLEET.envs_per_worker, FLEET.most_in_batch, 5)
+        runner = JaxPolicyRunner(policies[0], config.envs_per_worker, config.most_in_batch, 5)
         runner.compile()
         cutter = FragmentCutter(pool.spaces, pool.tasks, pool.env_names, 7, "w0", "w0-0", keep_states=True)
         unsent = []
-        worker = RolloutWorker(pool, runner, FLEET, lambda batch: unsent.extend(cutter.add(batch)))
+        worker = RolloutWorker(pool, runner, config, lambda batch: unsent.extend(cutter.add(batch)))
         for turn in range(20_000):
             by_slot = Counter(each.fragment.slot for each in unsent)
             if len(by_slot) == 4 and min(by_slot.values()) >= EACH:
@@ -76,16 +81,48 @@ def test_every_row_of_every_fragment_is_its_own(played):
     assert set(seen) == {*ENDS, "inside", "lost"}
 
 
+def test_rows_are_their_own_also_where_processes_are_replaced():
+    limits = FLEET.limits.model_copy(update={"restart_interval_s": 0.02})
+    immortal = FLEET.tasks["steady"]
+    changes = {"limits": limits, "tasks": {"steady": immortal, "other": immortal}}
+    _, _, _, fragments = _played(FLEET.model_copy(update=changes))
+    seen = Counter()
+    for fragment in fragments:
+        finals = dict(zip(fragment.final_steps.tolist(), range(99), strict=False))
+        for t in range(fragment.length):
+            seen[_check_replaced(fragment, t, finals)] += 1
+    assert seen["cut"] >= 3 and seen["replaced"] >= 3 and seen["inside"], seen
+
+
+def _check_replaced(fragment, t, finals):
+    """`_check_step`, where the next observation may be the first one of another life."""
+    episode, step, _, _ = _seen(fragment.observations, t)
+    if not _begins_a_life(fragment, t + 1):
+        return _check_step(fragment, t, finals)
+    move, push = int(fragment.actions["move"][t]), float(fragment.actions["arm.push"][t, 0])
+    after = (episode, step + 1, move, float(np.clip(np.float32(push), -1, 1)))
+    assert fragment.rewards[t] == reward_of(episode, step, move)
+    assert (t in finals) == (not fragment.faults[t])
+    assert t not in finals or _seen(fragment.final_observations, finals[t]) == after
+    if step + 1 == LENGTHS[episode % 5]:
+        assert (fragment.terminated[t], fragment.truncated[t]) == FLAGS[episode % 5][:2]
+        return "replaced"
+    assert fragment.truncated[t] and not fragment.terminated[t]
+    assert fragment.faults[t] == (episode % 5 == 2 and step == 1)
+    return "cut"
+
+
 def _check_step(fragment, t, finals):
     episode, step, _, _ = _seen(fragment.observations, t)
     move, push = int(fragment.actions["move"][t]), float(fragment.actions["arm.push"][t, 0])
     pushed = float(np.clip(np.float32(push), -1, 1))
     ends = (bool(fragment.terminated[t]), bool(fragment.truncated[t]), bool(fragment.faults[t]))
     assert bool(fragment.first[t]) == (step == 0)
-    if fragment.task == "mortal" and (episode, step) == (6, 1):
-        assert ends == (False, True, True) and fragment.rewards[t] == 0 and t not in finals
-        assert _seen(fragment.observations, t + 1) == (0, 0, 0, 0) and fragment.first[t + 1]
+    if _begins_a_life(fragment, t + 1):  # this simulator died, or the one that shares its process
+        assert fragment.task == "mortal" and ends == (False, True, True)
+        assert fragment.rewards[t] == 0 and t not in finals
         return "lost"
+    assert fragment.task != "mortal" or (episode, step) != (6, 1)
     kind, last = episode % 5, step + 1 == LENGTHS[episode % 5]
     assert fragment.rewards[t] == reward_of(episode, step, move)
     after = (episode, step + 1, move, pushed)
@@ -96,13 +133,16 @@ def _check_step(fragment, t, finals):
     assert _seen(fragment.observations, t + 1) == (episode + 1, 0, 0, 0) and fragment.first[t + 1]
     if t + 1 < fragment.length:
         assert fragment.episodes[t + 1] == fragment.episodes[t] + 1
-    expected = {0: (1, 0, 0), 1: (0, 1, 0), 2: (1, 0, 0), 3: (0, 1, 1), 4: (1, 1, 0)}[kind]
-    assert ends == expected
+    assert ends == FLAGS[kind]
     if kind == 3:
         assert t not in finals
     else:
         assert _seen(fragment.final_observations, finals[t]) == after
     return ENDS[kind]
+
+
+def _begins_a_life(fragment, t):
+    return bool(fragment.first[t]) and _seen(fragment.observations, t)[1:] == (0, -1, 0)
 
 
 def _seen(observations, t):

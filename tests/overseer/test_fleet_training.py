@@ -165,6 +165,15 @@ def test_a_simulator_that_cannot_be_made_is_found_before_anything_is_written(run
     assert not run_dir.exists()
 
 
+def test_a_resume_with_simulators_that_the_policy_does_not_fit_is_refused_and_changes_nothing(run_dir: Path):
+    train(tiny({"steps": 1, "evaluation": {"before": False, "episodes": 2}}), run_dir, quiet=True)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()}
+    other = tiny({"steps": 2, "fleet": {"tasks": {"guess": {"id": "CartPole-v1"}}}})
+    with pytest.raises(ConfigError, match=r"fleet.tasks: .*step-1 holds a policy for other observations"):
+        train(other, run_dir, resume=True, quiet=True)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()} == before
+
+
 def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 70}}}
     changes = {"steps": 12, "fleet": {"tasks": tasks, "limits": {"backoff_s": 0.01}}, "evaluation": {"episodes": 2}}

@@ -6,6 +6,7 @@ before the run directory is made, so that a mistake costs nothing and leaves not
 
 from pathlib import Path
 
+from penstock.fleet.space_agreement import same_form
 from penstock.learner import load_checkpoint
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -52,4 +53,9 @@ def _progress(config: FleetRunConfig, recipe: str) -> Progress:
 def _resumed(directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
     lineage, path = resume_point(directory, damages)
     checkpoint = load_checkpoint(path)
+    if not same_form(spaces, checkpoint.policy.spaces):
+        raise ConfigError(
+            f"fleet.tasks: {path} holds a policy for other observations or actions than these simulators have: resume "
+            "with the tasks that it was trained on"
+        )
     return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)
