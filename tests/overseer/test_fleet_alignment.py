@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.fleet.config import FleetConfig, SimulatorLimits
+from penstock.fleet.config import FleetConfig, SimulatorConfig, SimulatorLimits
 from penstock.fleet.cutter import FragmentCutter
 from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.fleet.pool import SimulatorPool
@@ -27,7 +27,7 @@ from tests.overseer.clockwork import ENDS, LENGTHS, reward_of
 
 CLOCKWORK = "tests.overseer.clockwork:Clockwork"
 FLEET = FleetConfig(
-    tasks={"steady": {"id": CLOCKWORK}, "mortal": {"id": CLOCKWORK, "kwargs": {"exit_at": 6}}},
+    tasks={"steady": SimulatorConfig(id=CLOCKWORK), "mortal": SimulatorConfig(id=CLOCKWORK, kwargs={"exit_at": 6})},
     envs_per_worker=4, envs_per_process=2, batch_size=2, fragment_length=7,
     limits=SimulatorLimits(backoff_s=0.01, spawn_timeout_s=30.0, restarts_per_minute=1000),
 )  # fmt: skip

@@ -53,7 +53,7 @@ class SpaceAgreement:
 
 
 def same_form(spaces: Spaces, others: Spaces) -> bool:
-    """Whether both are the same arrays; a policy for the one is a policy for the other. Bounds and starts may differ."""
+    """Whether both are the same arrays: a policy for the one is one for the other. Bounds and starts may differ."""
     return all(_forms(spaces, side) == _forms(others, side) for side in ("observations", "actions"))
 
 
