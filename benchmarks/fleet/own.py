@@ -37,9 +37,7 @@ class Moment:
 
     @classmethod
     def now(cls, tally: Tally, pool: SimulatorPool) -> "Moment":
-        return cls(
-            time.perf_counter(), tally.steps, tally.resets, time.process_time(), processor_s(pool.process_ids())
-        )
+        return cls(time.perf_counter(), tally.steps, tally.resets, time.process_time(), processor_s(pool.process_ids()))
 
     def rates_until(self, later: "Moment") -> dict[str, float]:
         """Per second."""
@@ -53,21 +51,20 @@ class Moment:
 
 
 def started_worker(
-    config: FleetConfig, tally_of: Any, sink: Any, weights: Any = None, on_event: Any = lambda kind, values: None
+    config: FleetConfig, tally_of: Any, sink: Any, weights_of: Any = lambda policy: None
 ) -> tuple[RolloutWorkerWrapper, SimulatorPool, Any]:
     """A worker that rolls out, its pool, and the handler that `tally_of` makes of the pool; all have stepped."""
-    pool = SimulatorPool(config, "worker-0", SEED, on_event)
+    pool = SimulatorPool(config, "worker-0", SEED)
     try:
         pool.start(START_S)
-        runner = JaxPolicyRunner(
-            make_control_policy(POLICY, pool.spaces, SEED), pool.num_slots, config.most_in_batch, SEED
-        )
+        policy = make_control_policy(POLICY, pool.spaces, SEED)
+        runner = JaxPolicyRunner(policy, pool.num_slots, config.most_in_batch, SEED)
         runner.compile()
     except BaseException:
         pool.close()
         raise
     tally = tally_of(pool)
-    wrapper = RolloutWorkerWrapper("worker-0", 0, config, pool, runner, sink, weights, on_batch=[tally])
+    wrapper = RolloutWorkerWrapper("worker-0", 0, config, pool, runner, sink, weights_of(policy), on_batch=[tally])
     wrapper.start()
     if not tally.everyone.wait(START_S):
         wrapper.stop(STOP_S)

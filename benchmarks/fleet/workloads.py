@@ -43,6 +43,7 @@ class Workload:
         ideal: What the ratio is to.
         ideal_steps_per_s: Where that is a number; None: there is no ideal.
         seconds_factor: Measured so many times as long as others.
+        least_seconds: And at least so long.
         peers: Which of them play it.
         envpool: EnvPool's name of it.
     """
@@ -56,6 +57,7 @@ class Workload:
     envs_per_process: int = 1
     batch_size: int | None = None
     seconds_factor: float = 1.0
+    least_seconds: float = 0.0
     peers: tuple[str, ...] = ("gymnasium",)
     envpool: str = ""
 
@@ -112,21 +114,22 @@ WORKLOADS = {
             ideal_steps_per_s=3200, peers=_LOOPS,
         ),
         Workload("sleep72x50", "72 x 50 ms sleep, 128x128x3", _sleeping(72, 0.05), 1300, ideal_steps_per_s=1440),
-        Workload("zero", "32 x no work, 128x128x3", _sleeping(32, 0.0), 18_000, envs_per_process=8, peers=_LOOPS),
+        Workload("zero", "32 x no work, 128x128x3", _sleeping(32, 0.0), 18_000, envs_per_process=16, peers=_LOOPS),
         Workload(
             "cartpole", "CartPole-v1", (Simulators("CartPole-v1", 128),), 40_000, envs_per_process=64,
-            peers=("gymnasium", "envpool", "rllib"), envpool="CartPole-v1",
+            peers=("gymnasium", "envpool"), envpool="CartPole-v1",
         ),
         Workload(
-            "crafter", "4 x Crafter, 64x64x3", (Simulators("crafter", 4),), 0.95, "independent_work", batch_size=1,
+            "crafter", "6 x Crafter, 64x64x3", (Simulators("crafter", 6),), 0.95, "independent_work", batch_size=2,
             seconds_factor=4,
         ),
         Workload(
-            "ale", "16 x Pong, 84x84x4", (Simulators("atari:pong", 16),), 0.85, "independent_steps",
-            envs_per_process=4, peers=("gymnasium", "envpool"), envpool="Pong-v5",
+            "ale", "32 x Pong, 84x84x4", (Simulators("atari:pong", 32),), 0.85, "independent_steps",
+            envs_per_process=8, peers=("gymnasium", "envpool"), envpool="Pong-v5",
         ),
         Workload(
-            "slow_reset", "32 x 10 ms, one with 2 s resets", _SLOW, 31 / 32, "others_during_reset", seconds_factor=3
+            "slow_reset", "32 x 10 ms, one with 2 s resets", _SLOW, 31 / 32, "others_during_reset", seconds_factor=3,
+            least_seconds=8,
         ),
     )
 }  # fmt: skip

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.fleet.policy_call import bucket_of, slot_keys
+from penstock.fleet.policy_layout import aligned_zeros
 from penstock.fleet.policy_runner import JaxPolicyRunner, padded_sizes
 from penstock.fleet.runner import Pending, PolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy, named_arrays
@@ -100,8 +101,13 @@ def test_a_rerun_reproduces_and_another_seed_does_not(policy):
     batches = [[0, 1], [1, 0], [0, 1], [0, 1]]
     assert played(1, batches) == played(1, batches)
     assert played(1, batches) != played(2, batches)
-    pushes = sum(played(1, batches).values(), [])
-    assert len({tuple(push) for push in pushes}) == len(pushes)  # no stream is used twice
+
+
+def test_no_slot_and_no_decision_has_the_stream_of_another():
+    runner = JaxPolicyRunner(make_policy("none"), SLOTS, 4, seed=0)
+    same = {"": np.ones((4, 3), np.float32)}
+    pushes = [runner.decide(np.arange(4), same, np.zeros(4, bool)).result().actions["push"] for _ in range(5)]
+    assert len({tuple(push) for push in np.concatenate(pushes).tolist()}) == 20
 
 
 def test_sampling_does_not_depend_on_how_slots_are_batched():
@@ -189,7 +195,10 @@ def test_new_weights_are_taken_between_decisions_and_the_last_counts(policy):
 
 
 def test_weights_of_the_caller_may_be_overwritten(policy):
-    arrays = {name: np.array(array) for name, array in named_arrays(policy).items()}
+    arrays = {}
+    for name, array in named_arrays(policy).items():
+        arrays[name] = aligned_zeros(array.shape, array.dtype)  # which the device would use in place
+        arrays[name][:] = array
     runner = JaxPolicyRunner(policy, SLOTS, 4, seed=0)
     expected = decide(runner, [0], first=[True]).values
     runner.set_weights(WeightVersion(0, 1), arrays)

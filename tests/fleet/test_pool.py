@@ -3,7 +3,7 @@
 import gymnasium
 import numpy as np
 import pytest
-from tests.fleet.driving import QUICK, config_of, driven
+from tests.fleet.driving import QUICK, config_of, driven, lives, open_descriptors
 from tests.fleet.toys import Counter, Nested
 
 from penstock.fleet.config import FleetConfig
@@ -151,6 +151,19 @@ def test_tasks_share_processes_and_must_share_their_spaces():
         driven(FleetConfig(tasks=two, envs_per_worker=2, limits=QUICK)) as driver,
     ):
         driver.steps(1)
+
+
+def test_a_pool_whose_tasks_differ_is_closed_whole_also_while_more_of_them_come():
+    two = {"a": {"id": "tests.fleet.toys:Counter"}, "b": {"id": "CartPole-v1"}}
+    before = open_descriptors()
+    for _ in range(2):
+        pool = SimulatorPool(FleetConfig(tasks=two, envs_per_worker=8, limits=QUICK), "w0", 1)
+        with pytest.raises(ConfigError, match="share their spaces"):
+            pool.start(20.0)
+        nursery = pool._nursery
+        pool.close()
+        assert nursery is not None and not lives(nursery.pid)
+    assert open_descriptors() == before
 
 
 def test_actions_answer_arrivals_one_for_one():

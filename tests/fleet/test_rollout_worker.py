@@ -71,6 +71,12 @@ def test_a_batch_smaller_than_a_process_takes_the_process_whole():
     assert {len(batch) for batch in runner.batches} == {3}
 
 
+@pytest.mark.parametrize(("batch_size", "most"), [(None, 6), (1, 3), (5, 5), (99, 12)])
+def test_a_policy_is_made_for_as_many_as_a_batch_may_hold(batch_size, most):
+    tasks = {"t": SimulatorConfig(id="CartPole-v1")}
+    assert FleetConfig(tasks=tasks, envs_per_worker=12, envs_per_process=3, batch_size=batch_size).most_in_batch == most
+
+
 def test_a_batch_that_is_not_full_begins_after_the_longest_wait():
     slow = Script(delay_s=lambda process: 30.0 if process == 1 else 0.0)
     pool, runner = FakePool(2, script=slow), FakeRunner(2)

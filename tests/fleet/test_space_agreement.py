@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.fleet.space_agreement import SpaceAgreement
+from penstock.fleet.space_agreement import SpaceAgreement, same_form
 from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
 
 _SPACES = Spaces((LeafSpace("x", "box", (2,), "float32", low=0.0),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
@@ -22,3 +22,13 @@ def test_bounds_and_starts_may_differ_but_no_array():
         agreed.adopt("c", replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
     with pytest.raises(ConfigError, match="task 'd' has observations"):
         agreed.adopt("d", replace(_SPACES, observations=(replace(_SPACES.observations[0], dtype="uint8"),)))
+    agreed.close()
+    agreed.adopt("e", replace(_SPACES, actions=()))  # whoever closes all others must not be kept from it
+    assert agreed.tasks == ["a", "b", "c", "d"]
+
+
+def test_a_policy_fits_where_names_shapes_and_choices_are_the_same():
+    lower = replace(_SPACES, observations=(replace(_SPACES.observations[0], low=-1.0),))
+    assert same_form(_SPACES, lower)
+    assert not same_form(_SPACES, replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
+    assert not same_form(_SPACES, replace(_SPACES, observations=(replace(_SPACES.observations[0], name="y"),)))

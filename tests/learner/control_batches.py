@@ -20,7 +20,13 @@ SPACES = Spaces(
 
 def make_policy(memory: str = "none", seed: int = 0, **options: Any) -> ControlPolicy:
     """Two layers of 8; weights large enough that actions differ in probability."""
-    settings = {"hidden_sizes": (8, 8), "memory": memory, "memory_size": 8, "memory_window": 4, "policy_gain": 1.0} | options
+    settings = {
+        "hidden_sizes": (8, 8),
+        "memory": memory,
+        "memory_size": 8,
+        "memory_window": 4,
+        "policy_gain": 1.0,
+    } | options
     return make_control_policy(ControlModelConfig(**settings), SPACES, seed)
 
 

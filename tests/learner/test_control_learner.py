@@ -222,6 +222,14 @@ def test_burn_in_has_no_gradient_and_is_not_trained():
         fragments[index] = replace(fragment, rewards=rewards)
     other.update(make_batch(fragments), 0)
     assert changed(learner.policy, other.policy) == set()
+    for index, fragment in enumerate(fragments):  # the first layer's gradient is a product with what is seen
+        seen = np.where(np.arange(8)[:, None] < 3, fragment.observations[""], np.float32(0))
+        stale = np.full(7, -1, np.int32)
+        fragments[index] = replace(fragment, observations={"": seen}, weight_steps=stale)
+    blind = ControlLearner(policy, config, 5)
+    blind.update(make_batch(fragments), 0)
+    first_layer = {name for name, array in named_arrays(policy).items() if array.shape == (3, 8)}
+    assert len(first_layer) == 1 and first_layer.isdisjoint(changed(policy, blind.policy))
     with pytest.raises(ConfigError, match="learner.burn_in is 3, but fragments have 3 steps"):
         ControlLearner(policy, config, 5).update(make_batch([make_fragment(policy, 3, 0)]), 0)
     with pytest.raises(ConfigError, match="no memory: set it to 0"):
@@ -304,8 +312,11 @@ def test_resuming_equals_going_straight_on_bit_for_bit(policy, tmp_path):
     config = SMALL.model_copy(update={"reference_kl": ReferenceKlConfig(reference_version=1)})
     learner = ControlLearner(policy, config, 9, seed=3)
     batches = [make_batch(make_fragments(policy, 4, 6, seed, version=9), seed) for seed in range(4)]
-    for step in range(2):
-        learner.update(batches[step], step)
+    learner.update(batches[0], 0)
+    reference = learner.named_arrays()
+    learner.update(batches[1], 1)
+    for name, array in reference.items():
+        np.testing.assert_array_equal(learner.state_arrays()[f"reference.{name}"], array)
     path = save_checkpoint(tmp_path, 2, learner, None, {"replay": {"waiting": []}})
     checkpoint = load_checkpoint(path)
     resumed = restore_control_learner(checkpoint, config, 9, seed=3)

@@ -44,3 +44,22 @@ class Unmakeable(gymnasium.Env):
 
     def __init__(self) -> None:
         raise RuntimeError("the engine is not here")
+
+
+class Shown(gymnasium.Env):
+    """Shows an image that grows brighter for five steps."""
+
+    observation_space = spaces.Box(0, 255, (32, 32, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._image(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        return self._image(), 1.0, self._steps == 5, False, {}
+
+    def _image(self) -> np.ndarray:
+        return np.full((32, 32, 3), 40 * self._steps, np.uint8)

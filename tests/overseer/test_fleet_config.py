@@ -6,6 +6,7 @@ import pytest
 
 from penstock.overseer import FleetRunConfig, RunConfig, load_config
 from penstock.overseer.config_loading import build_config, recipe_summaries
+from penstock.overseer.fleet_simulators import evaluation_fleet
 from penstock.types import ConfigError
 from tests.overseer.conftest import merged
 
@@ -92,3 +93,9 @@ def test_stages_that_do_not_fit(changes, message):
 
 def test_an_update_takes_so_many_steps():
     assert build().steps_per_update == 32
+
+
+def test_an_evaluation_replaces_no_process_since_that_would_cut_its_neighbours_episodes():
+    config = build({"fleet": {"limits": {"restart_interval_s": 5.0, "backoff_s": 0.5}}})
+    limits = evaluation_fleet(config).limits
+    assert (limits.restart_interval_s, limits.backoff_s) == (None, 0.5)

@@ -91,6 +91,23 @@ def test_multiples_that_were_passed_are_due_and_the_newest_of_them_is_played(reh
     assert evaluator.state() == {"evaluated_step": 35}
 
 
+def test_a_multiple_is_played_once_whatever_comes_while_it_is_played(rehearsal):
+    evaluator = rehearsal.evaluator(every=10)
+    rehearsal.gate.clear()
+    thread = started(evaluator)
+    offer(evaluator, 10)
+    assert rehearsal.began.wait(5)
+    offer(evaluator, 11, 19)
+    assert evaluator.state() == {"evaluated_step": 0}  # a life that ends now plays it again
+    rehearsal.gate.set()
+    wait_until(lambda: evaluator.state() == {"evaluated_step": 10})
+    offer(evaluator, 20)
+    wait_until(lambda: rehearsal.played[-1] == 20)
+    evaluator.stop()
+    thread.join(5)
+    assert rehearsal.played == [10, 20]
+
+
 def test_a_restored_evaluator_goes_on_where_it_was(rehearsal):
     evaluator = rehearsal.evaluator(every=10)
     evaluator.restore({"evaluated_step": 20})

@@ -123,12 +123,18 @@ def test_a_stop_request_leaves_a_checkpoint_that_a_resume_goes_on_from(run_dir: 
     assert 0 < counted[0] < counted[1]
     ids = [row["rollout_id"] for row in read_json_lines(run_dir / "fates.jsonl") if row["fate"] == "trained"]
     assert len(ids) == len(set(ids)) == 16
+    assert [event for event in events if event["event"] == "worker_failed"] == []
 
 
 def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
-    changes = {"learner": {"optimizer": {"learning_rate": 0.0}}, "overseer": {"keep_checkpoints": 9}}
+    changes = {
+        "learner": {"optimizer": {"learning_rate": 0.0}},
+        "overseer": {"keep_checkpoints": 9},
+        "evaluation": {"deterministic": False},
+    }
     summary = train(tiny(changes), run_dir, quiet=True)
     assert summary.after["guess"].rewards == summary.untrained["guess"].rewards
+    assert len(set(summary.after["guess"].rewards)) > 1, "the episodes differ, or equal scores would say nothing"
     first, last = (
         safetensors.numpy.load_file(run_dir / "checkpoints" / f"step-{step}" / "model" / "model.safetensors")
         for step in (0, 3)
@@ -163,6 +169,15 @@ def test_a_simulator_that_cannot_be_made_is_found_before_anything_is_written(run
     with pytest.raises(ConfigError, match="CartPole-v1"):
         train(tiny({"runtime": "ray", "fleet": {"tasks": {"guess": {"id": "CartPol-v1"}}}}), run_dir, quiet=True)
     assert not run_dir.exists()
+
+
+def test_a_resume_with_simulators_that_the_policy_does_not_fit_is_refused_and_changes_nothing(run_dir: Path):
+    train(tiny({"steps": 1, "evaluation": {"before": False, "episodes": 2}}), run_dir, quiet=True)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()}
+    other = tiny({"steps": 2, "fleet": {"tasks": {"guess": {"id": "CartPole-v1"}}}})
+    with pytest.raises(ConfigError, match=r"fleet.tasks: .*step-1 holds a policy for other observations"):
+        train(other, run_dir, resume=True, quiet=True)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()} == before
 
 
 def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):

@@ -159,6 +159,7 @@ def test_single_fragments_go_in_one_file_when_the_learner_waits(fleet):
 def self_add(run):
     time.sleep(0.02)
     run.buffer.add_batches([a_batch(run.fragment())])
+    run.buffer.wake()
 
 
 def test_a_learner_that_waits_too_long_says_for_what(fleet):

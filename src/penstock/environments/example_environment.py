@@ -113,7 +113,7 @@ class ExampleEnvironment(Environment):
         tasks = [self._task(inference_ctx, example, fold(seed, "sample", i)) for i, example in enumerate(chosen)]
         outcomes = self.play(inference_ctx, tasks, n_generations, decoding) if tasks else []
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        groups = [
+        groups: list[RolloutGroup] = [
             RolloutGroup(f"{self.name}:{task.example.example_id}", tuple(outcome))
             for task, outcome in zip(tasks, outcomes, strict=True)
             if not isinstance(outcome, Failure)

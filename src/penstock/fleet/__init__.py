@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.fleet.cutter import FragmentCutter
     from penstock.fleet.episode_statistics import Episode, EpisodeStatistics
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
+    from penstock.fleet.filming import FilmedPool
     from penstock.fleet.manager import FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy_runner import JaxPolicyRunner
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.fleet.rollout_worker import RolloutWorker
     from penstock.fleet.runner import Pending, PolicyRunner, Simulators
     from penstock.fleet.serial import SerialPool
+    from penstock.fleet.user_policy import UserPolicyRunner
     from penstock.fleet.wrapper import RolloutWorkerWrapper, WorkerCondition, WorkerReport
 
 _EXPORTS = {
@@ -25,6 +27,7 @@ _EXPORTS = {
     "Decision": "arrivals",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
+    "FilmedPool": "filming",
     "FleetConfig": "config",
     "FleetReports": "reports",
     "FleetWorker": "manager",
@@ -44,6 +47,7 @@ _EXPORTS = {
     "Simulators": "runner",
     "StepAccount": "accounting",
     "StepBatch": "arrivals",
+    "UserPolicyRunner": "user_policy",
     "VideoConfig": "config",
     "WorkerCondition": "wrapper",
     "WorkerReport": "wrapper",
@@ -51,12 +55,12 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FleetConfig", "FleetReports", "FleetWorker",
+    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetReports", "FleetWorker",
     "FragmentCutter",
     "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
     "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
-    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "VideoConfig", "WorkerCondition", "WorkerReport",
-    "evaluate_policy",
+    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerCondition",
+    "WorkerReport", "evaluate_policy",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from penstock.fleet.film_area import FILM_AREA_BYTES, FilmArea
 from penstock.types import ConfigError, LeafSpace, Spaces
 
 _ALIGNMENT = 64  # bytes of a cache line: no two fields share one
@@ -61,8 +62,10 @@ class Block:
         fd: Of the memory; it stays the caller's to close.
         spaces: Of the simulators.
         rows: k, simulators in the process.
+        filmed: With room for pictures.
 
     Attributes:
+        film: The room for pictures; None without.
         observations: By leaf name, [k, …]: what to act on next.
         final_observations: By leaf name, [k, …]: what an episode ended with; rows where `has_final`.
         actions: By leaf name, [k, …].
@@ -80,9 +83,9 @@ class Block:
         ConfigError: the memory is smaller than the layout.
     """
 
-    def __init__(self, fd: int, spaces: Spaces, rows: int) -> None:
+    def __init__(self, fd: int, spaces: Spaces, rows: int, filmed: bool = False) -> None:
         places = _layout(spaces, rows)
-        length = block_bytes(spaces, rows)
+        length = block_bytes(spaces, rows, filmed)
         if os.fstat(fd).st_size < length:
             raise ConfigError(f"a simulator's block has {os.fstat(fd).st_size} bytes: its spaces need {length}")
         memory = memoryview(mmap.mmap(fd, length))
@@ -96,6 +99,7 @@ class Block:
         self.terminated, self.truncated, self.faults = arrays["terminated"], arrays["truncated"], arrays["faults"]
         self.has_final, self.first = arrays["has_final"], arrays["first"]
         self.clock = memory[places[0].offset : places[0].end].cast("d")
+        self.film = FilmArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
 
     def take_results(self, other: "Block") -> None:
         """Copies what the last actions led to from another block of the same layout."""
@@ -116,9 +120,10 @@ class Block:
             getattr(self, name)[:] = 0
 
 
-def block_bytes(spaces: Spaces, rows: int) -> int:
-    """Size of a block."""
-    return _layout(spaces, rows)[-1].end
+def block_bytes(spaces: Spaces, rows: int, filmed: bool = False) -> int:
+    """Size of a block. Pictures come last, in pages of their own."""
+    end = _layout(spaces, rows)[-1].end
+    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE + FILM_AREA_BYTES if filmed else end
 
 
 def create_memory(nbytes: int) -> int:

@@ -51,10 +51,10 @@ class SimulatorLimits(BaseModel):
 
 
 class VideoConfig(BaseModel):
-    """Films of chosen episodes, in ``videos/`` of the run directory.
+    """Films of chosen training episodes, in ``videos/`` of the run directory. Needs the extra ``gym``.
 
     Attributes:
-        every_episodes: Every so many of a worker's episodes are filmed; 0: none.
+        every_episodes: With every so many that begin in a worker, an episode is filmed; 0: none.
         fps: Frames per second of the film.
         most_frames: A film ends after so many.
     """
@@ -75,7 +75,8 @@ class FleetConfig(BaseModel):
         envs_per_worker: Simulators of each.
         envs_per_process: Simulators in one process, stepped one after the other: for cheap ones. It divides
             `envs_per_worker`.
-        batch_size: Most simulators in one inference; None: half of them, so that the others step meanwhile.
+        batch_size: Most simulators in one inference, and never fewer than one process has, since they are decided for
+            together; None: half of them, so that the others step meanwhile.
         max_wait_ms: An inference that is not full begins after so long.
         fragment_length: T, steps in a fragment.
         queue_fragments: Fragments of one worker that wait to be sent.
@@ -130,6 +131,6 @@ class FleetConfig(BaseModel):
 
     @property
     def most_in_batch(self) -> int:
-        """Most simulators in one inference."""
-        half = max(self.envs_per_process, self.envs_per_worker // 2)
-        return min(self.envs_per_worker, self.batch_size or half)
+        """Most simulators in one inference: `batch_size` within what a process and the worker have."""
+        wanted = self.batch_size or self.envs_per_worker // 2
+        return min(self.envs_per_worker, max(self.envs_per_process, wanted))

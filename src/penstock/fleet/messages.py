@@ -21,7 +21,7 @@ ARRIVED = b"a"
 RETIRING = b"r"
 """From the simulators: results lie in the block, no observations; the process ends to be replaced."""
 READY = b"y"
-"""From the simulators: made. Content: ``{"spaces": …}``; the block's file descriptor comes along."""
+"""From the simulators: made. Content: ``{"spaces": …, "filmed": …}``; the block's file descriptor comes along."""
 FAILED = b"f"
 """From the simulators: an exception, after which the process ends. Content: a `Failure`."""
 
@@ -45,6 +45,7 @@ class SimulationSpec:
         max_fast_resets: See `penstock.fleet.SimulatorLimits`.
         restart_interval_s: Likewise.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
+        filmed: Episodes may be filmed.
     """
 
     worker_id: str
@@ -58,6 +59,7 @@ class SimulationSpec:
     max_fast_resets: int | None = None
     restart_interval_s: float | None = None
     decorrelate_steps: int = 0
+    filmed: bool = False
 
     def to_values(self) -> dict[str, Any]:
         """JSON values."""

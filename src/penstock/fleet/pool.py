@@ -23,6 +23,7 @@ from penstock.fleet.assignment import assign_tasks
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.descendants import end_descendants_of_nursery, kill_group
 from penstock.fleet.descriptor_watch import DescriptorWatch
+from penstock.fleet.film_area import FilmArea
 from penstock.fleet.messages import SimulationSpec, episode_seed
 from penstock.fleet.nursery_link import NurseryAnswer, NurseryLink
 from penstock.fleet.process_slot import ProcessSlot, Stage
@@ -117,8 +118,7 @@ class SimulatorPool:
             if left_s <= 0:
                 last = next((f": {process.reason}" for process in self._processes if process.reason), "")
                 raise NoProgressError(f"no simulator of task {min(missing)!r} was made within {timeout_s:g} s{last}")
-            arrivals = self.poll(min(left_s, 1.0))
-            self._held += arrivals
+            self._held = self.poll(min(left_s, 1.0)) + self._held
             self._raise_if_task_lost(missing)
 
     def poll(self, timeout_s: float) -> list[Arrival]:
@@ -161,6 +161,10 @@ class SimulatorPool:
         if arrival is not None:
             self._held.append(arrival)
 
+    def film_area(self, process: int) -> FilmArea | None:
+        """Where a process's pictures lie; the caller's between its arrival and `act`. None where there is none."""
+        return self._processes[process].film
+
     def counts(self) -> dict[str, int]:
         """Processes ``live``, ``respawning`` and ``quarantined``; ``restarts`` after failures; lost actions.
 
@@ -188,6 +192,7 @@ class SimulatorPool:
         if self._closed:
             return
         self._closed = True
+        self._agreed.close()
         for process in self._processes:
             process.close()
         deadline_s = time.monotonic() + _CLOSE_S
@@ -270,6 +275,7 @@ class SimulatorPool:
         return SimulationSpec(
             self._worker_id, self._seed, process.number, process.life, tuple(process.slots.tolist()), process.task,
             task.id, task.kwargs, limits.max_fast_resets, limits.restart_interval_s, self._config.decorrelate_steps,
+            self._config.video.every_episodes > 0,
         )  # fmt: skip
 
     # --- the end of a process -------------------------------------------------------------------------------------

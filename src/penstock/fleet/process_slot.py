@@ -21,6 +21,7 @@ import numpy as np
 from penstock.fleet.arrivals import Arrival, Leaves
 from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase
 from penstock.fleet.config import SimulatorLimits
+from penstock.fleet.film_area import FilmArea
 from penstock.fleet.messages import (
     ARRIVED,
     CLOSE,
@@ -181,9 +182,10 @@ class ProcessSlot:
             self._hear(packet)
             return
         try:
-            spaces = Spaces.from_values(json.loads(packet[1:])["spaces"])
+            content = json.loads(packet[1:])
+            spaces = Spaces.from_values(content["spaces"])
             self._adopt_spaces(self.task, spaces)
-            self._block = Block(fds[0], spaces, len(self.slots))
+            self._block = Block(fds[0], spaces, len(self.slots), content.get("filmed", False))
         finally:
             os.close(fds[0])
         self._action_views = tuple(self._block.actions.items())
@@ -251,6 +253,11 @@ class ProcessSlot:
         return None
 
     # --- what it is told ------------------------------------------------------------------------------------------
+
+    @property
+    def film(self) -> FilmArea | None:
+        """Where pictures of its present life lie."""
+        return None if self._block is None else self._block.film
 
     def act(self, actions: Leaves) -> Arrival | None:
         """Takes the actions that answer the last arrival.

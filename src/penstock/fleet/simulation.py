@@ -19,6 +19,7 @@ from enum import IntEnum
 import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase, block_bytes, create_memory
+from penstock.fleet.camera import Camera, filmed_maker
 from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, Failure, SimulationSpec
 from penstock.fleet.simulator_row import Maker, SimulatorRow
 from penstock.fleet.spaces import PolicyActionError, spaces_of
@@ -74,7 +75,8 @@ class Simulation:
     def __init__(self, spec: SimulationSpec, channel: socket.socket, make: Maker) -> None:
         self._spec = spec
         self._channel = channel
-        self._make = make
+        self._make = filmed_maker(make) if spec.filmed else make
+        self._camera: Camera | None = None
         self._simulators: list[SimulatorRow] = []
         self._block: Block | None = None
         self._born_s = time.monotonic()
@@ -93,17 +95,18 @@ class Simulation:
         for slot, spaces in zip(spec.slots, found, strict=True):
             if spaces != found[0]:
                 raise ConfigError(f"task {spec.task!r}: the simulator of slot {slot} has other spaces than the first")
-        fd = create_memory(block_bytes(found[0], len(spec.slots)))
+        fd = create_memory(block_bytes(found[0], len(spec.slots), spec.filmed))
         try:
-            self._block = block = Block(fd, found[0], len(spec.slots))
+            self._block = block = Block(fd, found[0], len(spec.slots), spec.filmed)
             block.clock[SINCE] = time.monotonic()
             block.clock[PHASE] = Phase.RESETTING
-            content = json.dumps({"spaces": found[0].to_values()}).encode()
+            content = json.dumps({"spaces": found[0].to_values(), "filmed": spec.filmed}).encode()
             socket.send_fds(self._channel, [READY + content], [fd])
         finally:
             os.close(fd)
         for simulator in self._simulators:
             simulator.bind(block)
+        self._camera = Camera(block, self._simulators) if spec.filmed else None
 
     def serve(self) -> ExitCode:
         """First observations, then one answer for every token."""
@@ -153,12 +156,18 @@ class Simulation:
             self._block.first[:] = True
 
     def _answer(self) -> bytes:
-        retiring = False
-        for simulator in self._simulators:
+        retiring, camera = False, self._camera
+        for row, simulator in enumerate(self._simulators):
             if simulator.step():
                 retiring = retiring or self._is_due()
+                if camera is not None:
+                    camera.note_end(row)
                 if not retiring:
                     simulator.begin_episode()
+                    if camera is not None:
+                        camera.note_begin(row)
+        if camera is not None:
+            camera.note_turn()
         if retiring:
             for simulator in self._simulators:
                 simulator.cut()

@@ -1,7 +1,8 @@
 """`penstock doctor`: what this machine offers and whether Penstock works on it, check by check with its remedy.
 
 A check that raises is a failed check and disturbs no other. What needs JAX lives in
-`penstock.overseer.doctor_probes`. Nothing is written, and nothing outside this machine is asked.
+`penstock.overseer.doctor_probes`, what starts simulators in `doctor_fleet`. Nothing is written, and nothing outside
+this machine is asked.
 """
 
 import importlib
@@ -23,7 +24,18 @@ from penstock.overseer.estimate import bytes_text
 
 Status = Literal["ok", "warn", "fail"]
 
-PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "tokenizers", "transformers")
+PACKAGES = (
+    "penstock",
+    "jax",
+    "jaxlib",
+    "equinox",
+    "optax",
+    "numpy",
+    "pyarrow",
+    "tokenizers",
+    "transformers",
+    "gymnasium",
+)
 LEAST_PYTHON = (3, 11)
 LITTLE_MEMORY_BYTES, LEAST_MEMORY_BYTES = 2 * 2**30, 2**29
 LITTLE_DISK_BYTES, LEAST_DISK_BYTES = 5 * 2**30, 2**29
@@ -60,6 +72,7 @@ def examine() -> list[Check]:
         "matrix product": _probe("check_matrix_product"),
         "memory copy": _probe("check_memory_copy"),
         "parity": _probe("check_parity"),
+        "simulators": _probe("check_simulators", "doctor_fleet"),
     }
     return [_guarded(name, probe) for name, probe in probes.items()]
 
@@ -142,9 +155,9 @@ def print_checks(checks: list[Check], console: Console) -> None:
     console.print(f"{len(checks)} checks, {failed} failed, {warned} with a warning")
 
 
-def _probe(name: str) -> Callable[[], Check]:
+def _probe(name: str, module: str = "doctor_probes") -> Callable[[], Check]:
     """A check that computes; an installation too broken to import is its finding, not an error of the others."""
-    return lambda: getattr(importlib.import_module("penstock.overseer.doctor_probes"), name)()
+    return lambda: getattr(importlib.import_module(f"penstock.overseer.{module}"), name)()
 
 
 def _guarded(name: str, probe: Callable[[], Check]) -> Check:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.fleet.space_agreement import same_form
 from penstock.model.control import load_control_policy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_episodes import play_episodes
@@ -44,7 +45,7 @@ def evaluate_fleet(
     fleet = evaluation_fleet(config)
     pool = open_evaluation_pool(config)
     try:
-        if pool.spaces != policy.spaces:
+        if not same_form(pool.spaces, policy.spaces):
             raise ConfigError(
                 f"{model_dir} holds a policy for other observations or actions than {', '.join(fleet.tasks)} have: "
                 "give the recipe that it was trained with"

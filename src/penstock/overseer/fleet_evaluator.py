@@ -46,6 +46,7 @@ class FleetEvaluator:
         self._log = log
         self._on_event = on_event
         self._evaluated_step = 0
+        self._taken_step = 0  # further than the other while an evaluation runs
         self._changed = threading.Condition()
         self._due: tuple[WeightVersion, Mapping[str, Any]] | None = None
         self._finishing = False
@@ -59,11 +60,10 @@ class FleetEvaluator:
 
     def offer(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Hands the version to the thread where an evaluation is due; returns at once."""
-        if not self.is_due(version):
-            return
         with self._changed:
-            self._due = version, arrays
-            self._changed.notify_all()
+            if evaluation_due(self._config.evaluation.every, self._taken_step, version.step):
+                self._due = version, arrays
+                self._changed.notify_all()
 
     def run(self) -> None:
         """Evaluates what is due until `finish` or `stop`; one that runs at `finish` is completed."""
@@ -92,7 +92,10 @@ class FleetEvaluator:
             while self._due is None and not self._finishing and not self._stopping.is_set():
                 self._changed.wait(POLL_S)
             due, self._due = self._due, None
-            return None if self._finishing or self._stopping.is_set() else due
+            if due is None or self._finishing or self._stopping.is_set():
+                return None
+            self._taken_step = due[0].step
+            return due
 
     def evaluate(self, version: WeightVersion, arrays: Mapping[str, Any]) -> Results:
         """Plays `evaluation.episodes` of each task with these weights.
@@ -132,7 +135,7 @@ class FleetEvaluator:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes `state` back."""
-        self._evaluated_step = int(state["evaluated_step"])
+        self._evaluated_step = self._taken_step = int(state["evaluated_step"])
 
 
 def metrics_of(results: Mapping[str, RolloutBatchStats]) -> dict[str, float]:

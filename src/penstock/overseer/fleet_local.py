@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import FragmentBatchMaker
-from penstock.fleet import RolloutManager, RolloutWorkerWrapper
+from penstock.fleet import FilmedPool, RolloutManager, RolloutWorkerWrapper, SimulatorPool
+from penstock.fleet.video import require_film_packages
 from penstock.learner import Checkpoint, ControlLearner
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -70,7 +71,13 @@ def wire_fleet(
     on_step: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],
 ) -> FleetComponents:
-    """Makes the components of a fleet run and connects them; nothing is started."""
+    """Makes the components of a fleet run and connects them; nothing is started.
+
+    Raises:
+        ConfigError: the store's place cannot be used, or packages for films are missing.
+    """
+    if config.fleet.video.every_episodes:
+        require_film_packages(f"fleet.video.every_episodes = {config.fleet.video.every_episodes}")
     learner = ControlLearner(start.policy, config.learner, config.steps, config.seed)
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
@@ -90,11 +97,15 @@ def wire_fleet(
     def make_worker(name: str, incarnation: int) -> RolloutWorkerWrapper:
         version = WeightVersion(start.lineage, learner.step)
         number = int(name.rpartition("-")[2])
-        pool = worker_pool(config, number, start.lineage, incarnation, on_event)
         runner = make_worker_runner(learner.policy, config, number, version, incarnation)
         runner.compile()
         worker = f"{name}.{start.lineage}"  # every life of a run has workers of its own, with fragments of their own
-        return RolloutWorkerWrapper(worker, incarnation, config.fleet, pool, runner, buffer, weights, on_event=on_event)
+        pool = worker_pool(config, number, start.lineage, incarnation, on_event)
+        filmed = _filmed(pool, config, directory, f"{worker}-{incarnation}", on_event)
+        return RolloutWorkerWrapper(
+            worker, incarnation, config.fleet, filmed or pool, runner, buffer, weights, on_event=on_event,
+            on_batch=(filmed.note,) if filmed else (),
+        )  # fmt: skip
 
     manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event)
 
@@ -130,6 +141,14 @@ class _Publisher:
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         self.manager.update_model(version, arrays)
         self.evaluator.offer(version, arrays)
+
+
+def _filmed(
+    pool: SimulatorPool, config: FleetRunConfig, directory: RunDirectory, name: str, on_event: OnEvent
+) -> FilmedPool | None:
+    """The pool with a camera, where films are wanted."""
+    video = config.fleet.video
+    return FilmedPool(pool, video, directory.videos, name, on_event) if video.every_episodes else None
 
 
 @contextmanager

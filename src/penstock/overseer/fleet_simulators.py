@@ -42,7 +42,10 @@ def worker_pool(
 
 
 def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:
-    """The fleet of an evaluation: one worker, no more simulators than there are episodes to play."""
+    """The fleet of an evaluation: one worker, no more simulators than there are episodes to play.
+
+    No process is replaced meanwhile: that would cut the episodes of the simulators that share it with one that ended.
+    """
     fleet, evaluation = config.fleet, config.evaluation
     tasks = {name: task.model_copy(update={"share": 1.0}) for name, task in fleet.tasks.items()}
     wanted = min(evaluation.simulators, evaluation.episodes * len(tasks))
@@ -54,6 +57,7 @@ def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:
         "envs_per_process": each,
         "batch_size": None,
         "decorrelate_steps": 0,
+        "limits": fleet.limits.model_copy(update={"restart_interval_s": None}),
         "video": fleet.video.model_copy(update={"every_episodes": 0}),
     }
     return fleet.model_copy(update=changes)

@@ -6,6 +6,7 @@ before the run directory is made, so that a mistake costs nothing and leaves not
 
 from pathlib import Path
 
+from penstock.fleet.space_agreement import same_form
 from penstock.learner import load_checkpoint
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -17,7 +18,7 @@ from penstock.overseer.run_opening import Damages, create_run, existing_run, ope
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory
-from penstock.types import Spaces
+from penstock.types import ConfigError, Spaces
 
 Outcome = tuple[RunDirectory, RunConductor]
 """Where it was written, and who led it."""
@@ -41,6 +42,11 @@ def run_fleet_in_many_processes(
     from penstock.overseer.distributed.fleet_plan import FleetPlan
     from penstock.overseer.many_processes import run_under_ray
 
+    if config.fleet.video.every_episodes:
+        raise ConfigError(
+            f"fleet.video.every_episodes is {config.fleet.video.every_episodes}, and runtime is ray: films are made in one "
+            "process only; set it to 0, or runtime: local"
+        )
     spaces = probe_spaces(config)
     make_policy(config, spaces)
     return run_under_ray(
@@ -81,4 +87,9 @@ def _progress(config: FleetRunConfig, recipe: str) -> Progress:
 def _resumed(directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
     lineage, path = resume_point(directory, damages)
     checkpoint = load_checkpoint(path)
+    if not same_form(spaces, checkpoint.policy.spaces):
+        raise ConfigError(
+            f"fleet.tasks: {path} holds a policy for other observations or actions than these simulators have: resume "
+            "with the tasks that it was trained on"
+        )
     return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)

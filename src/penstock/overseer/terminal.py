@@ -173,7 +173,7 @@ def _elapsed(progress: Progress) -> str:
 def step_line(progress: Progress) -> str:
     """The present update in one line."""
     words = progress.wording
-    score = format(progress.rewards[-1] if progress.rewards else float("nan"), words.score_form)
+    score = format(progress.rewards[-1], words.score_form) if progress.rewards else "–"
     return (
         f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  {words.score} {score}  "
         f"{progress.units_per_s:,.0f} {words.unit}  staleness {progress.staleness:.2f}"

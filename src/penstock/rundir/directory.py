@@ -20,7 +20,7 @@ from penstock.types import RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
 _LOCK = ".lock"
-_UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp")
+_UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp")
 
 
 class RunDirectory:
@@ -168,6 +168,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Folder of checkpoints, ``step-<n>``."""
         return self.path / "checkpoints"
+
+    @property
+    def videos(self) -> Path:
+        """Folder of films of training episodes; made with the first."""
+        return self.path / "videos"
 
 
 def _is_left_by_creation(path: Path) -> bool:

@@ -38,15 +38,16 @@ def test_all_descendants_are_found_and_killed(family):
 
 
 def test_no_child_escapes_that_is_born_meanwhile():
+    births = "for i in 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19; do sleep 3.25 & done; wait"
     for _ in range(4):
-        shell = subprocess.Popen(["sh", "-c", "while :; do sleep 63 & done"], start_new_session=True)
+        shell = subprocess.Popen(["sh", "-c", births], start_new_session=True)
         kill_trees([mark for mark in descendants(os.getpid()) if mark.pid == shell.pid])
         assert shell.wait(10) == -9
 
     def left():
-        return [folder for folder in Path("/proc").glob("[0-9]*") if command_line(int(folder.name))[1:2] == ["63"]]
+        return [folder for folder in Path("/proc").glob("[0-9]*") if command_line(int(folder.name))[1:2] == ["3.25"]]
 
-    wait_for(lambda: left() == [])
+    wait_for(lambda: left() == [], limit_s=1.0)
 
 
 def test_a_later_process_of_the_same_number_is_left_alone(family):
