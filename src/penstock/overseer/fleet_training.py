@@ -44,8 +44,8 @@ def run_fleet_in_many_processes(
 
     if config.fleet.video.every_episodes:
         raise ConfigError(
-            f"fleet.video.every_episodes is {config.fleet.video.every_episodes}, and runtime is ray: films are made in one "
-            "process only; set it to 0, or runtime: local"
+            f"fleet.video.every_episodes is {config.fleet.video.every_episodes}, and runtime is ray: films are made in "
+            "one process only; set it to 0, or runtime: local"
         )
     spaces = probe_spaces(config)
     make_policy(config, spaces)
