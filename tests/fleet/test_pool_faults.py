@@ -309,6 +309,7 @@ def test_a_hundred_restarts_leave_no_descriptor_and_no_memory_behind():
         gc.collect()
         before = open_descriptors()
         for number in range(1, 51):
+            driver.run_until(lambda: None not in driver.pool.process_ids())
             for pid in driver.pool.process_ids():
                 os.kill(pid, signal.SIGKILL)
             driver.run_until(lambda number=number: min(len(driver.faults(0)), len(driver.faults(1))) == number)

@@ -37,7 +37,7 @@ def test_free_memory_without_proc_is_a_positive_number(tmp_path):
 
 
 def test_a_check_that_raises_is_a_failed_check_and_the_others_go_on(monkeypatch):
-    def broken(name):
+    def broken(name, module=""):
         def probe():
             raise ImportError("libcuda.so.1:\n cannot open")
 
