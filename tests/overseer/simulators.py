@@ -16,8 +16,8 @@ class Guess(gymnasium.Env):
     observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, die_at: int = 0, hang_at: int = 0) -> None:
-        self._die_at, self._hang_at, self._total = die_at, hang_at, 0
+    def __init__(self, die_at: int = 0, hang_at: int = 0, nan_from: int = 0) -> None:
+        self._die_at, self._hang_at, self._nan_from, self._total = die_at, hang_at, nan_from, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
@@ -36,7 +36,8 @@ class Guess(gymnasium.Env):
 
     def _show(self) -> np.ndarray:
         self._right = int(self.np_random.integers(2))
-        return np.eye(2, dtype=np.float32)[self._right]
+        broken = 0 < self._nan_from <= self._total
+        return np.full(2, np.nan, np.float32) if broken else np.eye(2, dtype=np.float32)[self._right]
 
 
 class Unmakeable(gymnasium.Env):

@@ -203,6 +203,14 @@ def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_di
     assert (run_dir / "checkpoints" / f"step-{status.content['step']}").is_dir()
 
 
+def test_a_run_of_which_nothing_can_be_trained_ends_and_says_why(run_dir: Path):
+    tasks = {"guess": {"id": GUESS, "kwargs": {"nan_from": 30}}}
+    changes = {"steps": 500, "fleet": {"tasks": tasks}, "evaluation": {"before": False}}
+    with pytest.raises(RunFailed, match="nothing of the last 128 deliveries may be trained.*is not finite"):
+        train(tiny(changes), run_dir, quiet=True)
+    assert closes(read_status(run_dir / "status.json")["ledger"])
+
+
 def test_a_run_in_which_nothing_moves_ends_naming_what_is_waited_for(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"hang_at": 40}}}
     limits = {"no_progress_s": 2.0, "stop_timeout_s": 2.0}

@@ -84,11 +84,12 @@ def wire_fleet(
     store = RolloutStore(directory, config.replay.store, experience=FRAGMENTS, on_damage=log.damage)
     with _naming("replay.store.url", config.replay.store.url or directory.path):
         ledger = store.open_ledger(start.lineage)
+    replay = config.replay.buffer_config()
     buffer = ReplayBuffer(
-        config.replay.buffer_config(),
+        replay,
         store,
         FragmentBatchMaker(config.replay.order, config.replay.max_samples),
-        OpenAdmission(ledger, start.lineage),
+        OpenAdmission(ledger, start.lineage, replay.failed_limit),
         keep_checkpoints=config.overseer.keep_checkpoints,
     )
     weights = InProcessBroadcaster()

@@ -20,6 +20,7 @@ from penstock.types import (
     PenstockError,
     RolloutGroup,
     RunDirectoryError,
+    RunFailed,
     Stopped,
     Ticket,
 )
@@ -160,6 +161,14 @@ class Admission(ABC):
         """Groups and sizes that generators have begun without a place among the outstanding."""
         return ()
 
+    def note_accepted(self) -> None:
+        """A delivered group may be trained, or what is left of it."""
+        return
+
+    def note_refused(self, failure: str) -> None:
+        """Nothing of a delivered group may be trained."""
+        return
+
     def raise_if_over(self) -> None:
         """Raises `Stopped` after `close`, and what `end_with` was given after that."""
         if self._failure is not None:
@@ -187,10 +196,13 @@ class OpenAdmission(Admission):
     Args:
         ledger: Learns what was started.
         lineage: Of this life of the run.
+        most_refused: So many groups in a row of which nothing may be trained end the run; None: no limit.
     """
 
-    def __init__(self, ledger: Ledger, lineage: int = 0) -> None:
+    def __init__(self, ledger: Ledger, lineage: int = 0, most_refused: int | None = None) -> None:
         super().__init__(ledger, lineage, groups_per_batch=1)
+        self._most_refused = most_refused
+        self._refused_in_a_row = 0
         self._started: dict[str, int] = {}
         self._admitted = 0
         self._restored_admitted = 0
@@ -254,6 +266,21 @@ class OpenAdmission(Admission):
             self._open(group.group_id, lesson_id, size)
         ticket = Ticket(group.group_id, lesson_id, 0, 0, deadline_step=self.update, admitted_step=self.update)
         return Outstanding(ticket, size, self._admitted, "running")
+
+    def note_accepted(self) -> None:
+        """Whatever was refused before, something comes."""
+        self._refused_in_a_row = 0
+
+    def note_refused(self, failure: str) -> None:
+        """Where nothing else comes, the run ends and says why."""
+        self._refused_in_a_row += 1
+        if self._most_refused is not None and self._refused_in_a_row >= self._most_refused:
+            self.end_with(
+                RunFailed(
+                    f"nothing of the last {self._refused_in_a_row} deliveries may be trained; the last: {failure}: "
+                    "look at what the simulators and the policy give"
+                )
+            )
 
     def announced(self) -> Iterable[tuple[str, int]]:
         """What `start` was called for and has not arrived."""

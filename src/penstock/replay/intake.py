@@ -161,9 +161,12 @@ class Intake:
         for rollout_id, verdict in outcome.rejected.items():
             self._stock.settle([rollout_id], verdict.fate, verdict.reason)
         if outcome.trainable:
+            self._admission.note_accepted()
             return replace(group, rollouts=outcome.trainable)
         verdict = next(iter(outcome.rejected.values()))
-        self._admission.free(ticket.ticket_id, f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}")
+        failure = f"lesson {ticket.lesson_id}: {verdict.fate}, {verdict.reason}"
+        self._admission.free(ticket.ticket_id, failure)
+        self._admission.note_refused(failure)
         return None
 
     def _stale(self, rollout: Experience, now: float) -> Verdict | None:

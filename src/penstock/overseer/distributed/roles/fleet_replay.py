@@ -35,11 +35,12 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.now = clock.now
         self._store = RolloutStore(settings.directory, replay.store, clock.now, FRAGMENTS, on_damage=self._on_damage)
         self._ledger = self._store.open_ledger(settings.lineage)
+        limits = replay.buffer_config()
         self._buffer = ReplayBuffer(
-            replay.buffer_config(),
+            limits,
             self._store,
             FragmentBatchMaker(replay.order, replay.max_samples),
-            OpenAdmission(self._ledger, settings.lineage),
+            OpenAdmission(self._ledger, settings.lineage, limits.failed_limit),
             clock=clock.now,
             keep_checkpoints=config.overseer.keep_checkpoints,
         )
