@@ -147,7 +147,7 @@ def test_nothing_is_compiled_after_compile(policy, compilations):
     assert compilations == []
 
 
-@pytest.mark.parametrize("memory", ["gru", "transformer"])
+@pytest.mark.parametrize("memory", ["gru", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_a_recurrent_policy_is_unrolled_from_the_fragments_own_state(memory):
     policy = make_policy(memory)
     rng = np.random.default_rng(0)

@@ -230,6 +230,7 @@ def test_a_run_is_scaled_while_it_goes_on(run_dir: Path):
     assert closes(run.conductor.status()["ledger"]) and closes(run.conductor.status()["account"])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_resumed_in_a_new_lineage(run_dir: Path):
     with running(run_dir, {"steps": 1000, "overseer": {"checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -247,6 +248,7 @@ def test_a_stopped_run_is_resumed_in_a_new_lineage(run_dir: Path):
     assert len(set(trained)) == len(trained)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_processes_goes_on_in_one(run_dir: Path):
     with running(run_dir, {"steps": 2}) as run:
         run.end()
@@ -267,6 +269,7 @@ def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_
     assert newest == run.conductor.step >= 1
 
 
+@pytest.mark.slow
 def test_weights_travel_through_shared_memory_too(run_dir: Path):
     with running(run_dir, {"steps": 100_000, "weights": {"transport": "shared_memory"}}) as run:
         run.until(lambda: run.conductor.status()["numbers"].get("fleet/weight_step_min", 0) >= 2, "second version")
