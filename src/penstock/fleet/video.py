@@ -258,15 +258,16 @@ def captioned(picture: np.ndarray, words: tuple[str, ...]) -> np.ndarray:
     return canvas
 
 
-def require_film_packages(what: str) -> None:
+def require_film_packages(what: str, names: tuple[str, ...] = ("av", "PIL")) -> None:
     """Sees that films can be encoded.
 
     Args:
         what: Needs them, for the error.
+        names: The packages as they are imported.
 
     Raises:
         ConfigError: packages are missing.
     """
-    missing = [name for name in ("av", "PIL") if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{what} needs {' and '.join(missing)}, missing here: pip install 'penstock[gym]'")

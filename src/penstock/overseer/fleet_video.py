@@ -21,6 +21,7 @@ from penstock.fleet import JaxPolicyRunner, evaluate_policy
 from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.serial import SerialPool
+from penstock.fleet.video import require_film_packages
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_simulators import EVALUATOR_ID
@@ -38,7 +39,7 @@ def film_episodes(policy: ControlPolicy, config: FleetRunConfig, folder: Path) -
     Raises:
         ConfigError: a package is missing, a simulator draws nothing, or a film exists already.
     """
-    _require()
+    require_film_packages("--video", ("av", "imageio", "PIL"))
     for name in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
         os.environ.setdefault(name, "dummy")  # what draws with pygame must find no screen
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +95,6 @@ class _Camera:
         return _Filmed(simulator, self._frame)
 
     def _frame(self, simulator: gymnasium.Env[Any, Any], observation: Any, ended: bool) -> None:
-        if self._over:
-            return
         if self._over:  # the simulator is reset in the same step; what follows is no part of the film
             return
         drawn = simulator.render() if simulator.render_mode == "rgb_array" else _image_of(observation)
@@ -206,11 +205,3 @@ def _image_of(observation: Any) -> np.ndarray | None:
 
 def _is_image(part: np.ndarray) -> bool:
     return part.dtype == np.uint8 and part.ndim in (2, 3) and min(part.shape[:2]) >= 16
-
-
-def _require() -> None:
-    import importlib.util
-
-    missing = [name for name in ("av", "imageio", "PIL") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"--video needs {', '.join(missing)}: pip install 'penstock[gym]'")

@@ -1,0 +1,52 @@
+"""Parameters of any network as a flat mapping of named arrays: the form in which weights travel.
+
+Names are tree paths: ``layers.query``, ``encoder.mlp.layers.0.weight``. Arrays go by reference; nothing is copied.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from penstock.types.errors import WeightsError
+
+Network = TypeVar("Network")
+_MOST_NAMED = 5
+
+
+def named_leaves(network: object) -> dict[str, Array]:
+    """Every parameter by name, in a fixed order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(network)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray], what: str) -> Network:
+    """A network of the same shape that holds these arrays instead.
+
+    Args:
+        network: Gives the shape.
+        arrays: By name.
+        what: The network in words, for the error.
+
+    Raises:
+        WeightsError: naming the arrays that are missing, extra, or of another shape or dtype.
+    """
+    current = named_leaves(network)
+    problems = [f"{name} is missing" for name in current if name not in arrays]
+    problems += [f"{name} is unknown" for name in arrays if name not in current]
+    problems += [
+        f"{name} is {_signature(arrays[name])}, not {_signature(array)}"
+        for name, array in current.items()
+        if name in arrays and _signature(arrays[name]) != _signature(array)
+    ]
+    if problems:
+        more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise WeightsError(f"weights do not fit {what}: {'; '.join(problems[:_MOST_NAMED])}{more}")
+    return jax.tree.unflatten(jax.tree.structure(network), [jnp.asarray(arrays[name]) for name in current])
+
+
+def _signature(array: Array | np.ndarray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
