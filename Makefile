@@ -40,4 +40,4 @@ test-ray: $(RAY_STAMP)
 	$(BIN)/pytest -m ray --numprocesses 2
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .jax_cache .pytest_cache .ruff_cache

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.fleet.driving import await_gone, lives
+from tests.waiting import wait_until
 
 from penstock.fleet.descendants import OWNER_VARIABLE, children_by_parent, end_descendants_of_nursery, owner_of, subtree
 
@@ -20,7 +21,8 @@ def test_subtrees_and_owners_are_found_and_ended():
     with child.stdout:
         grandchild = int(child.stdout.readline())
         assert subtree(child.pid, children_by_parent()) == [child.pid, grandchild]
-        assert owner_of(grandchild) == owner_of(child.pid) == "999999999.5"
+        wait_until(lambda: owner_of(grandchild) == "999999999.5")  # not before its program runs
+        assert owner_of(child.pid) == "999999999.5"
         assert owner_of(other.pid) is None
         end_descendants_of_nursery(99999999)  # a number that begins like it is another
         assert lives(child.pid)

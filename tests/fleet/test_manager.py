@@ -1,11 +1,11 @@
 """The fleet's centre: workers made anew, steps and episodes counted once over all lives, scaling, weights."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
 from tests.fleet.fake_pool import FakePool, FakeRunner, ListSink, Script
+from tests.waiting import wait_until
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.fleet.manager import RolloutManager
@@ -53,13 +53,6 @@ def fleet():
     yield make
     for one in made:
         one.manager.stop(10)
-
-
-def wait_until(true, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def test_weights_are_broadcast_once_for_all_workers(fleet):

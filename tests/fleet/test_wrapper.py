@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from tests.fleet.fake_pool import FakePool, FakeRunner, ListSink, Script
+from tests.waiting import wait_until
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.fleet.wrapper import RolloutWorkerWrapper
@@ -29,13 +30,6 @@ def wrapper_of(pool, runner, sink, weights=None, events=None, incarnation=0, **m
         "w", incarnation, config_of(pool.num_slots, **more), pool, runner, sink, weights, on_event=on_event,
         first_weights_timeout_s=wait_s,
     )  # fmt: skip
-
-
-def wait_until(true, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
 
 
 def published(step, broadcaster=None):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.certificates import write_certificate
 from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
+from tests.waiting import wait_until
 
 from penstock.inference import HttpServer, ServerPool
 from penstock.inference import trials as module
@@ -63,14 +64,6 @@ def request(seed=1, tokens=10, session=None, target=None):
 
 def metric(pool, name):
     return pool.metrics()[f"inference_client/{name}"]
-
-
-def wait_until(condition):
-    """Bounded; for counters of another thread that say by nothing but their value that they have changed."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
 
 
 def test_requests_are_answered_in_order_over_connections_that_stay(start, make_pool):

@@ -51,7 +51,13 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=name, marks=pytest.mark.slow if "untied" in name else ())
+        for name, fields in MODELS.items()
+    ],
+)
 def test_two_devices_sample_what_one_samples_and_what_training_scores(
     make_decoder, start_engine, config, split, fields
 ):

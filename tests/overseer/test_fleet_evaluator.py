@@ -8,6 +8,7 @@ from penstock.overseer import fleet_evaluator
 from penstock.overseer.fleet_evaluator import FleetEvaluator, metrics_of
 from penstock.types import RolloutBatchStats, RunFailed, WeightVersion
 from tests.overseer.test_fleet_config import build
+from tests.waiting import wait_until
 
 STATS = RolloutBatchStats("pole", 2, 2, 15.0, 0.0, 0.0, 12.5, 0.0, (10.0, 20.0), ("0", "1"))
 
@@ -63,15 +64,6 @@ def started(evaluator: FleetEvaluator) -> threading.Thread:
     thread = threading.Thread(target=evaluator.run)
     thread.start()
     return thread
-
-
-def wait_until(condition) -> None:
-    pause = threading.Event()
-    for _ in range(500):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not come about within 5 s")
 
 
 def test_multiples_that_were_passed_are_due_and_the_newest_of_them_is_played(rehearsal):

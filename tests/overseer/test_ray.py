@@ -25,7 +25,8 @@ from penstock.types import (
     UnreachableError,
 )
 from tests.overseer import plain_component
-from tests.overseer.ray_waiting import eventually, running
+from tests.overseer.ray_waiting import running
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -255,7 +256,7 @@ def test_a_process_that_cannot_be_shown_dead_is_told(spawned, monkeypatch):
 def test_termination_is_a_notice_to_drain(spawned):
     handle = spawned()
     os.kill(running(handle).pid, signal.SIGTERM)
-    eventually(lambda: running(handle).condition.state == "drained", "the component drains")
+    wait_until(lambda: running(handle).condition.state == "drained", "the component drains")
     assert [(m.name, m.fields["reason"]) for m in running(handle).messages] == [("drain_notice", "SIGTERM")]
     assert handle.call("add", 1, 1, timeout_s=10) == 2, "what it began can be finished"
 
@@ -362,7 +363,7 @@ def test_a_driver_that_is_killed_leaves_no_actors_not_even_stopped_ones(tmp_path
         assert first.alive and second.alive
         os.kill(first.pid, signal.SIGSTOP)
         process.kill()
-        eventually(lambda: not (first.alive or second.alive), "the actors are gone")
+        wait_until(lambda: not (first.alive or second.alive), "the actors are gone")
 
 
 def test_the_terminal_is_quiet_and_ends_no_component_and_nothing_is_written_at_home(tmp_path):

@@ -10,7 +10,8 @@ from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.distributed.records import Identity, Peer, View
 from penstock.types import ConfigError, UnreachableError
 from tests.overseer import plain_component
-from tests.overseer.ray_waiting import eventually, running
+from tests.overseer.ray_waiting import running
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 FAR = RoleConfig(resources={"far": 0.1})
@@ -106,7 +107,7 @@ def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cl
     process = handle.place.process
     os.kill(process.pid, signal.SIGSTOP)
     cluster.remove_node(node, allow_graceful=False)
-    eventually(lambda: not process.alive, "what ran on the machine is gone", 30)
+    wait_until(lambda: not process.alive, "what ran on the machine is gone", 30)
     with pytest.raises(UnreachableError):
         handle.beat(View(), 0).result(60)
     handle.kill(60)

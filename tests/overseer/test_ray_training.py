@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from penstock.rundir import read_events, read_metrics, read_status
-from tests.overseer.ray_waiting import eventually
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 PENSTOCK = [sys.executable, "-m", "penstock"]
@@ -39,7 +39,7 @@ class Driver:
         return self.status().get("components", {}).get(name, {})
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
-        eventually(lambda: reached() or self.process.poll() is not None, what, LIMIT_S)
+        wait_until(lambda: reached() or self.process.poll() is not None, what, LIMIT_S)
         assert self.process.poll() is None, f"ended before {what}: {self.output()}"
 
     def end(self) -> int:
@@ -133,7 +133,7 @@ def test_a_dead_driver_takes_its_components_along(tmp_path: Path):
         pids = [component["pid"] for component in run.status()["components"].values()]
         run.process.kill()
         run.process.wait(30)
-    eventually(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
+    wait_until(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
 
 
 def run_on_cluster(tmp_path: Path, head: str, then: str, address: str, *words: str, recipe: str = "cats") -> Path:

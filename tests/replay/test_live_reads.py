@@ -62,9 +62,9 @@ class Writer:
         self.sealed += 1
 
     def _merge(self):
-        before = len(parts_in(self.store._directory.path))
+        before = set(parts_in(self.store._directory.path))
         self.store.maintain()
-        self.merged += len(parts_in(self.store._directory.path)) < before
+        self.merged += not before <= set(parts_in(self.store._directory.path))  # others were sealed meanwhile
         time.sleep(0.01)
 
 

@@ -77,11 +77,20 @@ def kill_group(leader: int) -> None:
 
 
 def end_descendants_of_nursery(nursery: int) -> None:
-    """SIGKILL to every program that simulator processes of a nursery that died started and left behind."""
-    for pids in children_by_parent().values():
-        for pid in pids:
-            if (owner_of(pid) or "").startswith(f"{nursery}."):
-                kill(pid)
+    """SIGKILL to every program that simulator processes of a nursery that died started and left behind.
+
+    It looks until it finds no more: what was being started at the first look shows no owner until it runs.
+    """
+    killed: set[int] = set()
+    while found := _descendants_of_nursery(nursery) - killed:
+        for pid in found:
+            kill(pid)
+        killed |= found
+
+
+def _descendants_of_nursery(nursery: int) -> set[int]:
+    pids = [pid for siblings in children_by_parent().values() for pid in siblings]
+    return {pid for pid in pids if (owner_of(pid) or "").startswith(f"{nursery}.")}
 
 
 def _living_parent(pid: str) -> int | None:

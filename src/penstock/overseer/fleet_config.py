@@ -82,6 +82,11 @@ class FleetRunConfig(BaseModel):
         self._check_replay()
         self._check_evaluation()
         self._check_learner()
+        if self.runtime == "ray" and self.fleet.video.every_episodes:
+            raise ValueError(
+                f"fleet.video.every_episodes is {self.fleet.video.every_episodes}, and runtime is ray: films are made "
+                "in one process only; set it to 0, or runtime: local"
+            )
         unknown = sorted(self.roles.keys() - set(FLEET_ROLES))
         if unknown:
             raise ValueError(f"roles names {', '.join(unknown)}: no such role; there are {', '.join(FLEET_ROLES)}")

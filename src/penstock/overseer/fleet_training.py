@@ -42,11 +42,6 @@ def run_fleet_in_many_processes(
     from penstock.overseer.distributed.fleet_plan import FleetPlan
     from penstock.overseer.many_processes import run_under_ray
 
-    if config.fleet.video.every_episodes:
-        raise ConfigError(
-            f"fleet.video.every_episodes is {config.fleet.video.every_episodes}, and runtime is ray: films are made in "
-            "one process only; set it to 0, or runtime: local"
-        )
     spaces = probe_spaces(config)
     make_policy(config, spaces)
     return run_under_ray(
