@@ -1,8 +1,10 @@
 """The pool against servers that answer, refuse, hang, hang up, lie and die, over real HTTP."""
 
+import gc
 import json
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -417,3 +419,17 @@ def test_a_certificate_authority_that_cannot_be_read_is_told(tmp_path):
     for name in ("absent.pem", "broken.pem"):
         with pytest.raises(ConfigError, match=f"certificates in .*{name} cannot be read"):
             ServerPool(certificate_authority=str(tmp_path / name))
+
+
+def test_closing_just_after_servers_went_leaves_no_socket_open(start, in_threads):
+    pool = ServerPool(request_timeout_s=WAIT_S)
+    pool.set_servers([start().known_as(f"inference-{i}") for i in range(4)])
+    for answered in [in_threads(pool.ask, [request(seed)]) for seed in range(16)]:
+        answered.result(WAIT_S)
+    pool.set_servers([])
+    pool.close()
+    del pool, answered
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        gc.collect()
+    assert [str(warning.message) for warning in warned] == []

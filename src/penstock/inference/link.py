@@ -72,6 +72,7 @@ class Link:
             trust_env=False,
         )
         self._open, self._heard_at = 0, clock()
+        self._exchanges: set[asyncio.Task[Answer]] = set()
         self._cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._examination: asyncio.Task[None] | None = None
 
@@ -85,6 +86,8 @@ class Link:
             self._heard_at = self._clock()  # that nothing was asked before is not silence
         exchange, cut = asyncio.ensure_future(self._exchange(path, body)), self._cut
         exchange.add_done_callback(_look_at)
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
         self._open += 1
         try:
             while not (exchange.done() or cut.done()):
@@ -105,9 +108,11 @@ class Link:
         self._cut = asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
-        """Closes the connections."""
-        if self._examination is not None:
-            self._examination.cancel()
+        """Ends what is under way, then closes the connections: one that is being made would be left open."""
+        tasks = [*self._exchanges] if self._examination is None else [*self._exchanges, self._examination]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
 
     async def _exchange(self, path: str, body: bytes) -> Answer:

@@ -26,6 +26,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._closed = False
+        self._finishing: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -41,6 +42,12 @@ class LoopThread:
         coroutine.close()
         raise Stopped(f"the {self._name} was closed")
 
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Starts a coroutine that is never cancelled: closing waits for it. For the loop's own thread."""
+        task = self._loop.create_task(coroutine)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
     def call(self, function: Callable[[], object]) -> None:
         """Has the loop call a function soon; does nothing once closed."""
         with self._closing:
@@ -48,7 +55,9 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Cancels what runs, runs a last coroutine, and ends the thread. May be called again.
+        """Cancels what runs, runs a last coroutine, waits for what is to be finished, and ends the thread.
+
+        May be called again.
 
         Raises:
             NoProgressError: it did not end in time.
@@ -63,11 +72,12 @@ class LoopThread:
 
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
+            others = asyncio.all_tasks() - {asyncio.current_task()} - self._finishing
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await last()
+            await asyncio.gather(*self._finishing)
             await self._loop.shutdown_asyncgens()
             for _ in range(LAST_TURNS):
                 await asyncio.sleep(0)

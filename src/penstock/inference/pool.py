@@ -74,7 +74,6 @@ class ServerPool:
         self._routing = Routing(most_outstanding_tokens, secrets.randbits(32))
         self._queue = RequestQueue(self._routing, clock)
         self._links: dict[tuple[str, int, str], Link] = {}
-        self._farewells: dict[asyncio.Task[None], Link] = {}
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter({"requests": 0, "retries": 0, "refusals": 0})
         self._thread = LoopThread("pool of inference servers")
@@ -151,16 +150,11 @@ class ServerPool:
             link = self._links.pop(server.life, None)
             if link is not None:
                 link.cut("it was reported dead, or replaced")
-                self._bid_farewell(link)
+                self._thread.finish(link.close())  # a close that is cut short would leave sockets open
         self._queue.servers_changed()
 
-    def _bid_farewell(self, link: Link) -> None:
-        farewell = asyncio.ensure_future(link.close())
-        self._farewells[farewell] = link
-        farewell.add_done_callback(lambda task: self._farewells.pop(task) if not task.cancelled() else None)
-
     async def _close_links(self) -> None:
-        for link in (*self._links.values(), *self._farewells.values()):
+        for link in self._links.values():
             await link.close()
 
     async def _ask_all(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
