@@ -55,10 +55,17 @@ class Tally:
 
 
 class ThrowingAway:
-    """Takes fragments as a replay buffer does, counts their steps, keeps nothing."""
+    """Takes fragments as a replay buffer does, counts their steps, keeps nothing.
+
+    Attributes:
+        trainable: Steps.
+        faults: Steps that must not be trained on.
+        begun: Set when the first came.
+    """
 
     def __init__(self) -> None:
         self.trainable, self.faults = 0, 0
+        self.begun = threading.Event()
 
     def add_batches(self, batches: Iterable[RolloutBatch[Any]]) -> None:
         """See `RolloutSink`."""
@@ -67,6 +74,7 @@ class ThrowingAway:
                 for fragment in group.rollouts:
                     self.trainable += fragment.trainable_steps
                     self.faults += fragment.length - fragment.trainable_steps
+        self.begun.set()
 
 
 def processor_s(pids: Iterable[int | None]) -> float:

@@ -77,7 +77,9 @@ class FleetConfig(BaseModel):
             `envs_per_worker`.
         batch_size: Most simulators in one inference, and never fewer than one process has, since they are decided for
             together; None: half of them, so that the others step meanwhile.
-        max_wait_ms: An inference that is not full begins after so long.
+        max_wait_ms: An inference that is not full begins so long after its first simulator came, once the policy is
+            free. 0 is best where simulators are slower than the policy: what comes during an inference is decided in the
+            next one, so batches grow by themselves under load. More saves inferences where each costs much.
         fragment_length: T, steps in a fragment.
         queue_fragments: Fragments of one worker that wait to be sent.
         full_queue: Where that is full: ``block`` lets its simulators wait, ``drop_oldest`` drops and counts.
@@ -98,7 +100,7 @@ class FleetConfig(BaseModel):
     envs_per_worker: int = Field(default=16, ge=1)
     envs_per_process: int = Field(default=1, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
-    max_wait_ms: float = Field(default=5.0, ge=0)
+    max_wait_ms: float = Field(default=0.0, ge=0)
     fragment_length: int = Field(default=64, ge=1)
     queue_fragments: int = Field(default=64, ge=1)
     full_queue: Literal["block", "drop_oldest"] = "block"

@@ -50,7 +50,7 @@ class SlotBuffer:
 
     def __init__(self, leaf: LeafSpace, slots: int, length: int) -> None:
         self._length = length
-        self._arrays = [leaf.zeros(length + 1) for _ in range(slots)]
+        self._arrays = [np.full((length + 1, *leaf.shape), 0, leaf.dtype) for _ in range(slots)]  # touches its pages
         self._lent: deque[np.ndarray] = deque(maxlen=_LENT_PER_SLOT * slots)
 
     def write(self, slots: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:

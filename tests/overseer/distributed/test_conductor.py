@@ -33,7 +33,7 @@ QUICK: dict[str, Any] = {
     "runtime": "ray",
     "rollout": {"workers": 2},
     "inference": {"servers": 2},
-    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 5.0, "backoff_s": 0.05, "checkpoint_every": 2},
+    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 30.0, "backoff_s": 0.05, "checkpoint_every": 2},
 }
 
 
