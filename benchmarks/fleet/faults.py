@@ -6,6 +6,10 @@ Thirty-two simulators of 10 ms; one of them, which takes 0.5 s to make and has a
 throughput from the fault until the victim is back (at least a second) is compared with theirs before. Every step that
 reached the sink is checked: nothing terminated, one fault where one was caused and none elsewhere, frames, actions and
 rewards of one trajectory, values of the version that a step names (`labels`). Exits with 1 where a mark is missed.
+
+"actor killed" is another scene: a run that trains under Ray, of whose two rollout actors one is killed (`actors`). It
+is left out where Ray is not installed. Measured until the successor's first fragment; that it is started anew within a
+second is a mark, how long its process then takes to import and compile is not.
 """
 
 import argparse
@@ -22,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fleet import actors
 from benchmarks.fleet.counting import ThrowingAway
 from benchmarks.fleet.labels import Labels, problems
 from benchmarks.fleet.own import STOP_S, check, started_worker
@@ -183,6 +188,8 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "weights while loading": publish,
 }
 NO_VICTIM = ("slow buffer", "weights while loading")
+ACTOR, ACTOR_ENVS = "actor killed", 8
+EVERY = (*FAULTS, ACTOR)
 
 
 def fleet_config(trigger: Path, envs: int = ENVS) -> FleetConfig:
@@ -261,17 +268,43 @@ def _words(timings: Mapping[str, float], sink: Recording) -> str:
     )
 
 
-def run_all(marks: Marks, seconds: float, names: tuple[str, ...] = tuple(FAULTS)) -> None:
+def run_all(marks: Marks, seconds: float, names: tuple[str, ...] = EVERY) -> None:
     """All of them, as a table and marks."""
-    print(f"\nFaults: {ENVS} x 10 ms; a victim that takes {INIT_S:g} s to make")
+    print(f"\nFaults: {ENVS} x 10 ms; a victim that takes {INIT_S:g} s to make; two actors of {ACTOR_ENVS} under Ray")
     print(f"  {'fault':<24}{'others keep':>12}{'respawned in':>14}{'faults':>8}  checked")
     for name in names:
+        if name == ACTOR:
+            kill_actor(marks, seconds)
+            continue
         found = inflict(name, seconds)
-        respawn = "" if found.respawn_s is None else f"{found.respawn_s:.2f} s"
-        print(f"  {name:<24}{found.share:>12.3f}{respawn:>14}{found.faults:>8}  {found.words}", flush=True)
-        for problem in found.wrong[:5]:
-            print(f"    {problem}")
+        _print(name, found.share, found.respawn_s, found.faults, found.words, found.wrong)
         add_marks(marks, found)
+
+
+def _print(name: str, share: float, respawn_s: float | None, faults: int, words: str, wrong: tuple[str, ...]) -> None:
+    respawn = "" if respawn_s is None else f"{respawn_s:.2f} s"
+    print(f"  {name:<24}{share:>12.3f}{respawn:>14}{faults:>8}  {words}", flush=True)
+    for problem in wrong[:5]:
+        print(f"    {problem}")
+
+
+def kill_actor(marks: Marks, seconds: float, envs: int = ACTOR_ENVS) -> None:
+    """The fault that needs Ray: a line of the table, and its marks."""
+    if not actors.ray_is_installed():
+        print(f"  {ACTOR}: needs Ray, skipped", flush=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="fleet-faults-") as folder:
+        found = actors.inflict(seconds, envs, Path(folder) / "run")
+    _print(ACTOR, found.share, found.respawn_s, found.lives.faults, found.words, found.wrong)
+    add_actor_marks(marks, found)
+
+
+def add_actor_marks(marks: Marks, found: actors.ActorFound) -> None:
+    """What the kill of an actor must show; nothing is a fault, since what was in flight is abandoned."""
+    marks.at_least(f"{ACTOR}: others' share", found.share, SHARE)
+    marks.at_most(f"{ACTOR}: started anew, s", found.noticed_s, MORE_S)
+    marks.at_most(f"{ACTOR}: mislabelled", len(found.wrong) + found.lives.faults, 0)
+    marks.at_most(f"{ACTOR}: processes left behind", len(found.left), 0)
 
 
 def add_marks(marks: Marks, found: Found) -> None:
@@ -287,11 +320,11 @@ def add_marks(marks: Marks, found: Found) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="before the fault, and at least during it")
-    parser.add_argument("--only", default=",".join(FAULTS), help="faults: " + ", ".join(FAULTS))
+    parser.add_argument("--only", default=",".join(EVERY), help="faults: " + ", ".join(EVERY))
     options, marks = parser.parse_args(arguments), Marks()
     names = tuple(name.strip() for name in options.only.split(","))
-    if unknown := sorted(set(names) - set(FAULTS)):
-        parser.error(f"--only names {', '.join(unknown)}; known are {', '.join(FAULTS)}")
+    if unknown := sorted(set(names) - set(EVERY)):
+        parser.error(f"--only names {', '.join(unknown)}; known are {', '.join(EVERY)}")
     run_all(marks, options.seconds, names)
     print("\nMarks\n" + "\n".join(marks.lines))
     return 1 if marks.missed else 0

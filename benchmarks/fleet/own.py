@@ -83,6 +83,7 @@ def measure(workload: Workload, seconds: float, warm_up_s: float) -> dict[str, f
         found = begin.rates_until(Moment.now(tally, pool))
         moments = tally.moments[seen:]
         timings = wrapper.metrics()
+        sink.begun.wait(START_S)
     finally:
         late = wrapper.stop(STOP_S)
     check(wrapper, sink, late)

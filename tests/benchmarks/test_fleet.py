@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.fleet import __main__ as benchmark
-from benchmarks.fleet import faults, independent, labels, networks, own, running
+from benchmarks.fleet import actors, faults, independent, labels, lives, networks, own, running
 from benchmarks.fleet.counting import ThrowingAway, processor_s, rates_during_gaps
 from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from benchmarks.marks import Marks
@@ -174,6 +174,62 @@ def test_the_marks_of_a_fault():
     faults.add_marks(marks, faults.Found("simulator killed", 0.89, 1.6, 2, ()))
     faults.add_marks(marks, faults.Found("slow buffer", 1.0, None, 1, ("a problem",)))
     assert marks.missed == 4
+
+
+def _actor_found(share=0.95, noticed_s=0.7, left=(), wrong=(), faults=0):
+    found = lives.Lives(16, {"rollout-0.0-0": {0: np.arange(4.0)}}, faults, 3, wrong)
+    return actors.ActorFound((100.0, 100.0 * share, 99.0), noticed_s, 4.0, 18, left, found, wrong)
+
+
+def test_the_marks_of_a_killed_actor():
+    marks = Marks()
+    faults.add_actor_marks(marks, _actor_found())
+    assert marks.missed == 0 and len(marks.lines) == 4
+    faults.add_actor_marks(marks, _actor_found(0.89, 1.1, (4711,), ("a problem",), 2))
+    assert marks.missed == 4
+
+
+def test_without_ray_no_actor_is_killed_and_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(actors, "ray_is_installed", lambda: False)
+    marks = Marks()
+    faults.run_all(marks, 1.0, ("actor killed",))
+    assert capsys.readouterr().out.splitlines()[-1] == "  actor killed: needs Ray, skipped"
+    assert marks.lines == []
+
+
+def test_between_two_fragments_a_slot_steps_evenly():
+    ends_s = {"a": {0: np.array([0.0, 1.0, 3.0]), 1: np.array([0.5, 1.5])}, "b": {0: np.array([2.0])}}
+    found = lives.Lives(8, ends_s, 0, 0, ())
+    # slot 0: half a fragment until 1, half of one until 2; slot 1: all of its second one
+    assert found.steps_per_s("a", 0.5, 2.0) == pytest.approx(8 * 2 / 1.5)
+    assert found.steps == 6 * 8 and found.every_end_s().tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0]
+    assert found.every_end_s("none").tolist() == []
+
+
+def test_a_fragment_that_is_stored_trained_or_used_twice_is_noticed():
+    assert list(lives._wrong_uses(["a", "b", "c"], ["a", "b"], ["a", "b"])) == []
+    found = list(lives._wrong_uses(["a", "a", "b"], ["b", "b", "d"], ["a", "a", "b", "d"]))
+    assert [problem.split(",")[0] for problem in found] == [
+        "a is stored 2 times", "b was trained 2 times", "a is in 2 batches",
+        "1 fragments were trained on and are not stored",
+    ]  # fmt: skip
+    assert "in no batch" in next(lives._wrong_uses(["a"], ["a"], []))
+
+
+def test_books_that_lack_or_invent_fragments_are_noticed():
+    ends_s = {"rollout-0.0-0": {0: np.array([0.0, 1.0, 2.0, 9.0])}}  # the last one is too new to be told
+    made = lives.Lives(16, ends_s, 0, 2, ())
+    account = {"started": 80, "acting": 4, "sent": 48, "sent_faults": 0, "abandoned": 28}
+    ledger = {"started": 3, "waiting": 1, "trained": 2}
+    assert list(lives.wrong_books({"account": account, "ledger": ledger}, made)) == []
+    for book, change in (
+        (account, {"acting": 5}), (account, {"sent": 65, "acting": -13}), (account, {"abandoned": 0, "acting": 32}),
+        (ledger, {"waiting": 2}), (ledger, {"started": 2, "waiting": 0}), (ledger, {"started": 5, "waiting": 3}),
+        (ledger, {"trained": 3, "waiting": 0}),
+    ):  # fmt: skip
+        wrong = {"account": account, "ledger": ledger}
+        wrong["account" if book is account else "ledger"] = book | change
+        assert len(list(lives.wrong_books(wrong, made))) == 1, change
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ SMALL = [
     [
         (["train", "cartpole", "fleet.tasks.cartpole.id=CartPol-v1"], ["'CartPol-v1' is unknown", "CartPole-v1"]),
         (["train", "cartpole", "fleet.tasks.cartpole.kwargs={x: 1}"], ["kwargs.x", "has no such argument"]),
-        (["train", "cartpole", "runtime=ray", "fleet.video.every_episodes=5"], ["runtime is ray", "set it to 0"]),
         (["train", "cartpole", "learner.epoch=2"], ["unknown key learner.epoch: did you mean learner.epochs?"]),
         (["train", "minecraft"], ["simulator 'minecraft' needs minestudio: pip install minestudio"]),
         (["fleet", "autotune", "cats"], ["cats has no fleet", "cartpole"]),

@@ -87,7 +87,7 @@ def _row(arrival: Arrival, row: int) -> dict[str, Any]:
         "final": {name: array[row].copy() for name, array in arrival.final_observations.items()},
         "first": bool(arrival.first[row]), "reward": float(arrival.rewards[row]), "fault": bool(arrival.faults[row]),
         "terminated": bool(arrival.terminated[row]), "truncated": bool(arrival.truncated[row]),
-        "acted": bool(arrival.acted[row]), "has_final": bool(arrival.has_final[row]),
+        "acted": bool(arrival.acted[row]), "cut": bool(arrival.cut[row]), "has_final": bool(arrival.has_final[row]),
         "return": float(arrival.returns[row]), "length": int(arrival.lengths[row]),
     }  # fmt: skip
 

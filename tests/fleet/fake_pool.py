@@ -18,6 +18,7 @@ from penstock.fleet.runner import WeightMailbox
 from penstock.types import LeafSpace, RunFailed, Spaces, WeightVersion
 
 ACTIONS = 7
+CUTS = ("truncated", "cut")
 FIRST = WeightVersion(0, 0)
 
 
@@ -44,7 +45,10 @@ class TrueStep:
 
 @dataclass
 class Script:
-    """How simulators behave; each function is told slot, episode and the step's number in it."""
+    """How simulators behave; each function is told slot, episode and the step's number in it.
+
+    `ends` says ``terminated``, ``truncated``, ``cut`` (by a planned restart), or None.
+    """
 
     ends: Callable[[int, int, int], str | None] = lambda slot, episode, step: "terminated" if step == 9 else None
     faults: Callable[[int, int, int], bool] = lambda slot, episode, step: False
@@ -101,6 +105,10 @@ class FakePool:
     @property
     def live_slots(self) -> int:
         return sum(len(process.slots) for process in self._processes if not process.quarantined)
+
+    def given_up(self) -> Mapping[int, str]:
+        lost = (process for process in self._processes if process.quarantined)
+        return {slot: "told to" for process in lost for slot in process.slots}
 
     def start(self, timeout_s: float) -> None:
         self.started = True
@@ -178,7 +186,7 @@ class FakePool:
         self._sums[slot] += reward
         self._faults += fault
         self.truth[slot].append(
-            TrueStep((slot, episode, step), action, reward, end == "terminated", end == "truncated", fault, final)
+            TrueStep((slot, episode, step), action, reward, end == "terminated", end in CUTS, fault, final)
         )
         result = {"reward": reward, "end": end, "fault": fault, "final": final, "return": 0.0, "length": 0}
         if end:
@@ -215,8 +223,9 @@ class FakePool:
             first=np.array([not acted or end is not None for end in ends]),
             rewards=np.array([result["reward"] for result in results], np.float32),
             terminated=np.array([end == "terminated" for end in ends]),
-            truncated=np.array([end == "truncated" for end in ends]),
+            truncated=np.array([end in CUTS for end in ends]),
             faults=np.array([result["fault"] for result in results]),
+            cut=np.array([result["end"] == "cut" for result in results]),
             acted=np.full(k, acted),
             has_final=np.array([result["final"] is not None for result in results]),
             final_observations=self._observe([result["final"] or (0, 0, 0) for result in results]),

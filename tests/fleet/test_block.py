@@ -65,10 +65,10 @@ def test_arrays_outlive_the_block_that_mapped_them(pair):
 def test_lost_actions_are_cut_by_a_fault_and_never_terminated(pair):
     block = pair[0]
     block.rewards[:], block.returns[:], block.lengths[:] = 5.0, 6.0, 7
-    block.terminated[:] = block.has_final[:] = True
+    block.terminated[:] = block.cut[:] = block.has_final[:] = True
     block.mark_lost()
     assert block.truncated.all() and block.faults.all()
-    assert not block.terminated.any() and not block.has_final.any()
+    assert not block.terminated.any() and not block.cut.any() and not block.has_final.any()
     assert not block.rewards.any() and not block.returns.any() and not block.lengths.any()
 
 

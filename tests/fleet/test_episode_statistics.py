@@ -1,5 +1,7 @@
 """Episodes: numbers by hand, once each whatever is delivered again, training and test apart."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,11 +10,12 @@ from penstock.fleet.episode_statistics import Episode, EpisodeStatistics, Episod
 from penstock.types import WeightVersion
 
 
-def batch_of(slots, rewards, first, acted, *, returns=None, lengths=None, faults=None) -> StepBatch:
+def batch_of(slots, rewards, first, acted, *, returns=None, lengths=None, faults=None, cut=None) -> StepBatch:
     n, no = len(slots), np.zeros(len(slots), bool)
     return StepBatch(
         slots=np.array(slots), observations={}, first=np.array(first, bool), rewards=np.array(rewards, np.float32),
-        terminated=no, truncated=no, faults=no if faults is None else np.array(faults), acted=np.array(acted, bool),
+        terminated=no, truncated=no, faults=no if faults is None else np.array(faults),
+        cut=no if cut is None else np.array(cut), acted=np.array(acted, bool),
         has_final=no, final_observations={}, returns=np.zeros(n) if returns is None else np.array(returns, np.float64),
         lengths=np.zeros(n, np.int64) if lengths is None else np.array(lengths),
         decision=Decision({}, np.zeros(n, np.float32), np.zeros(n, np.float32), WeightVersion(0, 0)),
@@ -53,6 +56,24 @@ def test_an_episode_that_a_fault_cut_is_counted_as_that_only():
     metrics = statistics.metrics()
     assert metrics["fleet/a/episodes"] == 1 and metrics["fleet/a/faulty_episodes"] == 1
     assert metrics["fleet/a/reward_mean"] == metrics["fleet/a/discounted_reward_mean"] == 7
+
+
+def test_an_episode_that_a_restart_cut_is_counted_as_that_only_and_outlives_a_checkpoint():
+    tracker, statistics = EpisodeTracker(("a",), 0.5), EpisodeStatistics(10)
+    tracker.add(batch_of([0], [0], [1], [0]))
+    tracker.add(batch_of([0], [5], [1], [1], returns=[5], lengths=[1], cut=[True]))
+    tracker.add(batch_of([0], [9], [1], [1], cut=[True], faults=[True]))
+    tracker.add(batch_of([0], [7], [1], [1], returns=[7], lengths=[1]))
+    ended = tracker.since(0)[1]
+    assert [one.whole for one in ended] == [False, False, True] and ended[2].discounted_reward == 7
+    statistics.add("w", 0, ended)
+    resumed = EpisodeStatistics(10)
+    resumed.restore(json.loads(json.dumps(statistics.state())))
+    for metrics in (statistics.metrics(), resumed.metrics()):
+        assert metrics["fleet/a/episodes"] == metrics["fleet/a/cut_episodes"] == metrics["fleet/a/faulty_episodes"] == 1
+        assert metrics["fleet/a/reward_mean"] == 7 and metrics["fleet/a/length_mean"] == 1
+    resumed.restore([entry[:-1] for entry in statistics.state()])
+    assert resumed.metrics()["fleet/a/cut_episodes"] == 0, "an older checkpoint did not count them"
 
 
 def episode(slot=0, number=0, task="a", reward=1.0, length=4):

@@ -1,12 +1,14 @@
 """Evaluation: whole episodes, a fixed number of each slot, whatever their lengths."""
 
+import time
+
 import numpy as np
 import pytest
 from tests.fleet.fake_pool import FakePool, FakeRunner, Script
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.fleet.evaluation import evaluate_policy
-from penstock.types import ConfigError, NoProgressError
+from penstock.types import ConfigError, NoProgressError, RunFailed
 
 CONFIG = FleetConfig(tasks={"fake": SimulatorConfig(id="Fake-v0")}, envs_per_worker=4, max_wait_ms=1)
 
@@ -43,6 +45,78 @@ def test_an_episode_that_a_fault_cut_is_played_again():
     pool, played = evaluate(Script(faults=faults), 8)
     assert played.faulty_episodes == 1 and played.slots.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert played.returns[2:4].tolist() == pool.returns[1][:2] and played.episodes[2].number == 1
+
+
+def test_an_episode_that_a_restart_cut_is_played_again():
+    def ends(slot, episode, step):
+        if step < 4:
+            return None
+        return "cut" if (slot, episode) == (2, 0) else "terminated"
+
+    pool, played = evaluate(Script(ends=ends), 8)
+    assert (played.cut_episodes, played.faulty_episodes) == (1, 0)
+    assert played.returns[4:6].tolist() == pool.returns[2][1:3] and played.slots.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_each_task_plays_its_own_number_however_its_simulators_are_mixed():
+    pool = FakePool(5, tasks=("a", "b", "a", "a", "b"))
+    pool.start(1)
+    played = evaluate_policy(pool, FakeRunner(5), 4, CONFIG)
+    assert played.slots.tolist() == [0, 0, 1, 1, 2, 3, 4, 4]
+    assert played.tasks == ("a", "a", "b", "b", "a", "a", "b", "b")
+
+
+class Losing(FakePool):
+    """Gives processes up when a slot has ended so many episodes."""
+
+    def __init__(self, *args, when, lost, **more):
+        super().__init__(*args, **more)
+        self._when, self._lost = when, lost
+
+    def poll(self, timeout_s):
+        slot, episodes = self._when
+        if len(self.returns[slot]) >= episodes:
+            for process in self._lost:
+                self.quarantine(process)
+        return super().poll(timeout_s)
+
+
+def test_what_a_lost_simulator_owes_is_played_by_the_others_of_its_task_at_once():
+    lengths = (2, 2, 9, 3, 3)  # slot 2 never ends an episode before it is lost
+    script = Script(ends=lambda slot, episode, step: "terminated" if step + 1 == lengths[slot] and slot != 2 else None)
+    pool = Losing(5, script=script, tasks=("a", "b", "a", "a", "a"), when=(0, 8), lost=[2])
+    pool.start(1)
+    began = time.monotonic()
+    played = evaluate_policy(pool, FakeRunner(5), 12, CONFIG, timeout_s=30)
+    assert time.monotonic() - began < 5, "it does not wait for what never comes"
+    # 3 each of task a's four slots: those of slot 2 go to 0, 3 and 4, one each; their first ones count, which are over
+    assert played.slots.tolist() == [0] * 4 + [1] * 12 + [3] * 4 + [4] * 4
+    expected = [pool.returns[slot][i] for slot, n in ((0, 4), (1, 12), (3, 4), (4, 4)) for i in range(n)]
+    assert played.returns.tolist() == expected
+
+
+def test_what_a_lost_simulator_has_played_counts():
+    pool = Losing(2, tasks=("a", "a"), when=(1, 2), lost=[1])
+    pool.start(1)
+    played = evaluate_policy(pool, FakeRunner(2), 10, CONFIG, timeout_s=30)
+    own = played.slots.tolist().count(1)
+    assert own in (1, 2) and played.slots.tolist() == [0] * (10 - own) + [1] * own  # its last one may be on its way
+
+
+def test_a_task_without_a_simulator_left_is_an_error_that_names_it():
+    pool = Losing(3, tasks=("a", "b", "b"), when=(0, 1), lost=[1, 2])
+    pool.start(1)
+    message = "task 'b': all its simulators were given up before its 40 episodes were over; the last one: told to"
+    with pytest.raises(RunFailed, match=message):
+        evaluate_policy(pool, FakeRunner(3), 40, CONFIG, timeout_s=30)
+
+
+def test_simulators_that_are_lost_and_owe_nothing_more_are_no_error():
+    script = Script(ends=lambda slot, episode, step: "terminated" if slot == 1 or step > 8 else None)
+    pool = Losing(2, tasks=("a", "b"), script=script, when=(1, 9), lost=[1])
+    pool.start(1)
+    played = evaluate_policy(pool, FakeRunner(2), 4, CONFIG, timeout_s=30)
+    assert played.slots.tolist() == [0] * 4 + [1] * 4
 
 
 def test_handlers_see_every_batch():

@@ -1,6 +1,8 @@
 """The fleet's centre: workers made anew, steps and episodes counted once over all lives, scaling, weights."""
 
 import threading
+import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ class Fleet:
         )  # fmt: skip
         self.sink, self.weights, self.events, self.logged = ListSink(), InProcessBroadcaster(), [], []
         self.pools: dict[tuple[str, int], FakePool] = {}
+        self.slow, self.waiting, self.go = "", threading.Event(), threading.Event()
         self._breaks = breaks
         self.manager = RolloutManager(
             self.config, self.make, broadcaster=self.weights, log=self.logged.append,
@@ -39,7 +42,37 @@ class Fleet:
             return "terminated" if step == 9 else None
 
         pool = self.pools[name, incarnation] = FakePool(2, script=Script(ends=end))
-        return RolloutWorkerWrapper(name, incarnation, self.config, pool, FakeRunner(2, None), self.sink, self.weights)
+        worker = RolloutWorkerWrapper(
+            name, incarnation, self.config, pool, FakeRunner(2, None), self.sink, self.weights
+        )
+        if self.slow == "making" and incarnation:
+            self.wait()
+        if self.slow == "ending" and not incarnation:
+            stop = worker.stop
+            worker.stop = lambda timeout_s: self.wait() or stop(timeout_s)
+        return worker
+
+    def wait(self):
+        self.waiting.set()
+        assert self.go.wait(20)
+
+    @contextmanager
+    def restarting(self):
+        """While fleet-0 is being restarted by another thread, which waits for `go`."""
+        self.manager.start()
+        self.manager.update_model(WeightVersion(0, 0), {"w": np.array([0.0])})
+        thread = threading.Thread(target=lambda: wait_until(lambda: self.manager.supervise() or self.waiting.is_set()))
+        thread.start()
+        late = threading.Timer(5.0, self.go.set)  # so that a test that is held up fails
+        late.start()
+        try:
+            assert self.waiting.wait(20)
+            yield
+        finally:
+            late.cancel()
+            self.go.set()
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -91,6 +124,36 @@ def test_a_failed_worker_is_made_anew_and_nothing_is_counted_twice(fleet):
     assert played - unseen <= one.manager.statistics.count("fake") <= played
     assert len({f.group_id for f in one.sink.fragments}) == len(one.sink.fragments)
     assert one.manager.metrics()["fleet/worker_restarts"] == 2
+
+
+@pytest.mark.parametrize("slow", ["making", "ending"])
+def test_numbers_are_there_at_once_while_a_worker_is_restarted(fleet, slow):
+    one = fleet(breaks=lambda name, incarnation: name == "fleet-0" and incarnation == 0)
+    one.slow = slow
+    with one.restarting():
+        began = time.monotonic()
+        metrics, account, reports = one.manager.metrics(), one.manager.account(), one.manager.reports()
+        assert time.monotonic() - began < 2.0 and not one.go.is_set()
+        there = ("fleet-1",) if slow == "making" else ("fleet-0", "fleet-1")
+        assert tuple(reports) == one.manager.worker_ids == there and metrics["fleet/workers"] == len(there)
+        assert account.closes and account.started >= 2 * 30
+        steps = reports["fleet-1"].condition.steps
+        wait_until(lambda: one.manager.metrics() and one.manager.reports()["fleet-1"].condition.steps > steps + 20)
+    metrics = one.manager.metrics()
+    assert sorted(one.manager.worker_ids) == ["fleet-0", "fleet-1"] and metrics["fleet/worker_restarts"] == 1
+    assert one.manager.account().closes
+
+
+def test_a_fleet_that_is_stopped_during_a_restart_begins_no_worker(fleet):
+    one = fleet(breaks=lambda name, incarnation: name == "fleet-0" and incarnation == 0)
+    one.slow = "making"
+    with one.restarting(), pytest.raises(RunFailed, match="restarts a worker.* within 0.2 s"):
+        one.manager.stop(0.2)
+    assert one.manager.worker_ids == () and one.manager.account().closes and one.manager.account().in_flight == 0
+    assert not one.pools["fleet-0", 1].started and one.pools["fleet-1", 0].closed
+    assert "worker_restarted" not in [kind for kind, _ in one.events]
+    with pytest.raises(RunFailed, match="make another"):
+        one.manager.start()
 
 
 def test_statistics_are_the_simulators_own(fleet):

@@ -3,11 +3,13 @@
 import os
 import select
 import signal
+import subprocess
 import time
 
 import pytest
 from tests.fleet.driving import await_gone, config_of, driven, lives
 
+from penstock.fleet import nursery_link
 from penstock.fleet.messages import READY, SimulationSpec, packet_socketpair
 from penstock.fleet.nursery_link import NurseryLink
 from penstock.types import RunFailed
@@ -87,6 +89,22 @@ def test_a_killed_nursery_takes_its_forks_along_and_says_so():
         with mine, other:
             assert not link.spawn(8, _spec(), other)
         link.close()
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
+    link = NurseryLink([], end_s=0.1)
+    os.kill(link.pid, signal.SIGSTOP)  # with a SIGKILL that does nothing, as good as uninterruptible sleep
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        began_s = time.monotonic()
+        assert getattr(link, end)() is False
+        assert time.monotonic() - began_s < 2.0
+    left = nursery_link._LEFT_BEHIND[-1]
+    os.kill(link.pid, signal.SIGKILL)
+    await_gone([link.pid])
+    NurseryLink([]).close()
+    assert left.returncode == -signal.SIGKILL and left not in nursery_link._LEFT_BEHIND, "the next one reaps it"
 
 
 def test_arguments_that_are_too_long_are_refused_with_a_remedy(nursery):

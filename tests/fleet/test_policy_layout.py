@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from penstock.fleet.policy_layout import InputLayout, OutputLayout, aligned_zeros
-from penstock.types import ConfigError, LeafSpace
+from penstock.model.control import ControlModelConfig, make_control_policy
+from penstock.types import ConfigError, LeafSpace, Spaces
 
 LEAVES = (
     LeafSpace("position", "box", (2, 3), "float64"),
@@ -32,6 +33,47 @@ def test_what_is_packed_is_unpacked_on_the_device():
     for name, array in observations.items():
         np.testing.assert_array_equal(array[:3], BATCH[name].astype(np.float32 if name == "position" else np.int64))
     assert observations["position"].dtype == np.float32 and observations["image"].dtype == np.uint8
+
+
+EDGES = {
+    "small": (LeafSpace("small", "box", (2,), "uint32"), [0, 2**32 - 1], "uint32"),
+    "large": (LeafSpace("large", "box", (512,), "uint32"), [0, 2**31] * 256, "uint32"),
+    "narrow": (LeafSpace("narrow", "box", (2,), "int64", low=-(2**31), high=2**31 - 1), [-(2**31), 2**31 - 1], "int32"),
+    "high": (LeafSpace("high", "box", (2,), "int64", low=0, high=2**32 - 1), [0, 2**32 - 1], "uint32"),
+    "wide": (LeafSpace("wide", "box", (512,), "uint64", low=0, high=2**32 - 1), [2**31, 2**32 - 1] * 256, "uint32"),
+    "most": (LeafSpace("most", "discrete", (), "int64", n=(2**31,)), 2**31 - 1, "int32"),
+    "flags": (LeafSpace("flags", "box", (3,), "bool"), [True, False, True], "int32"),
+    "half": (LeafSpace("half", "box", (2,), "float16"), [0.5, -65504.0], "float32"),
+    "least": (LeafSpace("least", "box", (2,), "int8"), [-128, 127], "int32"),
+}
+
+
+def test_integers_reach_the_device_as_they_are():
+    leaves = [leaf for leaf, _, _ in EDGES.values()]
+    layout = InputLayout(leaves, rows=4, padding_slot=9)
+    batch = {name: np.array([values] * 3, leaf.dtype) for name, (leaf, values, _) in EDGES.items()}
+    _, _, observations = jax.jit(layout.unpack)(*layout.pack(np.arange(3), batch, FIRST))
+    for name, (_, values, dtype) in EDGES.items():
+        assert observations[name].dtype == dtype, name
+        assert np.asarray(observations[name][:3]).tolist() == [values] * 3, name
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (LeafSpace("x", "box", (2,), "int64", low=-1, high=2**31), r"box 'x' is int64 between -1 and 2147483648"),
+        (LeafSpace("x", "box", (2,), "uint64", low=0, high=2**32), r"box 'x' is uint64 between 0 and 4294967296"),
+        (LeafSpace("x", "box", (2,), "int64", low=0), r"box 'x' is int64 without bounds"),
+        (LeafSpace("x", "discrete", (), "int64", n=(2**32 + 1,)), r"discrete 'x' is int64 between 0 and 4294967296"),
+        (LeafSpace("x", "box", (2,), "complex64"), r"box 'x' is complex64, which a policy's device does not have"),
+    ],
+)
+def test_what_the_device_cannot_hold_is_refused_before_anything_is_packed(leaf, message):
+    with pytest.raises(ConfigError, match=message):
+        InputLayout([leaf], rows=4, padding_slot=9)
+    spaces = Spaces((leaf,), (LeafSpace("", "discrete", (), "int64", (2,)),))
+    with pytest.raises(ConfigError, match=message):
+        make_control_policy(ControlModelConfig(hidden_sizes=(4,)), spaces, 0)
 
 
 def test_the_block_is_a_copy_and_a_full_batch_of_large_leaves_is_not():

@@ -4,12 +4,27 @@ import gymnasium
 import numpy as np
 import pytest
 from tests.fleet.driving import QUICK, config_of, driven, lives, open_descriptors
+from tests.fleet.fake_pool import FIRST, FakePending
 from tests.fleet.toys import Counter, Nested
+from tests.waiting import wait_until
 
+from penstock.fleet.arrivals import Decision
 from penstock.fleet.config import FleetConfig
+from penstock.fleet.episode_statistics import EpisodeStatistics, EpisodeTracker
 from penstock.fleet.messages import episode_seed
 from penstock.fleet.pool import SimulatorPool
+from penstock.fleet.rollout_worker import RolloutWorker
 from penstock.types import ConfigError, RunFailed
+
+
+class _Still:
+    """A policy that always does the same."""
+
+    version = FIRST
+
+    def decide(self, slots, observations, first):
+        nothing = np.zeros(len(slots), np.float32)
+        return FakePending(Decision({"": np.zeros(len(slots), np.int64)}, nothing, nothing, FIRST), 0.0)
 
 
 def _serial(env, slot, steps, seed=1, start=2, life=0):
@@ -122,6 +137,23 @@ def test_a_process_is_replaced_at_an_episodes_end_without_losing_a_step():
     assert rows[3]["final"][""][1:].tolist() == [3.0, 9.0] and rows[3]["return"] == 2.25 and rows[3]["has_final"]
     assert rows[3]["first"] and rows[3]["observation"][""][1:].tolist() == [0.0, 0.0]
     assert rows[3]["observation"][""][0] == _serial(Counter(3), 0, 1, life=1)[0][0][0]
+
+
+def test_episodes_that_a_replacement_cuts_are_told_from_whole_ones():
+    limits = QUICK.model_copy(update={"restart_interval_s": 0.001})
+    config = config_of(1, 2, id="tests.fleet.toys:Uneven", limits=limits)
+    statistics = EpisodeStatistics(1000)
+    with driven(config) as driver:
+        tracker = EpisodeTracker(driver.pool.tasks, 1.0)
+        worker = RolloutWorker(driver.pool, _Still(), config, tracker.add)
+        wait_until(lambda: worker.run_once(0.1) and tracker.since(0)[0] >= 8)
+        episodes = tracker.since(0)[1]
+    lengths = {slot: [one.length for one in episodes if one.slot == slot] for slot in (0, 1)}
+    assert set(lengths[0]) == {3} and lengths[1] and all(length % 3 == 0 for length in lengths[1])
+    assert [one.cut for one in episodes] == [one.slot == 1 for one in episodes]
+    statistics.add("w", 0, episodes)
+    metrics = statistics.metrics()
+    assert metrics["fleet/t/episodes"] == len(lengths[0]) and metrics["fleet/t/cut_episodes"] == len(lengths[1])
 
 
 def test_decorrelated_starts_differ_and_repeat():

@@ -10,6 +10,7 @@ import time
 import pytest
 from tests.fleet.driving import QUICK, await_gone, cause, config_of, driven, lives, open_descriptors
 
+from penstock.fleet.nursery_link import NURSERY_END_S, NurseryLink
 from penstock.fleet.pool import SimulatorPool
 from penstock.types import ConfigError, NoProgressError, RunFailed
 
@@ -194,6 +195,7 @@ def test_a_process_that_fails_for_ever_is_quarantined_and_the_others_go_on(tmp_p
         driver.run_until(lambda: len(driver.rows[1]) >= goal)
         counts = driver.pool.counts()
         assert (counts["live"], counts["quarantined"], counts["restarts"], counts["abandoned"]) == (1, 1, 2, 1)
+        assert list(driver.pool.given_up()) == [0] and "making (slot 0) raised" in driver.pool.given_up()[0]
         assert driver.pool.live_slots == 1 and not driver.faults(0) and not driver.faults(1)
         assert len(driver.rows[0]) == driver.acted[0]  # the last action is the abandoned one
     (quarantined,) = [fields for name, fields in events if name == "simulator_quarantined"]
@@ -262,6 +264,41 @@ def test_the_death_of_the_nursery_ends_all_and_another_begins(tmp_path):
         _assert_one_fault(driver, {0, 1})
         assert driver.pool.counts()["restarts"] == 0
     assert [name for name, _ in events].count("nursery_ended") == 1
+
+
+def test_a_killed_nursery_that_does_not_end_is_left_behind_and_another_begins(monkeypatch):
+    events, waits = [], []
+
+    def never(process, timeout=None):
+        waits.append(timeout)
+        raise subprocess.TimeoutExpired("nursery", timeout)
+
+    with driven(config_of(2, 1), events=events) as driver:
+        driver.steps(2)
+        nursery = _parent(driver.pool.process_ids()[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "wait", never)
+            os.kill(nursery, signal.SIGKILL)
+            driver.run_until(lambda: waits)
+        driver.run_until(lambda: driver.faults(0) and driver.faults(1))
+        driver.steps(2)
+        _assert_one_fault(driver, {0, 1})
+    assert waits == [NURSERY_END_S]
+    (left,) = [fields for name, fields in events if name == "nursery_left_behind"]
+    assert left["pid"] == nursery and "was killed and had not ended 6 s later" in left["reason"]
+    assert [name for name, _ in events].count("nursery_ended") == 1
+
+
+def test_a_pool_whose_nursery_does_not_end_closes_all_the_same(monkeypatch):
+    events = []
+    with driven(config_of(1, 1), events=events) as driver:
+        driver.steps(1)
+        pids = [_parent(driver.pool.process_ids()[0]), *driver.pool.process_ids()]
+        with monkeypatch.context() as patch:
+            patch.setattr(NurseryLink, "close", lambda link: not link.kill())
+            driver.pool.close()
+    await_gone(pids)
+    assert [fields["pid"] for name, fields in events if name == "nursery_left_behind"] == pids[:1]
 
 
 def _parent(pid):

@@ -116,6 +116,7 @@ def test_a_replacement_cuts_the_other_episodes_with_their_last_observations(talk
         assert talker.step(1, 2) == ARRIVED
     assert talker.step(1, 2) == RETIRING
     assert block.terminated.tolist() == [True, False] and block.truncated.tolist() == [False, True]
+    assert block.cut.tolist() == [False, True], "the first one ended by itself"
     assert block.has_final.all() and not block.faults.any()
     assert block.final_observations[""][:, 1:].tolist() == [[3.0, 9.0], [3.0, 12.0]]
     assert block.lengths.tolist() == [3, 3] and block.returns.tolist() == [2.25, 3.0]

@@ -27,6 +27,23 @@ def test_bounds_and_starts_may_differ_but_no_array():
     assert agreed.tasks == ["a", "b", "c", "d"]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_bounds_of_64_bit_integers_are_those_of_all_tasks(order):
+    def of(low, high, dtype="int64"):
+        return replace(_SPACES, observations=(LeafSpace("x", "box", (2,), dtype, low=low, high=high),))
+
+    tasks, agreed = (of(0, 9), of(-1, 5)), SpaceAgreement()
+    for number in order:
+        agreed.adopt(f"task {number}", tasks[number])
+    assert agreed.spaces == of(-1, 9)
+    agreed.adopt("unbounded", of(None, 5))
+    assert agreed.spaces == of(None, None)
+    others = SpaceAgreement()
+    others.adopt("a", of(0, 9, "int32"))
+    others.adopt("b", of(-1, 5, "int32"))
+    assert others.spaces == of(0, 9, "int32"), "others need none"
+
+
 def test_a_policy_fits_where_names_shapes_and_choices_are_the_same():
     lower = replace(_SPACES, observations=(replace(_SPACES.observations[0], low=-1.0),))
     assert same_form(_SPACES, lower)

@@ -129,9 +129,53 @@ def test_choices_outside_the_space_are_named(space, row):
         make_reader(space, {"": np.array([row])})(0)
 
 
+def test_integers_of_64_bits_have_the_bounds_of_all_their_elements():
+    mixed = gym.Box(np.array([-5, 0]), np.array([7, 2**31]), dtype=np.int64)
+    space = gym.Dict({"mixed": mixed, "all": gym.Box(-np.inf, np.inf, (2,), np.int64)})
+    leaves = {leaf.name: leaf for leaf in leaves_of(space, "observation")}
+    assert leaves["mixed"] == LeafSpace("mixed", "box", (2,), "int64", low=-5, high=2**31)
+    with pytest.raises(ConfigError, match=r"box 'mixed' is int64 between -5 and 2147483648: .* Declare the bounds"):
+        _ = leaves["mixed"].device_dtype
+    with pytest.raises(ConfigError, match=r"box 'all' is int64 between -9\.22.*e\+18 and 9\.22.*e\+18"):
+        _ = leaves["all"].device_dtype
+
+
+@pytest.mark.parametrize(
+    ("space", "fits", "does_not"),
+    [
+        (gym.Box(0, 9, (2,), np.int64), [-(2**31), 2**31 - 1], [0, 2**31]),
+        (gym.Box(0, 2**32 - 1, (2,), np.uint64), [0, 2**32 - 1], [2**32, 0]),
+        (gym.Box(0, 2**32 - 1, (2,), np.int64), [0, 2**32 - 1], [-1, 0]),
+        (gym.Discrete(3, start=-4), 2**31 - 5, 2**31 - 4),
+        (gym.Discrete(3, start=4), np.int64(2**31 + 3), np.int64(2**31 + 4)),
+        (gym.MultiDiscrete([3, 3], start=[0, 1]), [5, 2**31], [2**31, 0]),
+    ],
+)
+def test_a_number_that_no_device_would_hold_as_declared_is_refused_where_it_comes_from(space, fits, does_not):
+    (leaf,) = leaves_of(space, "observation")
+    array = leaf.zeros(1)
+    write = make_writer(space, {"": array})
+    write(0, np.asarray(fits) if isinstance(fits, list) else fits)
+    start = np.asarray(getattr(space, "start", 0))
+    assert (array[0] + start == fits).all() and (array.astype(leaf.device_dtype) == array).all()
+    with pytest.raises(
+        SimulatorValueError, match=rf"observation '' is .*takes it as {leaf.device_dtype}, which does not"
+    ):
+        write(0, np.asarray(does_not) if isinstance(does_not, list) else does_not)
+
+
+def test_what_no_device_is_to_hold_is_written_as_it_is():
+    space = gym.Box(-np.inf, np.inf, (1,), np.int64)
+    array = np.zeros((1, 1), np.int64)
+    make_writer(space, {"": array})(0, np.array([2**62]))
+    assert array[0, 0] == 2**62
+
+
 def test_observations_of_another_shape_are_named():
     write = make_writer(gym.Dict({"x": gym.Box(0, 1, (2,), np.float32)}), {"x": np.zeros((1, 2), np.float32)})
     with pytest.raises(SimulatorValueError, match=r"observation 'x' has shape \(1,\): its space says \(2,\)"):
         write(0, {"x": np.zeros(1)})
     with pytest.raises(SimulatorValueError, match="7 characters"):
         make_writer(gym.Text(3), {"": np.zeros((1, 3), np.int32)})(0, "toolong")
+    with pytest.raises(SimulatorValueError, match=r"has shape \(3,\): its space says \(2,\)"):
+        make_writer(gym.MultiDiscrete([2, 2]), {"": np.zeros((1, 2), np.int64)})(0, np.zeros(3, np.int64))

@@ -90,6 +90,49 @@ def test_weights_are_taken_before_the_next_decision_and_the_last_counts():
     assert decision.version == WeightVersion(0, 2) and decision.actions[""].tolist() == [15, 15]
 
 
+class Refusing(Counter):
+    """Its weights must be positive; while it takes them, `meanwhile` is called."""
+
+    def __init__(self, meanwhile=lambda: None):
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    def set_arrays(self, arrays):
+        self.meanwhile()
+        if arrays["gain"] < 0:
+            raise ValueError("a negative gain")
+        super().set_arrays(arrays)
+
+
+def test_weights_that_the_object_refuses_leave_the_old_version():
+    runner = UserPolicyRunner(Refusing(), SPACES, 2, seed=0)
+    runner.set_weights(WeightVersion(1, 4), {"gain": 3})
+    assert run(runner, [0, 1], ALL).version == WeightVersion(1, 4)
+    runner.set_weights(WeightVersion(1, 7), {"gain": -1})
+    message = (
+        r"Refusing.set_arrays raised ValueError at .* version 7 \(lineage 1\), so version 4 stays: a negative gain"
+    )
+    with pytest.raises(WeightsError, match=message):
+        run(runner, [0, 1], NONE)
+    assert runner.version == WeightVersion(1, 4)
+    decision = run(runner, [0, 1], ALL)
+    assert decision.version == WeightVersion(1, 4) and decision.actions[""].tolist() == [13, 13]
+    runner.set_weights(WeightVersion(1, 8), {"gain": 2})
+    assert run(runner, [0, 1], ALL).version == runner.version == WeightVersion(1, 8)
+
+
+def test_weights_that_come_while_others_are_refused_are_the_next():
+    policy = Refusing()
+    runner = UserPolicyRunner(policy, SPACES, 2, seed=0)
+    policy.meanwhile = lambda: runner.set_weights(WeightVersion(0, 2), {"gain": 2})
+    runner.set_weights(WeightVersion(0, 1), {"gain": -1})
+    with pytest.raises(WeightsError, match="version 1"):
+        run(runner, [0, 1], ALL)
+    policy.meanwhile = lambda: None
+    assert runner.version == WeightVersion(0, 2)
+    assert run(runner, [0, 1], ALL).version == WeightVersion(0, 2)
+
+
 def test_an_object_that_takes_no_weights_says_so():
     with pytest.raises(WeightsError, match=r"Returns has no set_arrays\(arrays\)"):
         UserPolicyRunner(Returns(None), SPACES, 2, seed=0).set_weights(WeightVersion(0, 1), {})

@@ -82,6 +82,16 @@ class Counter(gymnasium.Env):
         return what
 
 
+class Uneven(Counter):
+    """Of the simulators of one process the first one's episodes have 3 steps; the others' do not end."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Uneven.made += 1
+        super().__init__(terminate_after=3 if Uneven.made == 1 else 1_000_000, truncate_after=1_000_000)
+
+
 class Nested(gymnasium.Env):
     """Everything that a space can be; what it did last comes back as what it observes."""
 

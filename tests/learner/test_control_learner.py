@@ -20,7 +20,7 @@ from penstock.learner.advantages import Chain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
 from penstock.learner.reference_policy import ReferencePolicy
 from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
-from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, WeightsError
+from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, SampleFragment, WeightsError
 
 FAST = ControlOptimizerConfig(learning_rate=1e-2)
 SMALL = PpoConfig(epochs=2, minibatches=2, optimizer=FAST)
@@ -298,6 +298,63 @@ def test_what_is_not_finite_is_skipped_and_ends_the_run_when_it_stays(policy):
     assert changed(policy, learner.policy) == set() and learner.step == 4
     with pytest.raises(NonFiniteError, match="5 updates in a row"):
         learner.update(make_batch(broken, 4), 4)
+
+
+RESTLESS = ControlOptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+
+
+def arrays_of(learner: ControlLearner) -> dict[str, np.ndarray]:
+    """Parameters and optimiser state, without the counters, by name."""
+    state = {name: array for name, array in learner.state_arrays().items() if name not in ("step", "fragment_steps")}
+    return {name: np.array(array) for name, array in learner.named_arrays().items()} | state
+
+
+def faulty(fragment: SampleFragment) -> SampleFragment:
+    return replace(fragment, faults=np.ones(fragment.length, bool))
+
+
+@pytest.mark.parametrize("values_only", [False, True])
+def test_a_batch_without_a_trainable_step_changes_nothing(policy, values_only):
+    """Momentum and weight decay would move the weights, and the moments decay."""
+    changes = {"optimizer": RESTLESS, "value_warmup_updates": 9 if values_only else 0, "target_kl": 1e9}
+    learner = ControlLearner(policy, SMALL.model_copy(update=changes), 5)
+    first = learner.update(make_batch(make_fragments(policy, 4, 6)), 0)
+    assert (first["train/empty_minibatches"], first["train/optimizer_steps"]) == (0, 4)
+    before = arrays_of(learner)
+    metrics = learner.update(make_batch([faulty(each) for each in make_fragments(policy, 4, 6, version=9)], 1), 1)
+    assert learner.step == 2, "the version goes on, as the batch was used"
+    np.testing.assert_equal(arrays_of(learner), before)
+    assert (metrics["train/empty_minibatches"], metrics["train/optimizer_steps"]) == (4, 0)
+    assert metrics["train/trained_steps"] == 0
+    undefined = {"train/loss", "train/grad_norm", "train/non_finite", "train/approx_kl", "train/advantage_mean"}
+    assert undefined.isdisjoint(metrics)
+
+
+def test_a_minibatch_without_a_trainable_step_is_as_if_it_were_not_there(policy):
+    """Of two fragments in two minibatches one is faulty: each epoch is one optimiser step, on the other."""
+    good, bad = make_fragments(policy, 2, 6)
+    config = SMALL.model_copy(update={"optimizer": RESTLESS, "minibatches": 1})
+    alone, beside = (
+        ControlLearner(policy, config, 5),
+        ControlLearner(policy, config.model_copy(update={"minibatches": 2}), 5),
+    )
+    expected = alone.update(make_batch([good]), 0)
+    metrics = beside.update(make_batch([good, faulty(bad)]), 0)
+    for name, array in arrays_of(beside).items():
+        np.testing.assert_allclose(array, arrays_of(alone)[name], rtol=1e-5, atol=1e-7, err_msg=name)
+    assert (metrics["train/empty_minibatches"], metrics["train/optimizer_steps"]) == (2, 2)
+    for name in ("train/loss", "train/entropy", "train/grad_norm", "train/ratio_mean", "train/approx_kl"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_an_empty_batch_does_not_end_a_row_of_updates_that_were_not_finite(policy):
+    fragment = make_fragment(policy, 6, 0, version=9)
+    broken = [replace(fragment, observations={"": np.full((7, 3), np.nan, np.float32)})] * 4
+    learner = ControlLearner(policy, SMALL.model_copy(update={"max_non_finite_updates": 2}), 5)
+    learner.update(make_batch(broken), 0)
+    learner.update(make_batch([faulty(fragment)] * 4, 1), 1)
+    with pytest.raises(NonFiniteError, match="2 updates in a row"):
+        learner.update(make_batch(broken, 2), 2)
 
 
 def test_a_batch_for_another_version_and_an_empty_one_are_refused(policy):

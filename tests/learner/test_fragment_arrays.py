@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.learner.control_batches import SPACES, make_fragment, make_policy, with_fault
 
 from penstock.learner.fragment_arrays import BatchShape, Reading, blank_arrays, minibatch_columns, stack_fragments
-from penstock.types import InvalidRolloutError, SampleFragment
+from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,18 @@ def test_final_observations_are_packed_where_a_value_is_bootstrapped_from_them(p
     np.testing.assert_array_equal(arrays.final_observations[""][0], first.final_observations[""][1])
     np.testing.assert_array_equal(arrays.final_observations[""][1:3], second.final_observations[""])
     assert not arrays.final_observations[""][3:].any()
+
+
+def test_integers_keep_their_values(policy):
+    """As the policy's device has them, in last observations too."""
+    leaf = LeafSpace("", "box", (3,), "int64", low=0, high=2**32 - 1)
+    spaces = Spaces((leaf,), SPACES.actions)
+    fragment = make_fragment(policy, 2, 0, ends={0: "truncated"})
+    values = np.array([[0, 2**31, 2**32 - 1]] * 3)
+    fragment = replace(fragment, observations={"": values}, final_observations={"": values[:1]})
+    arrays = stacked([fragment], spaces=spaces)
+    for array in (arrays.observations[""][:, 0], arrays.final_observations[""][:1]):
+        assert array.dtype == np.uint32 and (array == values[0]).all()
 
 
 def test_there_are_few_sizes(policy):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.overseer import train
-from penstock.rundir import read_events, read_metrics
+from penstock.overseer.fleet_simulators import filmed_pool, worker_pool
+from penstock.rundir import RunDirectory, read_events, read_metrics
 from penstock.types import ConfigError
 from tests.overseer.test_fleet_training import tiny
 
@@ -33,10 +34,22 @@ def test_training_episodes_are_filmed_whole(run_dir: Path):
     assert [row for row in read_metrics(run_dir / "metrics.jsonl") if "fleet/films" in row]
 
 
-def test_a_missing_package_is_told_before_training(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_on_a_machine_without_the_run_directory_makes_no_films_nobody_would_find(run_dir: Path):
+    config = tiny(CHANGES)
+    pool = worker_pool(config, 0, 0, 0, lambda kind, fields: None)
+    match = rf"every_episodes is 4, and .* does not have the run directory {run_dir}.*set it to 0, or share"
+    with pytest.raises(ConfigError, match=match):
+        filmed_pool(pool, config, RunDirectory(run_dir), "rollout-0.0-0", lambda kind, fields: None)
+    assert not run_dir.exists()
+    without = tiny()
+    assert filmed_pool(pool, without, RunDirectory(run_dir), "rollout-0.0-0", lambda kind, fields: None) is None
+
+
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_missing_package_is_told_before_training(run_dir: Path, monkeypatch: pytest.MonkeyPatch, runtime: str):
     original = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "av" else original(name, *rest)
     )
     with pytest.raises(ConfigError, match=r"every_episodes = 4 needs av, missing here: pip install 'penstock\[gym\]'"):
-        train(tiny(CHANGES), run_dir, quiet=True)
+        train(tiny({**CHANGES, "runtime": runtime}), run_dir, quiet=True)

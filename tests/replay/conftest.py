@@ -2,9 +2,15 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.replay.open_buffers import Open
+from tests.replay.storage_kinds import KINDS, FileKind, MemoryKind
+
+from penstock.batch import RecencyBatchMaker
 
 
 def _load(name: str):
@@ -54,3 +60,32 @@ def serve(sim, served):
     yield make
     for each in made:
         assert each.service.stop(10)
+
+
+@pytest.fixture
+def open_buffer(sim):
+    """Makes open buffers; by default with a `RecencyBatchMaker`."""
+
+    def make(makers=None, **config):
+        return Open(sim, RecencyBatchMaker(max_tokens=16, seed=0) if makers is None else makers, **config)
+
+    return make
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, tmp_path) -> MemoryKind:
+    """Each kind of rollout storage in turn."""
+    return KINDS[request.param](tmp_path)
+
+
+@pytest.fixture
+def files(tmp_path) -> FileKind:
+    """The file kind of rollout storage."""
+    return FileKind(tmp_path)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads."""
+    with ThreadPoolExecutor(8) as threads:
+        yield threads

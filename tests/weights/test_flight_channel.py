@@ -50,7 +50,7 @@ def fetch(server, sizes, streams=1, deadline_s=LIMIT_S, stall_s=None, channel=No
     channel = channel or Channel(f"127.0.0.1:{server.port}", False, ACCESS, streams, 4096)
     buffers = [np.zeros(size, np.uint8) for size in sizes]
     try:
-        channel.fetch(TICKET, buffers, time.monotonic() + deadline_s, stall_s)
+        channel.begin(TICKET, buffers, time.monotonic() + deadline_s).wait(stall_s)
     finally:
         channel.close()
     return [buffer.tobytes() for buffer in buffers]
@@ -151,7 +151,7 @@ def test_closing_under_a_question_lets_it_end_and_no_other_begin():
         with pytest.raises(UnreachableError, match="was closed"):
             channel.ask("finished", request, FinishedAnswer, LIMIT_S)
         with pytest.raises(UnreachableError, match="was closed"):
-            channel.fetch(TICKET, [np.zeros(2, np.uint8)], time.monotonic() + LIMIT_S, None)
+            channel.begin(TICKET, [np.zeros(2, np.uint8)], time.monotonic() + LIMIT_S)
         channel.tell("finished", request, LIMIT_S)
         release.set()
         asking.join(LIMIT_S)

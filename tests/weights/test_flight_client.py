@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, flight_client, open_broadcaster, open_client
@@ -168,6 +169,43 @@ def test_with_few_clients_nobody_relays(job):
     assert job.served() == 6 * (SIZE * 4 + 4)
 
 
+@pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
+def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
+    service, opened, early = job.root._store._service, threading.Event(), []
+    batches, offer = service._batches, service._actions["offer"]
+
+    def noted(buffers, pieces, client):
+        opened.set()
+        return batches(buffers, pieces, client)
+
+    def patient(body, host):
+        early.append(opened.wait(5.0))
+        return offer(body, host)
+
+    monkeypatch.setattr(service, "_batches", noted)
+    monkeypatch.setitem(service._actions, "offer", patient)
+    before = job.served()
+    job.publish(1)
+    job.fetch(0, 1)
+    assert early == [True] and job.served() - before == SIZE * 4 + 4
+
+
+@pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
+def test_streams_that_were_opened_in_vain_are_given_up(job, monkeypatch):
+    job.clients.append(open_client(job.root.endpoint(), job.config, "token", "inference-1"))
+    job.clients[1].wait_for(None, LIMIT_S)  # now there are more clients than the root serves
+    job.publish(1)
+    job.fetch(1, 1)
+    release, service = threading.Event(), job.root._store._service
+    monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
+    began = time.monotonic()
+    job.fetch(0, 1)  # from client 1
+    assert time.monotonic() - began < 5.0
+    assert (job.number(0, "from_clients"), job.number(0, "retries")) == (1.0, 0.0)
+    wait_until(lambda: job.clients[0]._reader._root._users == 0, "the streams end", 5.0)
+    release.set()
+
+
 def test_a_broadcaster_that_restarts_is_found_by_the_whole_tree(job):
     job.publish(1)
     for index in range(3):
@@ -182,6 +220,7 @@ def test_a_broadcaster_that_restarts_is_found_by_the_whole_tree(job):
         assert client.wait_for(WeightVersion(0, 1), 0.0) is None
 
 
+@pytest.mark.parametrize("job", [{"clients": 3}, {"clients": 1}], indirect=True)
 def test_a_broadcaster_that_restarts_at_its_old_address_needs_no_new_endpoint(job):
     port = int(job.root.endpoint()["address"].rpartition(":")[2])
     job.publish(1)

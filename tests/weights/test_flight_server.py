@@ -129,7 +129,7 @@ def test_a_stream_keeps_the_place_of_its_client(root):
     ticket = StreamTicket(
         job="job", client="a", incarnation="ab", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
     )
-    root.channel.fetch(ticket, [np.empty(12, np.uint8)], time.monotonic() + LIMIT_S, None)
+    root.channel.begin(ticket, [np.empty(12, np.uint8)], time.monotonic() + LIMIT_S).wait(None)
     root.now += 59.0
     assert root.offer("b", 1).parent is None
     root.now += 2.0

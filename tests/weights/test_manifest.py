@@ -70,6 +70,8 @@ def test_every_dtype_keeps_its_bytes(dtype: str):
 def test_a_dtype_that_does_not_travel_is_refused_by_name():
     with pytest.raises(WeightsError, match="spin is complex64"):
         describe("job", "a" * 32, WeightVersion(0, 0), {"spin": np.zeros(1, np.complex64)})
+    with pytest.raises(WeightsError, match="swapped is >f4"):
+        describe("job", "a" * 32, WeightVersion(0, 0), {"swapped": np.zeros(1, ">f4")})
 
 
 def change(path: list[Any], value: Any) -> bytes:

@@ -1,3 +1,5 @@
+import hashlib
+import hmac
 import json
 from typing import Any
 
@@ -27,6 +29,13 @@ def signed(values: Any) -> bytes:
 
 def test_a_marker_survives_its_file():
     assert Marker.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, LARGE) == marker()
+
+
+@pytest.mark.parametrize("token", ["token", "other", None])
+def test_the_signature_is_hmac_sha_256(token: str | None):
+    content = marker().to_bytes(token)
+    expected = hmac.new((token or "").encode(), content[64:], hashlib.sha256).hexdigest()
+    assert content[:64] == expected.encode()
 
 
 def test_it_announces_the_newest_and_names_every_file():

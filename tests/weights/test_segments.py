@@ -1,4 +1,6 @@
 import gc
+import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.manifest import Manifest, describe
-from penstock.weights.segments import Copier, Segment, mapped_arrays, memory_folder, segment_bytes
+from penstock.weights.segments import Copier, Segment, _cut, mapped_arrays, memory_folder, segment_bytes
 
 COPIER = Copier()
 
@@ -104,3 +106,27 @@ def test_a_copier_moves_every_byte_of_arrays_of_any_size():
     COPIER.begin(zip(targets, sources, strict=True))()
     for target, source in zip(targets, sources, strict=True):
         np.testing.assert_array_equal(target, source)
+
+
+def test_pieces_shrink_so_that_threads_end_together():
+    array = np.zeros(25_000_000, np.uint8)
+    small = np.zeros(1000, np.uint8)
+    pieces = list(_cut([(small, small), (array, array)], threads=2))
+    assert [end - start for _, _, start, end in pieces[:4]] == [1000, 6_250_000, 4_687_500, 3_515_625]
+    assert len(pieces) == 12 and all(end - start <= 1 << 20 for _, _, start, end in pieces[-4:])
+    assert sum(end - start for _, _, start, end in pieces) == 25_001_000
+    huge = np.broadcast_to(small[:1], 1 << 30)
+    assert {end - start for _, _, start, end in list(_cut([(huge, huge)], threads=2))[:100]} == {1 << 23}
+
+
+def test_a_helper_that_finds_no_core_is_not_waited_for():
+    copier, release = Copier(), threading.Event()
+    for _ in range(copier._helpers):
+        copier._pool.submit(release.wait, 5.0)
+    source = np.arange(1_000_000)
+    target, began = np.zeros_like(source), time.monotonic()
+    copier.begin([(target.view(np.uint8), source.view(np.uint8))])()
+    assert time.monotonic() - began < 2.0
+    np.testing.assert_array_equal(target, source)
+    release.set()
+    copier.close()

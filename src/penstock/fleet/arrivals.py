@@ -27,11 +27,13 @@ class Arrival:
         terminated: bool [n], of the last action.
         truncated: bool [n], likewise; also true where a fault ended the episode.
         faults: bool [n], the last action's step must not be trained on.
+        cut: bool [n], truncated only because the process is to be replaced (`restart_interval_s`): learned from like
+            any truncation, but no whole episode.
         acted: bool [n], there was a last action: false at the very first observation of a process's first life, and
             only there; a restart answers the action that was lost with a fault.
         has_final: bool [n], the episode ended with a known observation.
         final_observations: By leaf name, [n, …]; rows where `has_final`.
-        returns: float64 [n], sum of raw rewards of the episode that ended; where it ended, without a fault.
+        returns: float64 [n], sum of raw rewards of the episode that ended or was cut; where it ended, without a fault.
         lengths: int64 [n], its steps.
         simulate_s: Seconds that the process worked on it.
     """
@@ -44,6 +46,7 @@ class Arrival:
     terminated: np.ndarray
     truncated: np.ndarray
     faults: np.ndarray
+    cut: np.ndarray
     acted: np.ndarray
     has_final: np.ndarray
     final_observations: Leaves
@@ -85,6 +88,7 @@ class StepBatch:
         terminated: bool [n], likewise.
         truncated: bool [n], likewise.
         faults: bool [n], likewise.
+        cut: bool [n], likewise; see `Arrival`.
         acted: bool [n], whether there was a last action.
         has_final: bool [n].
         final_observations: By leaf name, [n, …].
@@ -100,6 +104,7 @@ class StepBatch:
     terminated: np.ndarray
     truncated: np.ndarray
     faults: np.ndarray
+    cut: np.ndarray
     acted: np.ndarray
     has_final: np.ndarray
     final_observations: Leaves

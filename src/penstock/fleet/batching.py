@@ -20,7 +20,8 @@ LARGE_BYTES = 1024
 
 _SCALARS = {
     "slots": np.int64, "first": np.bool_, "rewards": np.float32, "terminated": np.bool_, "truncated": np.bool_,
-    "faults": np.bool_, "acted": np.bool_, "has_final": np.bool_, "returns": np.float64, "lengths": np.int64,
+    "faults": np.bool_, "cut": np.bool_, "acted": np.bool_, "has_final": np.bool_, "returns": np.float64,
+    "lengths": np.int64,
 }  # fmt: skip
 _READ = {name: attrgetter(name) for name in _SCALARS}
 

@@ -25,9 +25,9 @@ _ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # F_ADD_SEALS; no more seals, no shr
 
 _PER_ROW = {
     "rewards": np.float32, "returns": np.float64, "lengths": np.int64, "terminated": np.bool_, "truncated": np.bool_,
-    "faults": np.bool_, "has_final": np.bool_, "first": np.bool_,
+    "faults": np.bool_, "cut": np.bool_, "has_final": np.bool_, "first": np.bool_,
 }  # fmt: skip
-RESULTS = ("rewards", "returns", "lengths", "terminated", "truncated", "faults", "has_final")
+RESULTS = ("rewards", "returns", "lengths", "terminated", "truncated", "faults", "cut", "has_final")
 """Fields that say what the last action led to; `first` and the observations say what comes next."""
 
 PHASE, SINCE, SIMULATE_S, ROW = range(4)
@@ -75,6 +75,7 @@ class Block:
         terminated: bool [k].
         truncated: bool [k].
         faults: bool [k].
+        cut: bool [k], truncated since the process is to be replaced.
         has_final: bool [k].
         first: bool [k].
         clock: Four float64: see `PHASE`.
@@ -97,7 +98,7 @@ class Block:
         self.actions = _group(arrays, "actions", spaces.actions)
         self.rewards, self.returns, self.lengths = arrays["rewards"], arrays["returns"], arrays["lengths"]
         self.terminated, self.truncated, self.faults = arrays["terminated"], arrays["truncated"], arrays["faults"]
-        self.has_final, self.first = arrays["has_final"], arrays["first"]
+        self.cut, self.has_final, self.first = arrays["cut"], arrays["has_final"], arrays["first"]
         self.clock = memory[places[0].offset : places[0].end].cast("d")
         self.film = FilmArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
 
@@ -110,7 +111,7 @@ class Block:
 
     def mark_lost(self) -> None:
         """Says of every row that its last action was lost with its simulator: a fault that cut the episode."""
-        for name in ("rewards", "returns", "lengths", "terminated", "has_final"):
+        for name in ("rewards", "returns", "lengths", "terminated", "cut", "has_final"):
             getattr(self, name)[:] = 0
         self.truncated[:] = self.faults[:] = True
 

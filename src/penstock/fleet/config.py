@@ -78,8 +78,8 @@ class FleetConfig(BaseModel):
         batch_size: Most simulators in one inference, and never fewer than one process has, since they are decided for
             together; None: half of them, so that the others step meanwhile.
         max_wait_ms: An inference that is not full begins so long after its first simulator came, once the policy is
-            free. 0 is best where simulators are slower than the policy: what comes during an inference is decided in the
-            next one, so batches grow by themselves under load. More saves inferences where each costs much.
+            free. 0 is best where simulators are slower than the policy: what comes during an inference is decided in
+            the next one, so batches grow by themselves under load. More saves inferences where each costs much.
         fragment_length: T, steps in a fragment.
         queue_fragments: Fragments of one worker that wait to be sent.
         full_queue: Where that is full: ``block`` lets its simulators wait, ``drop_oldest`` drops and counts.

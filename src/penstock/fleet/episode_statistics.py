@@ -6,7 +6,7 @@ delivered: an episode is named by (worker, incarnation, slot, episode) and count
 in order and the highest one counted is remembered.
 
 Reward sums and lengths are the simulator's own (raw rewards); discounted returns are of the rewards that the policy
-gets, which a wrapper may have clipped. An episode that a fault cut is only counted as such.
+gets, which a wrapper may have clipped. An episode that a fault or a planned restart cut is only counted as such.
 
 Not covered: comparing policies (`evaluate_policy` plays whole episodes without bias to short ones; means over
 whatever ended lately, as here, prefer them).
@@ -34,12 +34,13 @@ class Episode:
 
     Attributes:
         slot: Of the worker.
-        number: Counts the slot's episodes, with those that a fault cut.
+        number: Counts the slot's episodes, with those that were cut.
         task: What was played.
         reward: Sum of raw rewards.
         discounted_reward: Sum of γ^t r_t of the rewards that the policy got.
         length: Steps.
         fault: A fault cut it: the numbers above are not its own.
+        cut: A planned restart cut it (`restart_interval_s`): the numbers above are those up to there.
     """
 
     slot: int
@@ -49,6 +50,12 @@ class Episode:
     discounted_reward: float
     length: int
     fault: bool = False
+    cut: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it was played to its own end."""
+        return not (self.fault or self.cut)
 
 
 class EpisodeTracker:
@@ -79,10 +86,11 @@ class EpisodeTracker:
             return
         where = slots[ended]
         episodes = [
-            Episode(slot, number, self._tasks[slot], reward, discounted, length, fault)
-            for slot, number, reward, discounted, length, fault in zip(
+            Episode(slot, number, self._tasks[slot], reward, discounted, length, fault, cut)
+            for slot, number, reward, discounted, length, fault, cut in zip(
                 where.tolist(), self._numbers[where].tolist(), batch.returns[ended].tolist(),
-                self._returns[where].tolist(), batch.lengths[ended].tolist(), batch.faults[ended].tolist(), strict=True,
+                self._returns[where].tolist(), batch.lengths[ended].tolist(), batch.faults[ended].tolist(),
+                batch.cut[ended].tolist(), strict=True,
             )
         ]  # fmt: skip
         self._returns[where], self._factors[where] = 0.0, 1.0
@@ -114,12 +122,16 @@ class _TaskRecord:
     count: int = 0
     faulty: int = 0
     steps: int = 0
+    cut: int = 0
     latest: deque[Episode] = field(default_factory=deque[Episode])
     ended_at: deque[float] = field(default_factory=deque[float])
 
     def add(self, episode: Episode, now: float) -> None:
         if episode.fault:
             self.faulty += 1
+            return
+        if episode.cut:
+            self.cut += 1
             return
         self.count += 1
         self.steps += episode.length
@@ -131,7 +143,9 @@ class _TaskRecord:
             self.ended_at.popleft()
 
     def metrics(self, now: float) -> dict[str, float]:
-        numbers = {"episodes": float(self.count), "faulty_episodes": float(self.faulty)}
+        numbers = {
+            "episodes": float(self.count), "faulty_episodes": float(self.faulty), "cut_episodes": float(self.cut)
+        }  # fmt: skip
         if not self.latest:
             return numbers
         rewards = np.array([episode.reward for episode in self.latest])
@@ -186,7 +200,7 @@ class EpisodeStatistics:
         return counted
 
     def count(self, task: str, mode: Mode = "train") -> int:
-        """Episodes of a task so far, without those that a fault cut."""
+        """Whole episodes of a task so far."""
         with self._lock:
             record = self._records.get((mode, task))
             return 0 if record is None else record.count
@@ -196,7 +210,7 @@ class EpisodeStatistics:
         with self._lock:
             return [
                 [mode, task, record.count, record.faulty, record.steps]
-                + [[[each.reward, each.discounted_reward, each.length] for each in record.latest]]
+                + [[[each.reward, each.discounted_reward, each.length] for each in record.latest], record.cut]
                 for (mode, task), record in self._records.items()
             ]
 
@@ -205,8 +219,8 @@ class EpisodeStatistics:
         with self._lock:
             self._counted.clear()
             self._records.clear()
-            for mode, task, count, faulty, steps, latest in state:
-                record = _TaskRecord(self._window, int(count), int(faulty), int(steps))
+            for mode, task, count, faulty, steps, latest, *cut in state:  # older checkpoints did not count those
+                record = _TaskRecord(self._window, int(count), int(faulty), int(steps), int(cut[0]) if cut else 0)
                 episodes = [Episode(0, 0, task, float(r), float(d), int(length)) for r, d, length in latest]
                 record.latest.extend(episodes[-self._window :])
                 self._records[mode, task] = record

@@ -1,14 +1,17 @@
 """Plays whole episodes with a policy and says how they went, without bias to short ones.
 
 The first N episodes to end would be the short ones: simulators that play long episodes end fewer of them. So every slot
-owes a fixed number of episodes, decided beforehand, and all of them are waited for; what a slot plays beyond is left
-out. An episode that a fault cut is played again, in the slot's next one, and counted.
+owes a fixed number of episodes, decided beforehand, and all of them are waited for: the slot's first ones, however long
+they are; what it plays beyond is left out. An episode that was cut is counted, and the slot's next one stands for it.
+
+What a slot owes that is given up goes to the others of its task at once, evenly, and without a look at how far they
+are: each counts so many more of its own first ones. Where a task has no slot left the evaluation ends with an error.
 
 Not covered: which actions a runner takes (sampled or the mode), and where results are stored.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +21,7 @@ from penstock.fleet.config import FleetConfig
 from penstock.fleet.episode_statistics import Episode, EpisodeTracker
 from penstock.fleet.rollout_worker import POLL_S, RolloutWorker
 from penstock.fleet.runner import PolicyRunner, Simulators
-from penstock.types import ConfigError, NoProgressError
+from penstock.types import ConfigError, NoProgressError, RunFailed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +34,7 @@ class PolicyEvaluation:
         slots: int64 [N].
         tasks: N names.
         faulty_episodes: Played besides these, and cut by a fault.
+        cut_episodes: Likewise, and cut by a planned restart of their process.
         episodes: The same as records, for `EpisodeStatistics`.
     """
 
@@ -39,6 +43,7 @@ class PolicyEvaluation:
     slots: np.ndarray
     tasks: tuple[str, ...]
     faulty_episodes: int
+    cut_episodes: int
     episodes: tuple[Episode, ...]
 
 
@@ -52,15 +57,15 @@ def evaluate_policy(
     on_batch: Sequence[Callable[[StepBatch], None]] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> PolicyEvaluation:
-    """Plays `episodes` episodes on a started pool that has not acted yet, and leaves it open.
+    """Plays `episodes` episodes of each task on a started pool that has not acted yet, and leaves it open.
 
-    Slot i of n plays ⌊N / n⌋ of them, and one more where i < N mod n; with fewer episodes than slots, only the first
-    slots' count.
+    Of a task's n slots the i-th plays ⌊episodes / n⌋ of them, and one more where i < episodes mod n; with fewer
+    episodes than slots, only the first slots' count.
 
     Args:
         pool: Simulators; the caller starts and closes it.
         runner: The policy, with weights.
-        episodes: N, at least 1.
+        episodes: Of each task that the pool plays, at least 1: N is this times the tasks.
         config: Batching and the discount.
         timeout_s: For all of it.
         on_batch: Further progress handlers.
@@ -69,12 +74,11 @@ def evaluate_policy(
     Raises:
         ConfigError: `episodes` is less than 1.
         NoProgressError: they were not over in time; says how many were.
-        RunFailed: every simulator is quarantined.
+        RunFailed: every simulator of a task was given up before its episodes were over; names task and reason.
     """
     if episodes < 1:
         raise ConfigError(f"episodes = {episodes}: an evaluation plays at least one")
-    quota = _quota(episodes, pool.num_slots)
-    tally = _Tally(pool.tasks, quota, config.discount)
+    tally = _Tally(pool.tasks, episodes, config.discount)
 
     def take(batch: StepBatch) -> None:
         tally.add(batch)
@@ -83,56 +87,89 @@ def evaluate_policy(
 
     worker = RolloutWorker(pool, runner, config, take)
     deadline = clock() + timeout_s
-    while tally.owed > 0:
+    while (owed := tally.owed) > 0:
         if clock() > deadline:
             raise NoProgressError(
-                f"{episodes - tally.owed} of {episodes} episodes were over after {timeout_s:g} s; slots that owe some: "
-                f"{tally.slots_that_owe()[:8]}"
+                f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s; slots that owe "
+                f"some: {tally.slots_that_owe()[:8]}"
             )
         worker.run_once(POLL_S)
+        tally.give_over(pool.given_up())
     worker.finish()
     return tally.evaluation()
 
 
-def _quota(episodes: int, slots: int) -> list[int]:
-    each, more = divmod(episodes, slots)
-    return [each + (slot < more) for slot in range(slots)]
+def _quotas(tasks: Sequence[str], episodes: int) -> list[int]:
+    """What each slot owes: of each task so many, as evenly as can be."""
+    quotas = [0] * len(tasks)
+    for task in dict.fromkeys(tasks):
+        slots = [slot for slot, name in enumerate(tasks) if name == task]
+        for number, slot in enumerate(slots):
+            quotas[slot] = episodes // len(slots) + (number < episodes % len(slots))
+    return quotas
 
 
 class _Tally:
     """What each slot played of what it owes."""
 
-    def __init__(self, tasks: tuple[str, ...], quota: list[int], discount: float) -> None:
+    def __init__(self, tasks: tuple[str, ...], episodes: int, discount: float) -> None:
+        self._tasks, self._episodes = tasks, episodes
         self._tracker = EpisodeTracker(tasks, discount)
-        self._quota = quota
+        self._quotas = _quotas(tasks, episodes)
         self._next = 0
-        self._played: list[list[Episode]] = [[] for _ in quota]
-        self._faulty = 0
-        self.owed = sum(quota)
+        self._played: list[list[Episode]] = [[] for _ in tasks]  # whole ones, also beyond the quota, which may grow
+        self._given_up: set[int] = set()
+        self._faulty = self._cut = 0
+        self.wanted = sum(self._quotas)
+
+    @property
+    def owed(self) -> int:
+        """Episodes that are not over."""
+        return sum(map(self._owes, range(len(self._tasks))))
 
     def add(self, batch: StepBatch) -> None:
         self._tracker.add(batch)
         self._next, ended = self._tracker.since(self._next)
         for episode in ended:
             played = self._played[episode.slot]
-            if len(played) == self._quota[episode.slot]:
-                continue
-            if episode.fault:
-                self._faulty += 1
-            else:
-                played.append(episode)
-                self.owed -= 1
+            if episode.whole:
+                if len(played) < self._episodes:  # no slot is ever asked for more
+                    played.append(episode)
+            elif self._owes(episode.slot):
+                self._faulty += episode.fault
+                self._cut += not episode.fault
+
+    def give_over(self, given_up: Mapping[int, str]) -> None:
+        """Shares what slots owe that are given up now among those of their task that are not."""
+        new = [slot for slot in given_up if slot not in self._given_up]
+        self._given_up.update(new)
+        for slot in new:
+            left = self._owes(slot)
+            self._quotas[slot] -= left
+            heirs = [one for one, task in enumerate(self._tasks) if task == self._tasks[slot] and one not in given_up]
+            if left and not heirs:
+                raise RunFailed(
+                    f"task {self._tasks[slot]!r}: all its simulators were given up before its {self._episodes} "
+                    f"episodes were over; the last one: {given_up[slot]}"
+                )
+            for _ in range(left):
+                self._quotas[min(heirs, key=lambda one: self._quotas[one])] += 1
 
     def slots_that_owe(self) -> list[int]:
-        return [slot for slot, played in enumerate(self._played) if len(played) < self._quota[slot]]
+        return [slot for slot in range(len(self._tasks)) if self._owes(slot)]
 
     def evaluation(self) -> PolicyEvaluation:
-        episodes = [episode for played in self._played for episode in played]
+        pairs = zip(self._played, self._quotas, strict=True)
+        episodes = [episode for played, quota in pairs for episode in played[:quota]]
         return PolicyEvaluation(
             returns=np.array([episode.reward for episode in episodes], np.float64),
             lengths=np.array([episode.length for episode in episodes], np.int64),
             slots=np.array([episode.slot for episode in episodes], np.int64),
             tasks=tuple(episode.task for episode in episodes),
             faulty_episodes=self._faulty,
+            cut_episodes=self._cut,
             episodes=tuple(episodes),
         )
+
+    def _owes(self, slot: int) -> int:
+        return max(0, self._quotas[slot] - len(self._played[slot]))

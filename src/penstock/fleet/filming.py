@@ -10,6 +10,7 @@ shared block just before the process acts again. Without films a worker's pool i
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,10 @@ class FilmedPool:
     def live_slots(self) -> int:
         """The pool's."""
         return self._pool.live_slots
+
+    def given_up(self) -> Mapping[int, str]:
+        """The pool's."""
+        return self._pool.given_up()
 
     def start(self, timeout_s: float) -> None:
         """Starts the pool."""

@@ -5,6 +5,9 @@ stopped and made anew as its next incarnation; one that fails more often than `m
 error.
 `supervise` does the watching: its caller calls it every so often, and `log_statistics` too. No thread of its own.
 
+Two locks: whoever makes or ends workers holds the one, for as long as that takes; the other guards the list of them and
+their reports, and is held for no longer than reports take. So numbers are there at once whatever a restart does.
+
 The account of steps covers every life of every worker: what was in flight in one that ended is abandoned. Statistics
 of episodes are taken exactly once, by worker, incarnation, slot and episode.
 
@@ -14,6 +17,7 @@ Not covered: simulators (the workers' pools restart them), and restarting the ma
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Protocol
 
 from penstock.fleet.accounting import StepAccount
@@ -56,7 +60,9 @@ class _Member:
 
 
 class RolloutManager:
-    """Creates and supervises rollout workers. Thread-safe: one call at a time.
+    """Creates and supervises rollout workers.
+
+    Thread-safe: of `start`, `scale`, `supervise` and `stop` one call at a time, all else at any.
 
     Args:
         config: How many workers, and windows of statistics.
@@ -79,7 +85,9 @@ class RolloutManager:
     ) -> None:
         self._config, self._make_worker, self._broadcaster = config, make_worker, broadcaster
         self._log, self._on_event, self._most_restarts = log, on_event, most_restarts
-        self._lock = threading.RLock()
+        self._changing = threading.Lock()  # taken before the other
+        self._lock = threading.Lock()
+        self._stopped = False
         self._members: dict[str, _Member] = {}
         self._lives: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
@@ -101,50 +109,46 @@ class RolloutManager:
         self.scale(self._config.workers)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends all workers; their last statistics are taken in.
+        """Ends all workers, and begins none any more; their last statistics are taken in.
 
         Args:
-            timeout_s: For all of them together, since they are asked at the same time.
+            timeout_s: For all of them together, since they are asked at the same time. A change that is under way, as a
+                restart, is waited for as long first.
 
         Raises:
             RunFailed: some did not end in time; says which of their threads.
         """
-        with self._lock:
-            late: list[str] = []
-            threads = [
-                threading.Thread(target=lambda m=member: late.extend(m.worker.stop(timeout_s)), name=f"stop.{name}")
-                for name, member in self._members.items()
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(timeout_s + 1.0)
-            late += [thread.name for thread in threads if thread.is_alive()]
-            for name in list(self._members):
-                self._take_out(name)
-            if late:
-                raise RunFailed(f"the fleet's threads {late} did not end within {timeout_s:g} s")
+        self._stopped = True
+        late = [] if (changing := self._changing.acquire(timeout=timeout_s)) else ["the one that restarts a worker"]
+        try:
+            late += self._stop_all(timeout_s)
+        finally:
+            if changing:
+                self._changing.release()
+        if late:
+            raise RunFailed(f"the fleet's threads {late} did not end within {timeout_s:g} s")
 
     def scale(self, workers: int) -> None:
         """More workers, or fewer: those that came last go first.
 
         Raises:
             ConfigError: fewer than one.
+            RunFailed: it was stopped.
         """
         if workers < 1:
             raise ConfigError(f"workers = {workers}: a fleet has at least one rollout worker")
-        with self._lock:
-            before = len(self._members)
-            for name in list(self._members)[workers:]:
+        with self._changing:
+            if self._stopped:
+                raise RunFailed("this fleet was stopped: make another manager")
+            before = self.worker_ids
+            for name in before[workers:]:
                 self._end(name)
-            number = 0
-            while len(self._members) < workers:
-                name = f"fleet-{number}"
-                if name not in self._members:
-                    self._begin(name)
-                number += 1
-            if before != workers:
-                self._on_event("fleet_scaled", {"from": before, "to": workers})
+            names = (f"fleet-{number}" for number in count())
+            missing = (name for name in names if name not in before)
+            for name in islice(missing, max(0, workers - len(before))):
+                self._begin(name)
+            if len(before) != workers:
+                self._on_event("fleet_scaled", {"from": len(before), "to": workers})
 
     def update_model(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Publishes new weights, once; workers fetch them and never wait for it.
@@ -163,11 +167,12 @@ class RolloutManager:
         Raises:
             RunFailed: one failed too often; from its last error's words.
         """
-        with self._lock:
-            for name, member in list(self._members.items()):
-                report = self._read(name, member)
-                if report.condition.failure:  # one that ended without: its sink or its weights were closed
-                    self._restart(name, report.condition.failure)
+        with self._changing:
+            for name in self.worker_ids:
+                with self._lock:
+                    report = self._read(name)
+                if report is not None and report.condition.failure and not self._stopped:
+                    self._restart(name, report.condition.failure)  # one that ended without a failure is left alone
 
     def account(self) -> StepAccount:
         """Where the steps of all lives of all workers are."""
@@ -192,38 +197,68 @@ class RolloutManager:
         self._log(metrics)
         return metrics
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str) -> bool:
+        """Makes a worker and starts it; false where the fleet was stopped meanwhile."""
         incarnation = self._lives.get(name, -1) + 1
         self._lives[name] = incarnation
         worker = self._make_worker(name, incarnation)
-        self._members[name] = _Member(worker, incarnation)
+        with self._lock:
+            if self._stopped:
+                return False
+            self._members[name] = _Member(worker, incarnation)
         worker.start()
+        return True
 
     def _end(self, name: str) -> None:
-        self._members[name].worker.stop(STOP_TIMEOUT_S)
-        self._take_out(name)
+        with self._lock:
+            member = self._members.get(name)
+        if member is not None:
+            member.worker.stop(STOP_TIMEOUT_S)
+            self._take_out(name)
+
+    def _stop_all(self, timeout_s: float) -> list[str]:
+        """Asks all workers at once; returns who is late."""
+        late: list[str] = []
+        with self._lock:
+            workers = {name: member.worker for name, member in self._members.items()}
+        threads = [
+            threading.Thread(target=lambda w=worker: late.extend(w.stop(timeout_s)), name=f"stop.{name}")
+            for name, worker in workers.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s + 1.0)
+        for name in workers:
+            self._take_out(name)
+        return late + [thread.name for thread in threads if thread.is_alive()]
 
     def _take_out(self, name: str) -> None:
-        member = self._members[name]
-        self._read(name, member)
-        self._reports.end(name, member.incarnation)
-        del self._members[name]
+        """Takes a worker's last report; one that another thread took out already is gone."""
+        with self._lock:
+            if self._read(name) is not None:
+                self._reports.end(name, self._members.pop(name).incarnation)
 
     def _restart(self, name: str, reason: str) -> None:
         self._end(name)
         self._restarts[name] = self._restarts.get(name, 0) + 1
         if self._restarts[name] > self._most_restarts:
             raise RunFailed(f"rollout worker {name} failed {self._restarts[name]} times; the last time: {reason}")
+        if not self._begin(name):
+            return
         self._reports.restarts += 1
-        self._begin(name)
         values = {"worker": name, "incarnation": self._lives[name], "reason": reason}
         self._on_event("worker_restarted", values)
 
     def _read_all(self) -> None:
-        for name, member in self._members.items():
-            self._read(name, member)
+        for name in self._members:
+            self._read(name)
 
-    def _read(self, name: str, member: _Member) -> WorkerReport:
+    def _read(self, name: str) -> WorkerReport | None:
+        """Takes a worker's report in, under the lock; None where there is no such worker any more."""
+        member = self._members.get(name)
+        if member is None:
+            return None
         report = member.worker.report(member.next_episode)
         self._reports.take(name, member.incarnation, report)
         member.next_episode = report.next_episode

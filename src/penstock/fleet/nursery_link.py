@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from penstock.fleet.messages import SimulationSpec, packet_socketpair
 from penstock.types import RunFailed
 
 _MOST_ANSWER_BYTES = 1 << 16
-_END_S = 6.0
+NURSERY_END_S = 6.0
+_LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
+"""Nurseries that were killed and did not end in time: kept until they do, so that no zombie stays."""
 _ONE_THREAD = (
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENCV_FOR_THREADS_NUM",
 )  # fmt: skip
@@ -41,14 +44,15 @@ class NurseryLink:
 
     Args:
         ids: Of the simulators whose modules it shall load.
-        end_s: Longest wait for it to end everything when it is closed.
+        end_s: Longest wait for it to end everything when it is closed, and for its end when it is killed.
 
     Raises:
         RunFailed: the process cannot be started.
     """
 
-    def __init__(self, ids: Sequence[str], end_s: float = _END_S) -> None:
+    def __init__(self, ids: Sequence[str], end_s: float = NURSERY_END_S) -> None:
         self._end_s = end_s
+        _reap_left_behind()
         self._socket, other = packet_socketpair()
         environment = {**dict.fromkeys(_ONE_THREAD, "1"), **os.environ}
         command = [sys.executable, "-m", "penstock.fleet.nursery", str(other.fileno())]
@@ -117,19 +121,43 @@ class NurseryLink:
                 os.set_inheritable(fd, False)
             answers.append(NurseryAnswer(json.loads(packet), fds[0] if fds else None))
 
-    def kill(self) -> None:
-        """Kills it; the kernel kills the simulator processes then."""
+    def kill(self) -> bool:
+        """Kills it; the kernel kills the simulator processes then.
+
+        Returns:
+            Whether it has ended. False: not within `end_s`, as where it is in uninterruptible sleep; it is left behind,
+            and ends whenever the kernel lets it.
+        """
         self._socket.close()
         self._child.kill()
-        self._child.wait(self._end_s)
+        ended = self._has_ended()
+        if not ended:
+            _LEFT_BEHIND.append(self._child)
+        return ended
 
-    def close(self) -> None:
-        """Lets the nursery kill all that it started, and waits for its end; kills it where that takes too long."""
+    def close(self) -> bool:
+        """Lets the nursery kill all that it started, and waits for its end; kills it where that takes too long.
+
+        Returns:
+            Whether it has ended; see `kill`.
+        """
         self._socket.close()
+        return self._has_ended() or self.kill()
+
+    def _has_ended(self) -> bool:
         try:
             self._child.wait(self._end_s)
         except subprocess.TimeoutExpired:
-            self.kill()
+            return False
+        return True
+
+
+def _reap_left_behind() -> None:
+    """Forgets those that have ended since."""
+    for child in tuple(_LEFT_BEHIND):
+        if child.poll() is not None:
+            with suppress(ValueError):  # another worker's thread was first
+                _LEFT_BEHIND.remove(child)
 
 
 def _import_path() -> list[str]:

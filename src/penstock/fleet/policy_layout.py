@@ -1,8 +1,9 @@
 """How a batch travels to the policy and back: one block of 32-bit words each way.
 
 A transfer costs much more than the bytes of a small observation, so slots, `first` and all small observations go as
-one int32 vector, floats as their bits; leaves of `WHOLE_BYTES` and more go as they are. Answers come back likewise.
-A batch of n rows is padded to a fixed number of rows; what stands in padding rows means nothing.
+one int32 vector, floats and uint32 as their bits; leaves of `WHOLE_BYTES` and more go as they are. Answers come back
+likewise. A batch of n rows is padded to a fixed number of rows; what stands in padding rows means nothing.
+No number changes on its way but for float64, which becomes float32: see `LeafSpace.device_dtype`.
 
 Whoever packs allocates anew: JAX may read the memory until the decision is there, and on a CPU does not copy it.
 """
@@ -25,6 +26,7 @@ Packed = tuple[np.ndarray, tuple[np.ndarray, ...]]
 WHOLE_BYTES = 2048
 """A leaf of so many bytes per row is not packed."""
 
+_FLOAT, _INT = np.dtype(np.float32), np.dtype(np.int32)
 _ALIGNMENT = 64  # XLA uses memory of its caller only where it begins at a multiple of this
 
 
@@ -35,30 +37,30 @@ class Words:
     Attributes:
         start: First word.
         shape: Of one row.
-        floating: Whether the words are the bits of floats.
+        dtype: Whose bits the words are: float32, int32 or uint32.
     """
 
     start: int
     shape: tuple[int, ...]
-    floating: bool
+    dtype: np.dtype
 
     def view(self, block: np.ndarray, rows: int) -> np.ndarray:
-        """The array in a block on the host, float32 or int32 [rows, …]."""
+        """The array in a block on the host, `dtype` [rows, …]."""
         part = block[self.start : self.start + rows * math.prod(self.shape)]
-        return (part.view(np.float32) if self.floating else part).reshape(rows, *self.shape)
+        return part.view(self.dtype).reshape(rows, *self.shape)
 
     def read(self, block: Int32[Array, " words"], rows: int) -> Array:
         """The same on the device."""
         part = block[self.start : self.start + rows * math.prod(self.shape)].reshape(rows, *self.shape)
-        return jax.lax.bitcast_convert_type(part, jnp.float32) if self.floating else part
+        return part if self.dtype == _INT else jax.lax.bitcast_convert_type(part, self.dtype)
 
 
-def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], bool]]) -> tuple[tuple[Words, ...], int]:
-    """Places for arrays given as (shape of a row, floating), one after the other, and the number of words."""
+def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tuple[tuple[Words, ...], int]:
+    """Places for arrays given as (shape of a row, dtype of `Words`), one after the other, and the number of words."""
     places: list[Words] = []
     start = 0
-    for shape, floating in arrays:
-        places.append(Words(start, shape, floating))
+    for shape, dtype in arrays:
+        places.append(Words(start, shape, dtype))
         start += rows * math.prod(shape)
     return tuple(places), start
 
@@ -71,7 +73,7 @@ class InputLayout:
         self._padding_slot = padding_slot
         self._small = [leaf for leaf in leaves if leaf.nbytes < WHOLE_BYTES]
         self._whole = [leaf for leaf in leaves if leaf.nbytes >= WHOLE_BYTES]
-        columns = [((), False), ((), False), *((leaf.shape, is_floating(leaf)) for leaf in self._small)]
+        columns = [((), _INT), ((), _INT), *((leaf.shape, word_dtype(leaf)) for leaf in self._small)]
         (self._slots, self._first, *self._places), self._size = lay_out(rows, columns)
 
     def pack(self, slots: np.ndarray, observations: Leaves, first: np.ndarray) -> Packed:
@@ -104,7 +106,7 @@ class InputLayout:
         return self.pack(no_rows, {leaf.name: leaf.zeros(0) for leaf in (*self._small, *self._whole)}, no_rows)
 
     def _padded(self, array: np.ndarray, leaf: LeafSpace) -> np.ndarray:
-        dtype = device_dtype(leaf)
+        dtype = leaf.device_dtype
         if len(array) == self._rows and array.dtype == dtype and array.flags.c_contiguous:
             return array
         padded = aligned_zeros((self._rows, *leaf.shape), dtype)
@@ -118,7 +120,7 @@ class OutputLayout:
     def __init__(self, leaves: Sequence[LeafSpace], rows: int) -> None:
         self._leaves = tuple(leaves)
         self._rows = rows
-        columns = [((), True), ((), True), *((leaf.shape, is_floating(leaf)) for leaf in leaves)]
+        columns = [((), _FLOAT), ((), _FLOAT), *((leaf.shape, word_dtype(leaf)) for leaf in leaves)]
         (self._logprobs, self._values, *self._places), _ = lay_out(rows, columns)
 
     def join(self, actions: Mapping[str, Array], logprobs: Array, values: Array) -> Int32[Array, " words"]:
@@ -136,15 +138,16 @@ class OutputLayout:
         return actions, logprobs, values
 
 
-def is_floating(leaf: LeafSpace) -> bool:
-    """Whether the leaf holds floating-point numbers."""
-    return np.dtype(leaf.dtype).kind == "f"
+def word_dtype(leaf: LeafSpace) -> np.dtype:
+    """What a leaf's words are the bits of.
 
-
-def device_dtype(leaf: LeafSpace) -> np.dtype:
-    """What a leaf becomes on the device, which has no 64-bit numbers."""
-    dtype = np.dtype(leaf.dtype)
-    return {"float64": np.dtype(np.float32), "int64": np.dtype(np.int32)}.get(dtype.name, dtype)
+    Raises:
+        ConfigError: no device holds the leaf exactly.
+    """
+    dtype = leaf.device_dtype
+    if dtype.kind == "f":
+        return _FLOAT
+    return dtype if dtype == np.uint32 else _INT
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:

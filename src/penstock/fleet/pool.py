@@ -25,7 +25,8 @@ from penstock.fleet.descendants import end_descendants_of_nursery, kill_group
 from penstock.fleet.descriptor_watch import DescriptorWatch
 from penstock.fleet.film_area import FilmArea
 from penstock.fleet.messages import SimulationSpec, episode_seed
-from penstock.fleet.nursery_link import NurseryAnswer, NurseryLink
+from penstock.fleet.nursery_link import NURSERY_END_S, NurseryAnswer, NurseryLink
+from penstock.fleet.process_end import end_in_words
 from penstock.fleet.process_slot import ProcessSlot, Stage
 from penstock.fleet.restarts import Quarantine, RestartRecord
 from penstock.fleet.space_agreement import SpaceAgreement
@@ -36,7 +37,6 @@ EventHandler = Callable[[str, Mapping[str, Any]], None]
 
 _MOST_ASKED = 16  # requests to the nursery that wait for their answer
 _CLOSE_S = 1.0  # for simulators to close in good order
-_LAST_WORDS = 500  # characters of a simulator's output in its reason
 
 
 class SimulatorPool:
@@ -46,8 +46,8 @@ class SimulatorPool:
         config: Tasks, processes, limits.
         worker_id: Of the rollout worker; a part of every seed.
         seed: Of the run.
-        on_event: Told of ``nursery_ready``, ``nursery_ended``, ``simulator_started``, ``simulator_failed``,
-            ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls.
+        on_event: Told of ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
+            ``simulator_failed``, ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls.
         worker_index: Which of the fleet's workers, for its part of the tasks.
 
     Attributes:
@@ -102,6 +102,11 @@ class SimulatorPool:
     def live_slots(self) -> int:
         """Slots whose process is up: a batch need not wait for others."""
         return self._live_slots
+
+    def given_up(self) -> Mapping[int, str]:
+        """Slots of quarantined processes: nothing comes from them any more. With the last reason."""
+        lost = (process for process in self._processes if process.stage is Stage.QUARANTINED)
+        return {slot: process.reason for process in lost for slot in process.slots.tolist()}
 
     def start(self, timeout_s: float) -> None:
         """Starts all processes and waits until one of each task is up; the others come while the worker polls.
@@ -199,8 +204,8 @@ class SimulatorPool:
         while self._tickets and self._nursery is not None and (left_s := deadline_s - time.monotonic()) > 0:
             self._watch.wait(left_s, [])
             self._drop_hung_up()
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._nursery is not None and not self._nursery.close():
+            self._tell_left_behind(self._nursery)
         for process in self._processes:
             self._watch.retire(process.bury())
         self._watch.close()
@@ -316,8 +321,11 @@ class SimulatorPool:
         if self._fatal is not None:
             raise self._fatal
         if all(process.stage is Stage.QUARANTINED for process in self._processes):
-            reason = self._processes[-1].reason
-            raise RunFailed(f"all {len(self._processes)} simulator processes were given up; the last one: {reason}")
+            last = self._processes[-1]
+            raise RunFailed(
+                f"all {len(self._processes)} simulator processes were given up; the last one (task {last.task!r}): "
+                f"{last.reason}"
+            )
 
     def _raise_if_task_lost(self, missing: set[str]) -> None:
         for task in missing:
@@ -349,7 +357,7 @@ class SimulatorPool:
         elif "failed" in values and (process := self._tickets.get(int(values["failed"]))) is not None:
             self._bury(process, str(values["reason"]))
         elif "exited" in values and (process := self._tickets.get(int(values["exited"]))) is not None:
-            self._bury(process, _reason(process, int(values["status"]), str(values["last_words"])))
+            self._bury(process, end_in_words(process, int(values["status"]), str(values["last_words"])))
 
     def _take_process(self, ticket: int, pid: int, pidfd: int | None) -> None:
         process = self._tickets.get(ticket)
@@ -372,7 +380,8 @@ class SimulatorPool:
         assert self._nursery is not None
         nursery, self._nursery = self._nursery, None
         self._watch.drop(nursery.fileno())
-        nursery.kill()
+        if not nursery.kill():
+            self._tell_left_behind(nursery)
         now_s = time.monotonic()
         for process in tuple(self._tickets.values()):
             if process.pid is not None:
@@ -386,15 +395,6 @@ class SimulatorPool:
             self._nursery_due_s = now_s + verdict.delay_s
         self._on_event("nursery_ended", {"reason": reason})
 
-
-def _reason(process: ProcessSlot, status: int, last_words: str) -> str:
-    """Why a process ended, for a person."""
-    if process.failure is not None:
-        failure = process.failure
-        return f"{failure.where} (slot {failure.slot}) raised {failure.kind}: {failure.message}"
-    said = f"; it last wrote: {last_words[-_LAST_WORDS:].strip()}" if last_words.strip() else ""
-    if process.reason:
-        return process.reason + said
-    if os.WIFSIGNALED(status):
-        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}{said}"
-    return f"it ended by itself with code {os.waitstatus_to_exitcode(status)}{said}"
+    def _tell_left_behind(self, nursery: NurseryLink) -> None:
+        reason = f"the simulators' nursery was killed and had not ended {NURSERY_END_S:g} s later: it is left behind"
+        self._on_event("nursery_left_behind", {"pid": nursery.pid, "reason": reason})

@@ -241,7 +241,7 @@ class ProcessSlot:
             self._lost = False
         return Arrival(
             self.number, self.slots, block.observations, block.first, block.rewards, block.terminated, block.truncated,
-            block.faults, acted, block.has_final, block.final_observations, block.returns, block.lengths,
+            block.faults, block.cut, acted, block.has_final, block.final_observations, block.returns, block.lengths,
             block.clock[SIMULATE_S],
         )  # fmt: skip
 

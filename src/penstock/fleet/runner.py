@@ -91,6 +91,10 @@ class Simulators(Protocol):
         """Slots whose process is up: no batch waits for more."""
         ...
 
+    def given_up(self) -> Mapping[int, str]:
+        """Slots that nothing comes from any more, with the reason."""
+        ...
+
     def start(self, timeout_s: float) -> None:
         """Starts them all."""
         ...

@@ -76,6 +76,10 @@ class SerialPool:
         """All of them."""
         return self.num_slots
 
+    def given_up(self) -> Mapping[int, str]:
+        """None: a simulator that raises is the caller's."""
+        return {}
+
     def start(self, timeout_s: float) -> None:
         """Makes and resets all simulators, however long it takes."""
         make = self._make or _default_maker()
@@ -147,7 +151,7 @@ class _Group:
         block, n = self._block, len(self._rows)
         return Arrival(
             self._spec.process, np.array(self._spec.slots, np.int64), block.observations, block.first, block.rewards,
-            block.terminated, block.truncated, block.faults, np.full(n, acted), block.has_final,
+            block.terminated, block.truncated, block.faults, block.cut, np.full(n, acted), block.has_final,
             block.final_observations, block.returns, block.lengths, seconds,
         )  # fmt: skip
 

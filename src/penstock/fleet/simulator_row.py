@@ -122,7 +122,7 @@ class SimulatorRow:
         if self._ended or self._length == 0:
             return
         block, row = self._block, self._row
-        block.truncated[row] = self._ended = True
+        block.truncated[row] = block.cut[row] = self._ended = self._marked = True
         if not block.faults[row]:
             for leaf, array in block.observations.items():
                 block.final_observations[leaf][row] = array[row]
@@ -145,7 +145,7 @@ class SimulatorRow:
 
     def _unmark(self) -> None:
         block, row = self._block, self._row
-        for flags in (block.terminated, block.truncated, block.faults, block.has_final, block.first):
+        for flags in (block.terminated, block.truncated, block.faults, block.cut, block.has_final, block.first):
             flags[row] = False
         block.returns[row] = block.lengths[row] = 0
         self._marked = False

@@ -1,5 +1,6 @@
 """All simulators of a fleet share one form of observations and of actions: whoever differs is refused by name."""
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
@@ -7,6 +8,8 @@ from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
 
 class SpaceAgreement:
     """The spaces of the first simulator that was made, and which tasks agreed so far.
+
+    Bounds of 64-bit integers are the widest of all tasks.
 
     Attributes:
         tasks: Tasks of which a simulator was made.
@@ -36,7 +39,7 @@ class SpaceAgreement:
         """
         if self._closed:
             return
-        self._spaces = self._spaces or spaces
+        self._spaces = _widened(self._spaces or spaces, spaces)
         if task not in self.tasks:
             self.tasks.append(task)
         for side in ("observations", "actions"):
@@ -50,6 +53,21 @@ class SpaceAgreement:
     def close(self) -> None:
         """Nobody is refused any more: who comes now is ended, and must not keep others from being ended, too."""
         self._closed = True
+
+
+def _widened(spaces: Spaces, others: Spaces) -> Spaces:
+    """The spaces, with bounds of 64-bit integers that hold for both: by them a device knows how to hold the numbers."""
+    by_name = {leaf.name: leaf for leaf in others.observations}
+    wider = tuple(_wider(leaf, by_name.get(leaf.name, leaf)) for leaf in spaces.observations)
+    return spaces if wider == spaces.observations else replace(spaces, observations=wider)
+
+
+def _wider(leaf: LeafSpace, other: LeafSpace) -> LeafSpace:
+    if not leaf.is_wide or leaf.low is None or leaf.high is None:
+        return leaf
+    if other.low is None or other.high is None:
+        return replace(leaf, low=None, high=None)
+    return replace(leaf, low=min(leaf.low, other.low), high=max(leaf.high, other.high))
 
 
 def same_form(spaces: Spaces, others: Spaces) -> bool:

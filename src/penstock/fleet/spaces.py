@@ -3,6 +3,7 @@
 Runs inside simulator processes, once per step: a space is compiled at the start into one writer or reader per leaf, so
 that a step does no walking and no copying beyond the one into shared memory. Arrays count from 0, whatever a space's
 `start` is. Observations are checked for their shape; their dtype is cast, as Gymnasium's own vector environments do.
+Those of 64-bit integers must also fit the 32 bits in which their bounds say that a device can hold them.
 Actions come from a policy and are checked for their range; those of a `Box` are clipped to it.
 
 Not covered: spaces whose values have no fixed size (`Graph`, `Sequence`) or no fixed form (`OneOf`, a user's own
@@ -10,6 +11,7 @@ subclass of `Space`): they are refused by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ Reader = Callable[[int], Any]
 
 
 class SimulatorValueError(ValueError):
-    """A simulator's observation does not fit the space that it declared. The message names leaf, shape and space."""
+    """A simulator's observation does not fit the space that it declared. The message names the leaf and what it is."""
 
 
 class PolicyActionError(ValueError):
@@ -112,7 +114,10 @@ def _joined(prefix: str, key: str) -> str:
 def _leaf(space: gym.Space[Any], name: str, side: str) -> LeafSpace:
     if isinstance(space, gym.Box):
         low, high = (_common(bound) for bound in (space.low, space.high))
-        return LeafSpace(name, "box", space.shape, np.dtype(space.dtype).name, low=low, high=high)
+        leaf = LeafSpace(name, "box", space.shape, np.dtype(space.dtype).name, low=low, high=high)
+        if leaf.is_wide and space.low.size:
+            return replace(leaf, low=float(space.low.min()), high=float(space.high.max()))
+        return leaf
     if isinstance(space, gym.Discrete):
         return LeafSpace(name, "discrete", (), "int64", n=(int(space.n),), start=int(space.start))
     if isinstance(space, gym.MultiDiscrete):
@@ -148,6 +153,39 @@ def _branch_writer(parts: list[tuple[Any, Writer]]) -> Writer:
 
 
 def _leaf_writer(space: gym.Space[Any], array: np.ndarray, name: str) -> Writer:
+    write = _unchecked_writer(space, array, name)
+    leaf = _leaf(space, name, "observation")
+    try:
+        held = leaf.device_dtype
+    except ConfigError:  # a policy that runs on a device refuses these spaces; others may well take them
+        return write
+    return _checked_writer(write, name, held, _within(space, held)) if leaf.is_wide else write
+
+
+def _within(space: gym.Space[Any], held: np.dtype) -> Callable[[Any], bool]:
+    """What says whether a device can hold a value of the space, counted from 0."""
+    least, most = int(np.iinfo(held).min), int(np.iinfo(held).max)
+    if isinstance(space, gym.Discrete):
+        low, high = least + int(space.start), most + int(space.start)
+        return lambda value: low <= value <= high
+    starts = np.asarray(space.start if isinstance(space, gym.MultiDiscrete) else 0, np.int64)
+    lows, highs = least + starts, most + starts
+    return lambda value: bool(((lows <= value) & (value <= highs)).all())
+
+
+def _checked_writer(write: Writer, name: str, held: np.dtype, within: Callable[[Any], bool]) -> Writer:
+    def write_checked(row: int, value: Any) -> None:
+        write(row, value)
+        if not within(value):
+            raise SimulatorValueError(
+                f"observation {name!r} is {value}: by its space's bounds a policy's device takes it as {held}, which "
+                "does not hold that; declare its true bounds"
+            )
+
+    return write_checked
+
+
+def _unchecked_writer(space: gym.Space[Any], array: np.ndarray, name: str) -> Writer:
     if isinstance(space, gym.Discrete):
         return _discrete_writer(array, int(space.start))
     if isinstance(space, gym.Text):

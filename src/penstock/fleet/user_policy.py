@@ -5,6 +5,7 @@ calls, resets it where an episode begins, and calls the object in the worker's t
 Not covered: acting in the background; an object whose state is not a flat mapping of arrays.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,7 +23,10 @@ values, state)``. Actions are arrays by leaf name, or one array where there is o
 
 
 class ActingPolicy(Protocol):
-    """What a user's policy needs. With `set_arrays(arrays)` as well, it takes new weights."""
+    """What a user's policy needs.
+
+    With `set_arrays(arrays)` as well, it takes new weights: all of them, or it raises and keeps the old ones.
+    """
 
     def initial_state(self, batch: int) -> Mapping[str, Any] | None:
         """State before an episode's first step: [batch, …] arrays by name; None or empty without memory."""
@@ -81,6 +85,7 @@ class UserPolicyRunner:
         self._policy = policy
         self._spaces = spaces
         self._version = self._next_version = version or WeightVersion(0, 0)
+        self._telling = threading.Lock()  # the mailbox and the next version change together
         self._mailbox = WeightMailbox()
         self._fresh = _state_arrays(policy.initial_state(num_slots), num_slots, "initial_state")
         self._states = {name: array.copy() for name, array in self._fresh.items()}
@@ -103,14 +108,17 @@ class UserPolicyRunner:
                 f"{type(self._policy).__name__} has no set_arrays(arrays), so it cannot take the weights of version "
                 f"{version.step}: add the method, or run it without a learner"
             )
-        self._mailbox.put(version, arrays)
-        self._next_version = version
+        with self._telling:
+            self._mailbox.put(version, arrays)
+            self._next_version = version
 
     def decide(self, slots: np.ndarray, observations: Leaves, first: np.ndarray) -> DecidedPending:
         """Decides for n slots, each at most once, before it returns.
 
         Raises:
             ConfigError: what the object returned has a wrong form; the message names the part.
+            WeightsError: its `set_arrays` raised; names object and version. `version` is the old one again, and the
+                next decision is made with whatever the object holds.
         """
         self._take_weights()
         before = {name: array[slots] for name, array in self._states.items()}
@@ -125,11 +133,22 @@ class UserPolicyRunner:
         return DecidedPending(decision)
 
     def _take_weights(self) -> None:
-        waiting = self._mailbox.take()
-        if waiting is not None:
-            version, arrays = waiting
+        with self._telling:
+            waiting = self._mailbox.take()
+        if waiting is None:
+            return
+        version, arrays = waiting
+        try:
             getattr(self._policy, "set_arrays")(arrays)  # noqa: B009 (not part of the protocol)
-            self._version = version
+        except Exception as error:
+            with self._telling:
+                if self._next_version == version:  # otherwise a newer one came meanwhile, which is next
+                    self._next_version = self._version
+            raise WeightsError(
+                f"{type(self._policy).__name__}.set_arrays raised {type(error).__name__} at the weights of version "
+                f"{version.step} (lineage {version.lineage}), so version {self._version.step} stays: {error}"
+            ) from error
+        self._version = version
 
     def _read(self, acted: Acted, before: Leaves, n: int) -> tuple[Decision, Leaves]:
         """The decision, and the states after it."""

@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
 from penstock.learner.control_config import PpoConfig
-from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_reporting import batch_summary_metrics, check_fleet_mismatch, optimisation_metrics
 from penstock.learner.fragment_arrays import (
     FEWEST_FINALS,
@@ -28,7 +27,7 @@ from penstock.learner.fragment_arrays import (
     minibatch_columns,
     stack_fragments,
 )
-from penstock.learner.optimizer import Applied, initial_state, learning_rate
+from penstock.learner.optimizer import initial_state, learning_rate
 from penstock.learner.reference_policy import ReferencePolicy
 from penstock.learner.reporting import finite_only
 from penstock.learner.state_names import from_named, to_named
@@ -136,12 +135,12 @@ class ControlLearner:
         check_fleet_mismatch(summary, self._config.mismatch_limit, self._step)
         prepared = time.perf_counter()
         rate = learning_rate(self._config.optimizer, self._step, self._total_steps)
-        terms, applied = self._optimisation(compiled.Minibatches(arrays, steps), len(fragments), rate)
+        outcomes = self._optimisation(compiled.Minibatches(arrays, steps), len(fragments), rate)
         ended = time.perf_counter()
         kl_coefficient = self._reference.coefficient(self._step)
         self._step += 1
         self._reference.keep(self._step, self._policy)
-        self._count_skipped(applied)
+        self._count_skipped(outcomes)
         metrics = {
             "train/fragments": float(len(fragments)),
             "train/learning_rate": rate,
@@ -152,7 +151,7 @@ class ControlLearner:
         }
         if self._config.reference_kl is not None:
             metrics["train/reference_kl_coefficient"] = kl_coefficient
-        return finite_only(batch_summary_metrics(summary), optimisation_metrics(terms, applied), metrics)
+        return finite_only(batch_summary_metrics(summary), optimisation_metrics(outcomes), metrics)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
@@ -204,27 +203,30 @@ class ControlLearner:
         self._fragment_steps = shape.steps
         return jax.device_put(stack_fragments(fragments, shape, self._reading()))
 
-    def _optimisation(
-        self, batch: compiled.Minibatches, count: int, rate: float
-    ) -> tuple[list[LossTerms], list[Applied]]:
+    def _optimisation(self, batch: compiled.Minibatches, count: int, rate: float) -> list[compiled.Outcome]:
         """All optimiser steps; what came of each, on the host."""
         config, optimise = self._config, self._optimise
         rng = generator(fold(self._seed, "minibatches", self._step))
         scalars = np.float32(rate), np.float32(self._reference.coefficient(self._step))
-        outcomes: list[tuple[LossTerms, Applied]] = []
+        outcomes: list[compiled.Outcome] = []
         for _ in range(config.epochs):
-            epoch = []
+            epoch: list[compiled.Outcome] = []
             for columns in minibatch_columns(count, config.minibatches, count, rng):
-                self._policy, self._state, terms, applied = optimise(
+                self._policy, self._state, outcome = optimise(
                     self._policy, self._state, self._reference.policy, batch, columns, *scalars
                 )
-                epoch.append(jax.device_get((terms, applied)))  # waits, so that a policy here gets its turns
+                epoch.append(jax.device_get(outcome))  # waits, so that a policy here gets its turns
             outcomes += epoch
-            if config.target_kl is not None and np.mean([terms.approx_kl for terms, _ in epoch]) > config.target_kl:
+            moved = [outcome.terms.approx_kl for outcome in epoch if not outcome.empty]
+            if config.target_kl is not None and moved and np.mean(moved) > config.target_kl:
                 break
-        return [terms for terms, _ in outcomes], [applied for _, applied in outcomes]
+        return outcomes
 
-    def _count_skipped(self, applied: Sequence[Applied]) -> None:
+    def _count_skipped(self, outcomes: Sequence[compiled.Outcome]) -> None:
+        """An update without a trained step is none of those in a row, and does not end their row."""
+        applied = [outcome.applied for outcome in outcomes if not outcome.empty]
+        if not applied:
+            return
         finite = all(each.finite for each in applied)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_non_finite_updates:

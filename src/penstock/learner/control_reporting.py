@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.learner.control_losses import LossTerms
-from penstock.learner.control_step import Summary
+from penstock.learner.control_step import Outcome, Summary
 from penstock.learner.optimizer import Applied
 from penstock.types import MismatchError
 
@@ -36,15 +36,9 @@ def check_fleet_mismatch(summary: Summary, limit: float, step: int) -> None:
 
 def batch_summary_metrics(summary: Summary) -> dict[str, float]:
     """``train/…`` numbers of the whole batch before the update."""
-    metrics = {
-        "train/trained_steps": float(summary.trained_steps),
-        "train/explained_variance": float(summary.explained_variance),
-        "train/value_mean": float(summary.value_mean),
-        "train/advantage_mean": float(summary.advantage_mean),
-        "train/advantage_std": float(summary.advantage_std),
-        "train/correction_fraction": _share(summary.bounded, summary.trained_steps),
-        "train/vtrace_fraction": _share(summary.old_steps, summary.trained_steps),
-    }
+    metrics = {"train/trained_steps": float(summary.trained_steps)}
+    if summary.trained_steps:
+        metrics |= _trained_metrics(summary)
     if summary.own_steps:
         metrics["train/mismatch_max"] = float(summary.mismatch_max)
         metrics["train/mismatch_kl"] = _share(summary.own_kl, summary.own_steps)
@@ -53,13 +47,35 @@ def batch_summary_metrics(summary: Summary) -> dict[str, float]:
     return metrics
 
 
-def optimisation_metrics(terms: Sequence[LossTerms], applied: Sequence[Applied]) -> dict[str, float]:
-    """``train/…`` numbers of the optimiser steps, means over them; fetched from the device."""
+def _trained_metrics(summary: Summary) -> dict[str, float]:
+    return {
+        "train/explained_variance": float(summary.explained_variance),
+        "train/value_mean": float(summary.value_mean),
+        "train/advantage_mean": float(summary.advantage_mean),
+        "train/advantage_std": float(summary.advantage_std),
+        "train/correction_fraction": _share(summary.bounded, summary.trained_steps),
+        "train/vtrace_fraction": _share(summary.old_steps, summary.trained_steps),
+    }
+
+
+def optimisation_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """``train/…`` numbers of the optimiser steps, means over them; fetched from the device.
+
+    Minibatches of which no step is trained are counted, and nothing else of them is told.
+    """
+    full = [outcome for outcome in outcomes if not outcome.empty]
+    counts = {
+        "train/optimizer_steps": float(len(full)),
+        "train/empty_minibatches": float(len(outcomes) - len(full)),
+    }
+    return counts | _step_metrics([each.terms for each in full], [each.applied for each in full]) if full else counts
+
+
+def _step_metrics(terms: Sequence[LossTerms], applied: Sequence[Applied]) -> dict[str, float]:
     names = [name for name in LossTerms._fields if name != "reference_kl" or any(each.reference_kl for each in terms)]
     metrics = {f"train/{name}": _mean([getattr(each, name) for each in terms]) for name in names}
     metrics["train/grad_norm"] = _mean([each.grad_norm for each in applied])
     metrics["train/non_finite"] = 1.0 - _mean([each.finite for each in applied])
-    metrics["train/optimizer_steps"] = float(len(applied))
     return metrics
 
 

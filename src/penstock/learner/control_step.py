@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from penstock.learner.advantages import Chain, Estimates, VTraceClips, gae, vtrace
 from penstock.learner.control_config import PpoConfig
@@ -73,6 +73,20 @@ class Minibatches(NamedTuple):
     steps: StepTargets
 
 
+class Outcome(NamedTuple):
+    """What one minibatch came to.
+
+    Attributes:
+        terms: Of the loss.
+        applied: Of the optimiser step.
+        empty: No step of it is trained, so that nothing was changed; `terms` and `applied` then say nothing.
+    """
+
+    terms: LossTerms
+    applied: Applied
+    empty: Bool[Array, ""]
+
+
 @cache
 def preparer(config: PpoConfig) -> Any:
     """Compiled `prepare`: (policy, arrays) -> `Prepared`."""
@@ -117,8 +131,10 @@ def optimise(
     columns: Int32[Array, " fragments"],
     rate: Float32[Array, ""],
     kl_coefficient: Float32[Array, ""],
-) -> tuple[ControlPolicy, OptimizerState, LossTerms, Applied]:
-    """One optimiser step on some fragments; none where the loss or its gradient is not finite.
+) -> tuple[ControlPolicy, OptimizerState, Outcome]:
+    """One optimiser step on some fragments; none where the loss or its gradient is not finite, or no step is trained.
+
+    A gradient of 0 is no reason to stay: momentum and weight decay would move the parameters all the same.
 
     Args:
         config: The learner's.
@@ -146,8 +162,10 @@ def optimise(
     settings = config.optimizer
     if values_only:
         settings = settings.model_copy(update={"frozen": (*settings.frozen, *_other_arrays(config, policy))})
-    policy, state, applied = apply_gradients(settings, policy, state, gradients, rate, loss)
-    return policy, state, terms, applied
+    updated, advanced, applied = apply_gradients(settings, policy, state, gradients, rate, loss)
+    empty = ~jnp.any(flat.trained)
+    kept = partial(jax.tree.map, partial(jnp.where, empty))
+    return kept(policy, updated), kept(state, advanced), Outcome(terms, applied, empty)
 
 
 def _next_values(policy: ControlPolicy, arrays: FragmentArrays, values: Array, states: Any) -> Array:

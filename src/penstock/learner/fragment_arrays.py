@@ -16,8 +16,6 @@ from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Space
 FEWEST_FINALS = 16
 """K is this times a power of 4, so that an update is compiled for few sizes."""
 
-_NARROW = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
-
 Arrays = dict[str, Any]
 """By leaf name; NumPy arrays, or the device's."""
 
@@ -150,7 +148,7 @@ def blank_arrays(shape: BatchShape, reading: Reading) -> FragmentArrays:
         return np.zeros((rows, fragments), bool)
 
     def leaves(spaces: Sequence[LeafSpace], *batch: int) -> Arrays:
-        return {leaf.name: np.zeros((*batch, *leaf.shape), _narrow(np.dtype(leaf.dtype))) for leaf in spaces}
+        return {leaf.name: np.zeros((*batch, *leaf.shape), leaf.device_dtype) for leaf in spaces}
 
     states = reading.initial_state.items()
     return FragmentArrays(
@@ -260,8 +258,3 @@ def _old(versions: np.ndarray, counted: np.ndarray, reading: Reading) -> np.ndar
         return np.zeros(versions.shape[1], bool)
     oldest = np.where(counted, versions, reading.version_step).min(axis=0)
     return reading.version_step - oldest > reading.old_beyond
-
-
-def _narrow(dtype: np.dtype) -> Any:
-    """The nearest type that JAX keeps by default."""
-    return _NARROW.get(dtype, dtype)

@@ -111,7 +111,7 @@ class Conductor:
     @property
     def step(self) -> int:
         """The learner's version."""
-        return self._parts.learner.step if self._parts is not None else 0
+        return self._parts.learner.step if self._parts is not None else self._log.step
 
     @property
     def lessons(self) -> dict[str, str]:

@@ -25,7 +25,8 @@ class FleetEvaluationConfig(BaseModel):
 
     Attributes:
         every: Versions between two evaluations while the run trains; 0: only before and after it.
-        episodes: Per task. Each simulator plays the same number, so that short episodes do not count more often.
+        episodes: Per task, exactly. Its simulators play the same number each, or one more, decided beforehand, so that
+            short episodes do not count more often.
         simulators: Of all tasks together, at once.
         deterministic: Take the most probable action; false: sample, as in training.
         before: Evaluate the untrained policy, too.
@@ -82,11 +83,6 @@ class FleetRunConfig(BaseModel):
         self._check_replay()
         self._check_evaluation()
         self._check_learner()
-        if self.runtime == "ray" and self.fleet.video.every_episodes:
-            raise ValueError(
-                f"fleet.video.every_episodes is {self.fleet.video.every_episodes}, and runtime is ray: films are made "
-                "in one process only; set it to 0, or runtime: local"
-            )
         unknown = sorted(self.roles.keys() - set(FLEET_ROLES))
         if unknown:
             raise ValueError(f"roles names {', '.join(unknown)}: no such role; there are {', '.join(FLEET_ROLES)}")

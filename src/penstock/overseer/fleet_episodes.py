@@ -42,10 +42,10 @@ def play_episodes(
     Raises:
         Stopped: `stopping` was set.
         NoProgressError: the episodes were not over in time.
-        RunFailed: every simulator is quarantined.
+        RunFailed: every simulator of a task was given up.
     """
     watch = partial(_watch, stopping, on_steps)
-    played = evaluate_policy(pool, runner, episodes * len(config.tasks), config, on_batch=[watch])
+    played = evaluate_policy(pool, runner, episodes, config, on_batch=[watch])
     return {task: _stats(task, played) for task in config.tasks}
 
 

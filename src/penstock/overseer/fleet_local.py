@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import FragmentBatchMaker
-from penstock.fleet import FilmedPool, RolloutManager, RolloutWorkerWrapper, SimulatorPool
-from penstock.fleet.video import require_film_packages
+from penstock.fleet import RolloutManager, RolloutWorkerWrapper
 from penstock.learner import Checkpoint, ControlLearner
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import FleetEvaluator
 from penstock.overseer.fleet_policies import make_worker_runner
-from penstock.overseer.fleet_simulators import OnEvent, worker_pool
+from penstock.overseer.fleet_simulators import OnEvent, filmed_pool, require_films, worker_pool
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import FRAGMENTS, Ledger, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
@@ -76,8 +75,7 @@ def wire_fleet(
     Raises:
         ConfigError: the store's place cannot be used, or packages for films are missing.
     """
-    if config.fleet.video.every_episodes:
-        require_film_packages(f"fleet.video.every_episodes = {config.fleet.video.every_episodes}")
+    require_films(config)
     learner = ControlLearner(start.policy, config.learner, config.steps, config.seed)
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
@@ -102,7 +100,7 @@ def wire_fleet(
         runner.compile()
         worker = f"{name}.{start.lineage}"  # every life of a run has workers of its own, with fragments of their own
         pool = worker_pool(config, number, start.lineage, incarnation, on_event)
-        filmed = _filmed(pool, config, directory, f"{worker}-{incarnation}", on_event)
+        filmed = filmed_pool(pool, config, directory, f"{worker}-{incarnation}", on_event)
         return RolloutWorkerWrapper(
             worker, incarnation, config.fleet, filmed or pool, runner, buffer, weights, on_event=on_event,
             on_batch=(filmed.note,) if filmed else (),
@@ -142,14 +140,6 @@ class _Publisher:
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         self.manager.update_model(version, arrays)
         self.evaluator.offer(version, arrays)
-
-
-def _filmed(
-    pool: SimulatorPool, config: FleetRunConfig, directory: RunDirectory, name: str, on_event: OnEvent
-) -> FilmedPool | None:
-    """The pool with a camera, where films are wanted."""
-    video = config.fleet.video
-    return FilmedPool(pool, video, directory.videos, name, on_event) if video.every_episodes else None
 
 
 @contextmanager

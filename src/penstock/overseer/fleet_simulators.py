@@ -1,15 +1,18 @@
 """Which simulators a fleet run starts: those of its workers, those of its evaluations, and one of each task to look at.
 
 Workers' names hold the life of the run, so that no two of them ever reset a simulator with the same seed; those of
-evaluations do not, so that every version plays the same episodes.
+evaluations do not, so that every version plays the same episodes. Only workers' simulators are filmed.
 """
 
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.fleet import SimulatorPool
+from penstock.fleet import FilmedPool, SimulatorPool
 from penstock.fleet.config import FleetConfig, SimulatorLimits
+from penstock.fleet.video import require_film_packages
 from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.rundir import RunDirectory
 from penstock.types import ConfigError, PenstockError, Spaces, fold
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
@@ -39,6 +42,36 @@ def worker_pool(
     """The simulators of one life of a rollout worker; not started."""
     seed = fold(config.seed, "simulators", lineage, incarnation)
     return SimulatorPool(config.fleet, f"fleet-{number}", seed, on_event, number)
+
+
+def require_films(config: FleetRunConfig) -> None:
+    """Sees that films can be made on this machine, where the run wants some.
+
+    Raises:
+        ConfigError: packages are missing.
+    """
+    if config.fleet.video.every_episodes:
+        require_film_packages(f"fleet.video.every_episodes = {config.fleet.video.every_episodes}")
+
+
+def filmed_pool(
+    pool: SimulatorPool, config: FleetRunConfig, directory: RunDirectory, name: str, on_event: OnEvent
+) -> FilmedPool | None:
+    """The pool with a camera, where films are wanted; `name` is the worker's life, and begins the films' names.
+
+    Raises:
+        ConfigError: packages are missing, or the run directory is not on this machine.
+    """
+    every = config.fleet.video.every_episodes
+    if not every:
+        return None
+    if not directory.config_path.is_file():
+        raise ConfigError(
+            f"fleet.video.every_episodes is {every}, and {socket.gethostname()} does not have the run directory "
+            f"{directory.path}: films would be lost there; set it to 0, or share the directory among the machines"
+        )
+    require_films(config)
+    return FilmedPool(pool, config.fleet.video, directory.videos, name, on_event)
 
 
 def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:

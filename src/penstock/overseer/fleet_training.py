@@ -6,19 +6,19 @@ before the run directory is made, so that a mistake costs nothing and leaves not
 
 from pathlib import Path
 
-from penstock.fleet.space_agreement import same_form
 from penstock.learner import load_checkpoint
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_local import FleetStart
 from penstock.overseer.fleet_policies import make_policy
-from penstock.overseer.fleet_simulators import probe_spaces
+from penstock.overseer.fleet_resume import check_resume
+from penstock.overseer.fleet_simulators import probe_spaces, require_films
 from penstock.overseer.overseer import RunConductor
 from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError, Spaces
+from penstock.types import Spaces
 
 Outcome = tuple[RunDirectory, RunConductor]
 """Where it was written, and who led it."""
@@ -42,6 +42,7 @@ def run_fleet_in_many_processes(
     from penstock.overseer.distributed.fleet_plan import FleetPlan
     from penstock.overseer.many_processes import run_under_ray
 
+    require_films(config)
     spaces = probe_spaces(config)
     make_policy(config, spaces)
     return run_under_ray(
@@ -55,6 +56,7 @@ def run_fleet_in_many_processes(
         lambda settings, states, launcher, log: DistributedFleetConductor(
             FleetPlan(settings, spaces, states), launcher, log
         ),
+        lambda checkpoint: check_resume(config, spaces, checkpoint),
     )
 
 
@@ -67,8 +69,10 @@ def run_fleet_in_one_process(
     directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
     with directory.locked():
         damages = Damages()
-        start = _resumed(directory, damages, spaces) if fresh is None else fresh
-        log, crew = open_log(config, directory, _progress(config, recipe), damages if resume else None), Crew()
+        start = _resumed(config, directory, damages, spaces) if fresh is None else fresh
+        step = 0 if start.checkpoint is None else start.checkpoint.step
+        log = open_log(config, directory, _progress(config, recipe), damages if resume else None, step)
+        crew = Crew()
         conductor = FleetConductor(config, directory, crew, log, start)
         oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
@@ -79,12 +83,8 @@ def _progress(config: FleetRunConfig, recipe: str) -> Progress:
     return Progress(title, config.steps, budget, wording=FLEET_WORDING)
 
 
-def _resumed(directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
+def _resumed(config: FleetRunConfig, directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
     lineage, path = resume_point(directory, damages)
+    check_resume(config, spaces, path)
     checkpoint = load_checkpoint(path)
-    if not same_form(spaces, checkpoint.policy.spaces):
-        raise ConfigError(
-            f"fleet.tasks: {path} holds a policy for other observations or actions than these simulators have: resume "
-            "with the tasks that it was trained on"
-        )
     return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)

@@ -20,7 +20,7 @@ class FleetUpdates:
     """
 
     def __init__(self, log: RunLog, tasks: Collection[str]) -> None:
-        self.step = 0
+        self.step = log.step
         self.metrics: dict[str, float] = {}
         self._log = log
         self._tasks = tasks

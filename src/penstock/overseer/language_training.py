@@ -33,7 +33,9 @@ def run_in_one_process(
     with directory.locked():
         damages = Damages()
         start = _resumed(directory, damages) if fresh is None else fresh
-        log, crew = open_log(config, directory, _progress(config, recipe), damages if resume else None), Crew()
+        step = 0 if start.checkpoint is None else start.checkpoint.step
+        log = open_log(config, directory, _progress(config, recipe), damages if resume else None, step)
+        crew = Crew()
         conductor = Conductor(config, directory, crew, log, start, environments)
         oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor

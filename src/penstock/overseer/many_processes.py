@@ -13,7 +13,7 @@ from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
 from penstock.overseer.overseer import RunConductor
 from penstock.overseer.ray import RayLauncher
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
+from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point, step_of
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
@@ -31,6 +31,7 @@ def run_under_ray(
     hosts: Mapping[str, str],
     progress: Progress,
     make_conductor: Callable[[Settings[AnyConfig], States, Launcher, RunLog], RunConductor],
+    check_resume: Callable[[Path], None] | None = None,
 ) -> tuple[RunDirectory, RunConductor]:
     """Runs it to its end.
 
@@ -43,6 +44,7 @@ def run_under_ray(
         hosts: By key of the config, the addresses that its servers listen on.
         progress: What the view shows.
         make_conductor: From settings, the states of the checkpoint that it begins with, launcher and log.
+        check_resume: Told the checkpoint to resume from, before anything is started; raises where it does not fit.
 
     Raises:
         ConfigError: bad input; nothing was written.
@@ -51,6 +53,8 @@ def run_under_ray(
     with directory.locked():
         damages = Damages()
         lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        if checkpoint is not None and check_resume is not None:
+            check_resume(checkpoint)
         states = None if checkpoint is None else read_states(checkpoint)
         try:
             launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
@@ -60,13 +64,13 @@ def run_under_ray(
                 shutil.rmtree(directory.path)  # nothing of a run is in it
             raise
         try:
-            log, crew = open_log(config, directory, progress, damages if resume else None), Crew()
+            log = open_log(config, directory, progress, damages if resume else None, step_of(checkpoint))
             settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
             conductor = make_conductor(settings, states, launcher, log)
         except BaseException:
             launcher.close(config.overseer.stop_timeout_s)
             raise
-        oversee(conductor, crew, log, config, directory, quiet)
+        oversee(conductor, Crew(), log, config, directory, quiet)
     return directory, conductor
 
 

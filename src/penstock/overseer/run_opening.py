@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.learner import newest_good_checkpoint, read_states
+from penstock.learner.checkpoint_files import read_state
 from penstock.overseer.config import RunConfig
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.overseer import Overseer, RunConductor
@@ -30,10 +31,23 @@ class Damages(list[tuple[str, str]]):
 
 
 def open_log(
-    config: RunConfig | FleetRunConfig, directory: RunDirectory, progress: Progress, resumed: Damages | None
+    config: RunConfig | FleetRunConfig,
+    directory: RunDirectory,
+    progress: Progress,
+    resumed: Damages | None,
+    step: int = 0,
 ) -> RunLog:
-    """The run's log; with `resumed`, what the config changed and what was damaged stands in it already."""
+    """The run's log; with `resumed`, what the config changed and what was damaged stands in it already.
+
+    Args:
+        config: The run's.
+        directory: Where it is written.
+        progress: What the view shows.
+        resumed: What was damaged, of a run that is resumed; None for a new one.
+        step: The version that the run stands at: of its first events.
+    """
     log = RunLog(directory, config, progress)
+    log.step = progress.step = step
     if resumed is not None:
         _record_changes(directory, config, log)
         for place, reason in resumed:
@@ -74,6 +88,11 @@ def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path]:
     # A life that went back to its very beginning has a number, but no fork.
     newest = max(Lineages(directory.lineages_path).newest, int(read_states(path)["run"]["lineage"]))
     return newest + 1, path
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The version that a checkpoint, as `resume_point` gave it, holds; 0 for a run that begins."""
+    return 0 if checkpoint is None else int(read_state(checkpoint)["step"])
 
 
 def create_run(config: RunConfig | FleetRunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:

@@ -1,7 +1,8 @@
 """The replay buffer: takes rollouts over, makes them durable, owns freshness, capacity, uses and fates.
 
 The way of a group: delivered → ingested (`intake`) → sealed to a file (`sealing`) → offered to a batch maker, taken
-by an update, trained (`stock`). This module holds the lock, the waits and the checkpoint.
+by an update (`outlet`), trained (`stock`). What a checkpoint brings back of it is `restoration`'s. This module holds
+the lock, and is what others see.
 
 Two kinds, by admission. A paced buffer (`TicketIssuer`) gives every update its batch: `next_batch`, `finish_update`. An
 open one (`OpenAdmission`) takes what arrives and is sampled: `sample`, and `set_current_step` finishes what earlier
@@ -15,8 +16,6 @@ Not covered: which of the fresh groups make a batch, and with what advantage (`p
 """
 
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,34 +25,28 @@ from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.disk_space import DiskSpace
 from penstock.replay.feed import AnyMaker, MakerFeed
 from penstock.replay.freshness import FreshnessRules
-from penstock.replay.history import History
 from penstock.replay.inspection import Inspector
-from penstock.replay.intake import CurriculumHook, Intake, waiting_group
+from penstock.replay.intake import CurriculumHook, Intake
 from penstock.replay.issuer import TicketIssuer
-from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
+from penstock.replay.outlet import NAP_S, Outlet
+from penstock.replay.restoration import Restoration
 from penstock.replay.room import Room
 from penstock.replay.sealing import Sealer
-from penstock.replay.stock import FormedBatch, Stock
+from penstock.replay.stock import Stock
 from penstock.replay.store import ExperienceStore
 from penstock.replay.tally import Tally
 from penstock.replay.upkeep import Upkeep
 from penstock.replay.wait_report import describe_stock, describe_wait
 from penstock.types import (
-    CheckpointError,
     Clock,
     ConfigError,
-    Experience,
     NoProgressError,
     RolloutBatch,
     RolloutGroup,
-    RolloutRecord,
     RunFailed,
     TrainingBatch,
     WeightVersion,
 )
-
-_NAP_S = 1.0
-"""Longest sleep of a waiting learner before it looks at clocks (stragglers, staleness) again; news wake it."""
 
 
 class ReplayBuffer:
@@ -81,7 +74,6 @@ class ReplayBuffer:
     ) -> None:
         self._config = config
         self._store = store
-        self._kept: deque[tuple[float, frozenset[str]]] = deque(maxlen=keep_checkpoints)
         self._admission = OpenAdmission(store.open_ledger()) if admission is None else admission
         self._ledger = self._admission.ledger
         self._clock = clock
@@ -99,9 +91,13 @@ class ReplayBuffer:
         if self._admission.paced and config.max_waiting is not None:
             raise ConfigError(f"replay.max_waiting is {config.max_waiting}, but tickets limit what waits: leave it out")
         self._room = Room(config.max_waiting, config.max_waiting_s)
-        self._waiting_since: float | None = None
-        self._awaited = 0  # with fewer rollouts in an open buffer no arrival wakes a learner
-        self._expendable: tuple[str, ...] = ()
+        self._outlet = Outlet(
+            config, store, self._admission, self._stock, self._sealer, self._seal, self._room, self._space, clock,
+            self._numbers,
+        )  # fmt: skip
+        self._restoration = Restoration(
+            store, self._admission, self._stock, self._intake, self._survives, clock, keep_checkpoints
+        )
         self._admission.attach(self._intake)
 
     # --- rollouts in ---------------------------------------------------------------------------------------------
@@ -145,7 +141,7 @@ class ReplayBuffer:
         """With the lock held; whether its file is due."""
         self._admission.raise_if_over()
         self._intake.deliver(group)
-        if self._admission.paced or self._stock.waiting.rollouts >= self._awaited:
+        if self._admission.paced or self._stock.waiting.rollouts >= self._outlet.awaited:
             self._changed.notify_all()
         complete = self._config.synchronous and self._admission.next_turn() is None
         return complete and self._admission.paced
@@ -228,11 +224,7 @@ class ReplayBuffer:
             raise ConfigError(f"batch_size is {batch_size}: a batch has at least 1")
         if self._admission.paced:
             raise RunFailed("a paced replay buffer is not sampled: ask next_batch for the batch of an update")
-        self._admission.raise_if_over()
-        self._seal()
-        with self._changed:
-            formed = self._form(self._stock.current if step is None else step, False, batch_size, environment_name)
-        return None if formed is None else self._write_intent(formed, 0.0)
+        return self._outlet.sample(batch_size, environment_name, step)
 
     def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
         """See `BatchSource.next_batch`; `finish_update` must follow once the update was applied.
@@ -259,35 +251,11 @@ class ReplayBuffer:
                 stragglers aborted. Call `wake` when it changes.
             batch_size: Of an open buffer, in the batch maker's units; None means `groups_per_batch`.
         """
-        started = time.monotonic()
-        while True:
-            self._admission.raise_if_over()
-            hurry = wanted()
-            if self._sealer.due or (hurry and self._completes_a_batch(batch_size)):
-                self._seal()
-            with self._changed:
-                formed = self._form(step, hurry, batch_size)
-                remaining = started + timeout_s - time.monotonic()
-                if formed is None and remaining <= 0:
-                    return None
-                if formed is None and wanted() == hurry and not (hurry and self._completes_a_batch(batch_size)):
-                    self._awaited = batch_size or self._config.groups_per_batch
-                    self._changed.wait(min(remaining, _NAP_S))
-            if formed is not None:
-                return self._write_intent(formed, time.monotonic() - started)
+        return self._outlet.wait(step, timeout_s, wanted, batch_size)
 
     def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
         return self.await_batch(step, 0.0, lambda: True)
-
-    def _completes_a_batch(self, batch_size: int | None = None) -> bool:
-        """Whether a file now helps: it gives a batch enough groups, or everything is back and waits for it alone."""
-        with self._changed:
-            ingested, held = self._admission.outstanding.ingested, len(self._admission.outstanding)
-            enough = ingested >= self._config.groups_per_batch or ingested == held or self._stock.has_reusable
-            if not self._admission.paced:
-                enough = self._stock.waiting.rollouts >= (batch_size or self._config.groups_per_batch)
-            return enough and len(self._sealer) > 0 and not self._space.retry_in_s
 
     def wake(self) -> None:
         """Those who wait look again."""
@@ -302,53 +270,6 @@ class ReplayBuffer:
             self._stock.finish(step)
             self._admission.finish(step)
             self._changed.notify_all()
-
-    def _form(
-        self, step: int, hurry: bool, batch_size: int | None = None, environment_name: str | None = None
-    ) -> FormedBatch | None:
-        admission = self._admission
-        admission.raise_if_over()
-        now = self._clock()
-        self._stock.drop_expired(now, step)
-        if not admission.paced:
-            formed = self._stock.sample(step, batch_size or self._config.groups_per_batch, environment_name)
-        else:
-            self._make_way(admission, step, hurry, now)
-            formed = self._stock.form_batch(step, hurry, admission.is_stuck)
-        if formed is not None:
-            self._waiting_since = None
-            if self._room.most is not None:
-                self._changed.notify_all()
-            self._ledger.check()
-            formed.metrics.update(self._numbers())
-        return formed
-
-    def _make_way(self, admission: Admission, step: int, hurry: bool, now: float) -> None:
-        """A learner that waits does not wait for stragglers for ever."""
-        if step != admission.update:
-            raise RunFailed(f"the batch of update {step} was asked for, but {admission.update} is next")
-        if not hurry:
-            return
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        if isinstance(admission, TicketIssuer):
-            admission.abort_stragglers(self._waiting_since)
-
-    def _write_intent(self, formed: FormedBatch, wait_s: float) -> TrainingBatch[Any]:
-        batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
-        while not self._try_to_write(batch_id, formed):
-            self._admission.raise_if_over()
-            time.sleep(min(self._space.retry_in_s, _NAP_S))
-        metrics = {**formed.metrics, **self._store.metrics(), "replay/wait_s": wait_s}
-        return TrainingBatch(batch_id, formed.step, formed.examples, formed.group_ids, metrics)
-
-    def _try_to_write(self, batch_id: str, formed: FormedBatch) -> bool:
-        try:
-            self._store.write_batch(batch_id, formed.examples, formed.step, self._admission.lineage)
-        except OSError as error:
-            self._space.note(error)
-            return False
-        self._space.note_written()
-        return True
 
     def _seal(self) -> None:
         self._sealer.seal(self._offer)
@@ -431,7 +352,7 @@ class ReplayBuffer:
                 if not len(self._sealer) and self._ledger.write_backlog():
                     yield
                     return
-            time.sleep(min(max(self._space.retry_in_s, self._ledger.space.retry_in_s), _NAP_S))
+            time.sleep(min(max(self._space.retry_in_s, self._ledger.space.retry_in_s), NAP_S))
 
     def close(self) -> None:
         """Wakes everybody with `Stopped`; what was delivered is still stored.
@@ -455,29 +376,11 @@ class ReplayBuffer:
         """
         with self.boundary():
             self.check_ledger()
-            self._ledger.sync()
-            groups = self._stock.groups()
-            self._expendable = self._find_expendable()
-            state = {
-                "lineage": self._admission.lineage,
-                "recorded": sorted(self._intake.recorded.union(groups)),
-                "alive": groups if not self._admission.paced else self._stock.used(),
-            }
-            if isinstance(self._admission, OpenAdmission):
-                state["admission"] = self._admission.state()
-            return state
-
-    def _find_expendable(self) -> tuple[str, ...]:
-        """Files that none of the kept checkpoints can need, this one included."""
-        self._kept.append((self._clock(), frozenset(self._ledger.live_groups())))
-        if len(self._kept) < (self._kept.maxlen or 1):
-            return ()  # an older one may be of an earlier life, and nobody knows what it needs
-        return self._store.expendable(frozenset[str]().union(*(live for _, live in self._kept)), self._kept[0][0])
+            return self._restoration.state()
 
     def checkpoint_saved(self) -> None:
         """The checkpoint of the last `state` has its name: files that nobody can need any more may go."""
-        expendable, self._expendable = self._expendable, ()
-        self._store.expire(expendable)
+        self._restoration.checkpoint_saved()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Checkpointable.restore`: rebuilds ledger and stock from the run's files (`recovery`).
@@ -489,74 +392,8 @@ class ReplayBuffer:
             RunFailed: what the files say and what was brought back differ.
         """
         with self._changed:
-            try:
-                recorded, alive = set(state["recorded"]), {str(k): set(v) for k, v in state["alive"].items()}
-                if isinstance(self._admission, OpenAdmission):
-                    self._admission.restore(state["admission"])
-                self._store.lineages.begin(self._admission.lineage, int(state["lineage"]), self._admission.update)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"the replay buffer's state does not fit: {error!r}") from error
-            self._stock.current = self._admission.update
-            self._intake.recorded = recorded - alive.keys()
-            plan, records = self._plan(alive)
-            self._ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
-            self._ledger.log_fates(plan.decisions, self._admission.update)
-            self._bring_back(plan, records)
-            self._admission.readmit()
+            self._restoration.restore(state)
             self.check_ledger()
-
-    def _plan(self, alive: Mapping[str, set[str]]) -> tuple[RecoveryPlan, list[RolloutRecord[Any]]]:
-        """What is to be done, and the records that come back; a file that turns out to be damaged changes both."""
-        history = self._store.history()
-        while True:
-            plan = self._plan_by(history, alive)
-            records = self._store.read_records(plan.waiting)
-            missing = {i for ids in plan.waiting.values() for i in ids}
-            missing.difference_update(record.rollout.rollout_id for record in records)
-            again = self._store.history() if missing else history
-            if again.damage == history.damage:
-                return plan, records
-            history = again
-
-    def _plan_by(self, history: History, alive: Mapping[str, set[str]]) -> RecoveryPlan:
-        admission = self._admission
-        admission.recover(list(history.tickets()), history.lost())
-        view = CheckpointView(
-            admission.update,
-            admission.restored_tickets(),
-            alive,
-            admission.key_of,
-            admission.was_drawn,
-            self._survives,
-        )
-        return plan_recovery(history, view)
-
-    def _bring_back(self, plan: RecoveryPlan, stored: Sequence[RolloutRecord[Any]]) -> None:
-        """Claims wait for their tickets; the others go into stock by arrival, spent members known to the baseline."""
-        alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
-        claimed = set(plan.claims.values()) if self._admission.paced else set[str]()
-        members: dict[str, list[RolloutRecord[Any]]] = {}
-        for record in stored:
-            members.setdefault(record.group_id, []).append(record)
-        groups: dict[str, RolloutGroup[Experience]] = {}
-        for group_id in plan.waiting:
-            records = members.get(group_id, [])
-            rollouts = tuple(record.rollout for record in records if record.rollout.rollout_id in alive)
-            if not rollouts:
-                continue
-            groups[group_id] = group = RolloutGroup(records[0].group_key, rollouts, group_id)
-            if group_id not in claimed:
-                spent = [record.rollout for record in records if record.rollout.rollout_id not in alive]
-                self._restock(group, spent, plan)
-        if self._admission.paced:
-            self._intake.claims = {key: groups[group_id] for key, group_id in plan.claims.items()}
-
-    def _restock(self, group: RolloutGroup[Experience], spent: Sequence[Experience], plan: RecoveryPlan) -> None:
-        waiting = waiting_group(group, None)
-        waiting.uses = {i: plan.uses[i] for r in group.rollouts if plan.uses[i := r.rollout_id]} or None
-        if self._admission.paced or waiting.uses or spent:
-            waiting.first_use = max(0, self._stock.current - 1)
-        self._stock.add(waiting, durable=True, spent=[rollout for rollout in spent if rollout.defect is None])
 
     def _survives(self, version: WeightVersion) -> bool:
         return self._store.lineages.survives(version, self._admission.lineage)

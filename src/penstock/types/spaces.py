@@ -27,7 +27,8 @@ class LeafSpace:
         shape: Of the array.
         dtype: NumPy's name of it.
         n: Number of choices: one for ``discrete``, one per element in C order for ``multi_discrete``; else empty.
-        low: Smallest value of a ``box``, where one holds for all elements; None: unbounded or different.
+        low: Smallest value of a ``box``, where one holds for all elements; None: unbounded or different. Of 64-bit
+            integers the least of all elements.
         high: Largest, likewise.
         start: First value of a ``discrete``, or of all of a ``multi_discrete``, as the simulator counts; arrays here
             begin at 0.
@@ -46,6 +47,44 @@ class LeafSpace:
     def nbytes(self) -> int:
         """Of one array."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it holds 64-bit integers."""
+        return self.dtype in ("int64", "uint64")
+
+    @property
+    def device_dtype(self) -> np.dtype:
+        """What the array becomes on a device, which has no 64-bit numbers.
+
+        Floats of 64 bits are rounded to the nearest of 32. Integers of 64 bits become int32, or else uint32, where that
+        holds every value between their bounds. Everything else stays.
+
+        Raises:
+            ConfigError: neither holds them, or it is no kind of number that a device has; names leaf and bounds.
+        """
+        dtype = np.dtype(self.dtype)
+        if self.is_wide:
+            return self._narrow()
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise ConfigError(
+                f"{self.kind} {self.name!r} is {self.dtype}, which a policy's device does not have: wrap the simulator "
+                "so that it is float32, or an integer"
+            )
+        return np.dtype(np.float32) if dtype == np.float64 else dtype
+
+    def _narrow(self) -> np.dtype:
+        low, high = (0, max(self.n) - 1) if self.n else (self.low, self.high)
+        for narrow in (np.int32, np.uint32):
+            limits = np.iinfo(narrow)
+            if low is not None and high is not None and limits.min <= low and high <= limits.max:
+                return np.dtype(narrow)
+        bounds = "without bounds" if low is None or high is None else f"between {low:.17g} and {high:.17g}"
+        raise ConfigError(
+            f"{self.kind} {self.name!r} is {self.dtype} {bounds}: a policy's device holds integers of -2**31 to "
+            "2**31 - 1, or of 0 to 2**32 - 1. Declare the bounds that the values really have, or wrap the simulator so "
+            "that they fit, or are float32"
+        )
 
     def zeros(self, *batch: int) -> np.ndarray:
         """An array of zeros with batch axes in front."""

@@ -155,9 +155,10 @@ class FetchingClient:
             raise WeightsError(
                 f"asked for {version} of {self._endpoint['job']}, got {manifest.version} of {manifest.job}"
             )
+        layout = manifest.layout
         if self._layout is not None:
-            check_layout(self._layout, manifest.layout, "fetched arrays")
-        self._layout = manifest.layout
+            check_layout(self._layout, layout, "fetched arrays")
+        self._layout = layout
         self._held = _Held(manifest, arrays if self._config.encoding == "delta" else None)
         if self._newest is None:
             self._newest = Announcement(manifest.incarnation, version)

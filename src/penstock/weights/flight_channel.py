@@ -79,32 +79,28 @@ class Channel:
         except UnreachableError as error:
             _log.info("%r did not reach the weight server: %s", name, error)
 
-    def fetch(
-        self, ticket: StreamTicket, buffers: Sequence[np.ndarray], deadline: float, stall_s: float | None
-    ) -> None:
-        """Receives a payload over parallel streams.
+    def begin(self, ticket: StreamTicket, buffers: Sequence[np.ndarray], deadline: float) -> "Fetch":
+        """Begins to receive a payload over parallel streams; `Fetch.wait` ends that, or `Fetch.give_up`.
 
         Args:
             ticket: What; the numbers of the streams are filled in here.
             buffers: uint8 [size] each: where its buffers go.
             deadline: Monotonic seconds.
-            stall_s: Give up when nothing came for so long; None waits until the deadline.
 
         Raises:
-            UnreachableError: the server died, or was too slow.
-            WeightsError: it refused, or sent something else.
+            UnreachableError: this was closed.
         """
         plan = cut([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
-        fetch = _Fetch(self.address, buffers, deadline, self._closed)
+        fetch = Fetch(self.address, buffers, deadline, self._closed)
         tickets = [ticket.model_copy(update=numbers | {"stream": stream}) for stream in range(self._streams)]
         with self._in_use():
-            futures = [
+            fetch.streams = [
                 self._pool.submit(self._receive, fetch, connection, stream_ticket, pieces)
                 for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
                 if pieces
             ]
-            fetch.wait(futures, stall_s)
+        return fetch
 
     def close(self) -> None:
         """Ends fetches that run, and lets no call begin; a question that runs ends in its own time. May come twice."""
@@ -117,7 +113,7 @@ class Channel:
             self._disconnect()
 
     def _receive(
-        self, fetch: "_Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]
+        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]
     ) -> None:
         with self._in_use():
             fetch.receive(connection, ticket, pieces)
@@ -143,8 +139,12 @@ class Channel:
             connection.close()
 
 
-class _Fetch:
-    """The streams of one fetch that runs: all end when one fails."""
+class Fetch:
+    """The streams of one fetch that runs: all end when one fails. Made by `Channel.begin`.
+
+    Attributes:
+        streams: One future for each stream that has something to bring.
+    """
 
     def __init__(self, address: str, buffers: Sequence[np.ndarray], deadline: float, closed: threading.Event) -> None:
         self._address, self._buffers, self._deadline, self._closed = address, buffers, deadline, closed
@@ -152,6 +152,7 @@ class _Fetch:
         self._lock = threading.Lock()
         self._moved_at = time.monotonic()
         self._ended = False
+        self.streams: Sequence[Future[None]] = ()
 
     def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]) -> None:
         """Receives one stream into its places."""
@@ -169,9 +170,17 @@ class _Fetch:
         except (pa.ArrowException, OSError) as error:
             raise local_error(error, self._address) from error
 
-    def wait(self, futures: Sequence[Future[None]], stall_s: float | None) -> None:
-        """Waits for all streams, and ends them all when one failed or nothing comes any more."""
-        pending = set(futures)
+    def wait(self, stall_s: float | None) -> None:
+        """Waits for all streams, and ends them all when one failed or nothing comes any more.
+
+        Args:
+            stall_s: Give up when nothing came for so long; None waits until the deadline.
+
+        Raises:
+            UnreachableError: the server died, or was too slow.
+            WeightsError: it refused, or sent something else.
+        """
+        pending = set(self.streams)
         try:
             while pending:
                 done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
@@ -181,8 +190,18 @@ class _Fetch:
                     self._check_progress(stall_s)
         finally:
             if pending:
-                self._cancel()
-                wait(pending, timeout=_LOOK_S)
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Ends the streams that still run; what came is not used. A stream that hangs is left to its deadline."""
+        with self._lock:
+            self._ended = True
+            readers = list(self._readers)
+        running = [stream for stream in self.streams if not stream.cancel() and not stream.done()]
+        if running:
+            for reader in readers:
+                reader.cancel()
+            wait(running, timeout=_LOOK_S)
 
     def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
         column = batch.column(0) if batch is not None and batch.num_columns == 1 else None
@@ -205,10 +224,3 @@ class _Fetch:
         still_s = time.monotonic() - self._moved_at
         if stall_s is not None and still_s > stall_s:
             raise UnreachableError(f"the weight server at {self._address} sent nothing for {still_s:.0f} s")
-
-    def _cancel(self) -> None:
-        with self._lock:
-            self._ended = True
-            readers = list(self._readers)
-        for reader in readers:
-            reader.cancel()

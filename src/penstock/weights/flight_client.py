@@ -16,7 +16,7 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.fan_out import ROOT
 from penstock.weights.fetching import Announcement, FetchingClient, Received
 from penstock.weights.flight_access import Access, host_of, is_loopback
-from penstock.weights.flight_channel import Channel
+from penstock.weights.flight_channel import Channel, Fetch
 from penstock.weights.flight_messages import (
     Content,
     FinishedRequest,
@@ -50,6 +50,16 @@ class _Came:
     keep: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Early:
+    """Streams that were opened before the root said where to fetch, by what it published before."""
+
+    incarnation: str
+    sizes: list[int]
+    buffers: list[np.ndarray]
+    fetch: Fetch
+
+
 class FlightReader:
     """Speaks to the root at one endpoint, and to the parents that it names (`fetching.Reader`).
 
@@ -77,6 +87,7 @@ class FlightReader:
         self._root = Channel(address, tls, access, config.streams, config.chunk_bytes)
         self._parent: Channel | None = None
         self._came: _Came | None = None
+        self._direct: Manifest | None = None
         self._numbers = {"weights/bytes_received": 0.0, "weights/from_clients": 0.0, "weights/parent_failures": 0.0}
 
     def newest(self) -> Announcement | None:
@@ -98,11 +109,17 @@ class FlightReader:
         deadline = time.monotonic() + timeout_s
         again = self._came is not None and self._came.manifest.version == version  # what came was damaged
         self._came = None
+        early = None if again or base is not None else self._begin_early(version, deadline)
         while True:
-            offer = self._offer(version, base, again, deadline)
-            manifest = offer.read_manifest(self._config.max_bytes)
-            if offer.parent == ROOT:
-                return self._received(self._root, manifest, base, offer, offer.deltas, deadline, None)
+            try:
+                offer = self._offer(version, base, again, deadline)
+                manifest = offer.read_manifest(self._config.max_bytes)
+                if offer.parent == ROOT:
+                    return self._received(self._root, manifest, base, offer, offer.deltas, deadline, None, early)
+            finally:
+                if early is not None:
+                    early.fetch.give_up()
+                    early = None
             if offer.parent is not None:
                 try:
                     return self._from_parent(offer.parent, manifest, base, offer, deadline)
@@ -173,23 +190,22 @@ class FlightReader:
         deltas: Sequence[int] | None,
         deadline: float,
         stall_s: float | None,
+        early: _Early | None = None,
     ) -> Received:
         start = None if deltas is None else content_pair(base)
         sizes = [spec.nbytes for spec in manifest.arrays] if deltas is None else list(deltas)
         if sum(sizes) > manifest.nbytes:
             raise WeightsError(f"deltas of {sum(sizes)} bytes are more than the arrays' {manifest.nbytes}")
-        ticket = StreamTicket(
-            **self._who,
-            incarnation=manifest.incarnation,
-            version=pair(manifest.version),
-            base=start,
-            stream=0,
-            streams=1,
-            chunk_bytes=self._config.chunk_bytes,
-        )
-        take = self._memory.take if deltas is None else plain_memory
-        buffers = [take(size) for size in sizes]
-        channel.fetch(ticket, buffers, deadline, stall_s)
+        if early is not None and deltas is None and early.incarnation == manifest.incarnation and early.sizes == sizes:
+            buffers, fetch = early.buffers, early.fetch
+        else:
+            if early is not None:
+                early.fetch.give_up()
+            take = self._memory.take if deltas is None else plain_memory
+            buffers = [take(size) for size in sizes]
+            fetch = channel.begin(self._ticket(manifest.incarnation, manifest.version, start), buffers, deadline)
+        fetch.wait(stall_s)
+        self._direct = manifest if channel is self._root and deltas is None and not offer.keep else None
         self._numbers["weights/bytes_received"] += sum(sizes)
         self._came = _Came(manifest, start, buffers if deltas is not None else (), offer.keep)
         if deltas is not None:
@@ -198,6 +214,31 @@ class FlightReader:
         for array in arrays.values():
             array.flags.writeable = False
         return Received(manifest, arrays, (), sum(sizes))
+
+    def _begin_early(self, version: WeightVersion, deadline: float) -> _Early | None:
+        """Opens the streams from the root while it is asked, where it will hardly say anything else.
+
+        That is so after a fetch of whole arrays from the root with no more clients than it serves itself. Where it says
+        something else after all, what came is thrown away.
+        """
+        before, self._direct = self._direct, None
+        if before is None:
+            return None
+        sizes = [spec.nbytes for spec in before.arrays]
+        buffers = [self._memory.take(size) for size in sizes]
+        ticket = self._ticket(before.incarnation, version, None)
+        return _Early(before.incarnation, sizes, buffers, self._root.begin(ticket, buffers, deadline))
+
+    def _ticket(self, incarnation: str, version: WeightVersion, base: Content | None) -> StreamTicket:
+        return StreamTicket(
+            **self._who,
+            incarnation=incarnation,
+            version=pair(version),
+            base=base,
+            stream=0,
+            streams=1,
+            chunk_bytes=self._config.chunk_bytes,
+        )
 
     def _channel_to(self, address: str) -> Channel:
         if self._parent is None or self._parent.address != address:

@@ -30,10 +30,14 @@ DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_T
 }
 """Every dtype that travels."""
 
+_NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+"""NumPy spells a dtype out in microseconds, and does so for every array of every publication."""
+
 MAX_ARRAYS = 100_000
 MAX_NAME_CHARACTERS = 512
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 _MAX_DIMENSIONS = 16
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """As JSON text."""
-        return json.dumps(self.to_values(), separators=(",", ":")).encode()
+        return compact_json(self.to_values())
 
     @classmethod
     def from_values(cls, values: Any, max_bytes: int) -> "Manifest":
@@ -148,7 +152,7 @@ def describe(job: str, incarnation: str, version: WeightVersion, arrays: Mapping
     _check_sendable(arrays)
     digests = _digests(arrays.values())
     specs = tuple(
-        ArraySpec(name, str(array.dtype), tuple(array.shape), array.nbytes, digest)
+        ArraySpec(name, _dtype_name(array.dtype), tuple(array.shape), array.nbytes, digest)
         for (name, array), digest in zip(arrays.items(), digests, strict=True)
     )
     return Manifest(job, incarnation, version, specs, content_digest(specs))
@@ -183,7 +187,7 @@ def damaged_arrays(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> list
 
 def layout_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype by name, of JAX or NumPy arrays."""
-    return {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
+    return {name: (tuple(array.shape), _dtype_name(array.dtype)) for name, array in arrays.items()}
 
 
 def check_layout(expected: Layout, found: Layout, who: str) -> None:
@@ -218,6 +222,11 @@ def version_from_values(values: Any) -> WeightVersion:
     return WeightVersion(lineage, step)
 
 
+def compact_json(values: Any) -> bytes:
+    """JSON text without spaces."""
+    return _COMPACT.encode(values).encode()
+
+
 def read_json(text: bytes) -> Any:
     """JSON of bounded size, from another process.
 
@@ -232,13 +241,17 @@ def read_json(text: bytes) -> Any:
         raise WeightsError(f"a description of weights is not JSON: {error}") from error
 
 
+def _dtype_name(dtype: Any) -> str:
+    return _NAME_OF_DTYPE.get(dtype) or str(dtype)
+
+
 def _digests(arrays: Iterable[np.ndarray]) -> list[str]:
     listed = list(arrays)
     return in_parallel(array_digest, listed, sum(array.nbytes for array in listed))
 
 
 def _check_sendable(arrays: Mapping[str, np.ndarray]) -> None:
-    wrong = [f"{name} is {array.dtype}" for name, array in arrays.items() if str(array.dtype) not in DTYPES]
+    wrong = [f"{name} is {array.dtype}" for name, array in arrays.items() if _dtype_name(array.dtype) not in DTYPES]
     wrong += [
         f"the name {name!r:.100} has {len(name)} characters, 1 to {MAX_NAME_CHARACTERS} are allowed"
         for name in arrays

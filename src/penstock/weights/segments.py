@@ -23,7 +23,10 @@ from penstock.weights.manifest import Manifest, from_raw_bytes, raw_bytes
 _MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 _MOST_COPIERS = 4
-_PIECE_BYTES = 1 << 20
+_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 1 << 20, 1 << 23
+_Piece = tuple[np.ndarray, np.ndarray, int, int]
+"""To, from, first byte, last byte + 1."""
+
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once: touching fresh ones one by one takes ten times as long."""
 
@@ -100,17 +103,14 @@ class Copier:
 
         Whoever calls that copies along.
         """
-        pieces = deque(
-            (to[start : start + _PIECE_BYTES], source[start : start + _PIECE_BYTES])
-            for to, source in pairs
-            for start in range(0, to.size, _PIECE_BYTES)
-        )
-        helpers = [self._pool.submit(_copy, pieces) for _ in range(min(self._helpers, len(pieces)))]
+        pieces = _cut(pairs, 1 + self._helpers)
+        helpers = [self._pool.submit(_copy, pieces) for _ in range(min(self._helpers, len(pieces) - 1))]
 
         def finish() -> None:
             _copy(pieces)
             for helper in helpers:
-                helper.result()
+                if not helper.cancel():  # one that found no free core until now has nothing to do any more
+                    helper.result()
 
         return finish
 
@@ -119,13 +119,32 @@ class Copier:
         self._pool.shutdown()
 
 
-def _copy(pieces: deque[tuple[np.ndarray, np.ndarray]]) -> None:
+def _cut(pairs: Iterable[tuple[np.ndarray, np.ndarray]], threads: int) -> deque[_Piece]:
+    """What there is to copy, in pieces that shrink towards the end.
+
+    A thread that has done a piece needs the interpreter for the next one, while the publishing thread writes its
+    marker: so the first ones are large. The last ones are small, so that all threads end together.
+    """
+    listed = list(pairs)
+    left = sum(to.size for to, _ in listed)
+    pieces = deque[_Piece]()
+    for to, source in listed:
+        start = 0
+        while start < to.size:
+            size = min(max(left // (2 * threads), _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES, to.size - start)
+            pieces.append((to, source, start, start + size))
+            start += size
+            left -= size
+    return pieces
+
+
+def _copy(pieces: deque[_Piece]) -> None:
     while True:
         try:
-            to, source = pieces.popleft()
+            to, source, start, end = pieces.popleft()
         except IndexError:
             return
-        np.copyto(to, source)
+        np.copyto(to[start:end], source[start:end])
 
 
 def mapped_arrays(path: Path | str, manifest: Manifest) -> dict[str, np.ndarray]:

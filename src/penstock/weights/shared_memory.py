@@ -62,8 +62,10 @@ class SharedMemory:
         """See `WritableShelf.discard`. One segment that nobody reads stays for the next version."""
         for name in names - self._segments.keys():
             (self._folder.path / name).unlink(missing_ok=True)
-        idle = [name for name in sorted(self._segments) if name != self._offered and self._is_idle(name)]
-        for name in idle[1:]:
+        others = [name for name in sorted(self._segments) if name != self._offered]
+        if len(others) < 2:
+            return
+        for name in [name for name in others if self._is_idle(name)][1:]:
             self._segments.pop(name).remove()
 
     def endpoint(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class ShelfStore:
     ) -> None:
         self._shelf, self._job, self._token, self._keep = shelf, job, token, keep
         self._marker = found
+        self._files = found.files if found is not None else set[str]()
         self._messages: dict[tuple[_Content, _Content], str] = {}
         self._numbers: dict[str, float] = {}
 
@@ -71,7 +72,7 @@ class ShelfStore:
         """See `Store.put`."""
         manifest = publication.manifest
         before = self._older_offers(manifest)
-        taken = self._marker.files if self._marker is not None else set[str]()
+        taken = self._files
         file = self._shelf.write_arrays(manifest, publication.arrays, taken)
         messages, written = self._write_messages(publication, taken)
         chains = {
@@ -80,9 +81,9 @@ class ShelfStore:
         }
         marker = Marker(self._job, (Offer(manifest, file, chains), *before))
         self._shelf.write_marker(marker.to_bytes(self._token))
-        self._marker, self._messages = marker, messages
+        self._marker, self._files, self._messages = marker, marker.files, messages
         self._numbers["weights/bytes"] = float(manifest.nbytes + written)
-        self._shelf.discard(taken - marker.files)
+        self._shelf.discard(taken - self._files)
 
     def endpoint(self) -> dict[str, Any]:
         """See `Store.endpoint`."""
@@ -103,8 +104,8 @@ class ShelfStore:
             newest = offers[0].manifest.version
             raise WeightsError(f"{manifest.version} is older than {newest}, which a broadcaster of this job published")
         no_chains: Chains = {}
-        older = [Offer(offer.manifest, offer.file, no_chains) for offer in offers]
-        return [offer for offer in older if offer.manifest.version != manifest.version][: self._keep - 1]
+        older = [offer for offer in offers if offer.manifest.version != manifest.version][: self._keep - 1]
+        return [Offer(offer.manifest, offer.file, no_chains) for offer in older]
 
     def _write_messages(
         self, publication: Publication, taken: set[str]

@@ -26,6 +26,11 @@ def test_discrete_values_become_one_hot_rows():
     assert OneHot((2,) * 2)(jnp.array([[1, 9]])).tolist() == [[0, 1, 0, 1]]  # beyond the last counts as it
 
 
+def test_large_unsigned_numbers_count_as_the_last_choice():
+    numbers = jnp.array([[0, 2**31, 2**32 - 1]], jnp.uint32)
+    assert OneHot((2,) * 3)(numbers).tolist() == [[1, 0, 0, 1, 0, 1]]
+
+
 def test_embeddings_follow_each_other_in_one_table():
     table = jnp.arange(10.0).reshape(5, 2)
     assert Embedding(table, (2, 3))(jnp.array([[1, 0], [0, 2]])).tolist() == [[2, 3, 4, 5], [0, 1, 8, 9]]

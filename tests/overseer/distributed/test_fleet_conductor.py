@@ -28,7 +28,7 @@ from penstock.types import RunFailed
 from tests.overseer.conftest import merged
 from tests.overseer.thread_launcher import ThreadLauncher
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 TINY: dict[str, Any] = {
     "seed": 3,
     "steps": 4,
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
     "replay": {"fragments_per_batch": 4, "max_waiting": 4},
     "learner": {"epochs": 1, "minibatches": 2, "optimizer": {"learning_rate": 0.01}},
     "evaluation": {"episodes": 4, "simulators": 2, "before": False},
-    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 5.0, "backoff_s": 0.05, "checkpoint_every": 2},
+    "overseer": {"heartbeat_s": 0.05, "heartbeat_timeout_s": 30.0, "backoff_s": 0.05, "checkpoint_every": 2},
 }
 
 
@@ -189,6 +189,23 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     made = run.fragments()
     first, second = (made[f"rollout-1.0-{incarnation}-0-0"]["observations"] for incarnation in (0, 1))
     assert first != second
+
+
+def test_each_worker_films_into_the_run_directory_and_leaves_no_draft_of_an_earlier_life(run_dir: Path):
+    films = {"tasks": {"guess": {"id": "tests.overseer.simulators:Shown"}}, "video": {"every_episodes": 3, "fps": 10}}
+    changes = {"steps": 100_000, "fleet": films, "learner": {"minibatches": 1}}
+    with running(run_dir, changes) as run:
+        drafts = [run.directory.videos / f".rollout-{index}.0-0.mp4.tmp" for index in (0, 1)]
+        run.until(lambda: all(any(run.directory.videos.glob(f"rollout-{i}.0-0_*")) for i in (0, 1)), "film of each")
+        run.launcher.die("rollout-1")
+        run.until(lambda: any(run.directory.videos.glob("rollout-1.0-1_*")), "film of the replacement")
+    assert not any(draft.exists() for draft in drafts)
+    written = run.events("film_written")
+    assert {event["component"] for event in written} == {"rollout-0", "rollout-1"}
+    films_there = {str(path) for path in run.directory.videos.glob("*.mp4")}
+    assert {event["path"] for event in written} <= films_there
+    assert all(name.endswith("_return5.mp4") for name in films_there), "whole episodes"
+    assert run.updates()[-1]["fleet/films"] >= 1
 
 
 @pytest.mark.parametrize("name", ["learner-0", "replay-0"])

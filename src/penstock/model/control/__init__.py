@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from penstock.model.control.config import ControlModelConfig
     from penstock.model.control.creation import make_control_policy
     from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
-    from penstock.model.control.folder import CONTROL_SCHEMA_VERSION, load_control_policy, save_control_policy
+    from penstock.model.control.folder import (
+        CONTROL_SCHEMA_VERSION,
+        load_control_policy,
+        read_control_form,
+        save_control_policy,
+    )
     from penstock.model.control.policy import ControlPolicy
 
 _EXPORTS = {
@@ -22,14 +27,15 @@ _EXPORTS = {
     "load_control_policy": "folder",
     "make_control_policy": "creation",
     "named_arrays": "arrays",
+    "read_control_form": "folder",
     "save_control_policy": "folder",
     "with_named_arrays": "arrays",
 }
 
 __all__ = [
     "Bernoulli", "CONTROL_SCHEMA_VERSION", "Categorical", "ControlModelConfig", "ControlPolicy", "DiagonalGaussian",
-    "Distribution", "load_control_policy", "make_control_policy", "named_arrays", "save_control_policy",
-    "with_named_arrays",
+    "Distribution", "load_control_policy", "make_control_policy", "named_arrays", "read_control_form",
+    "save_control_policy", "with_named_arrays",
 ]  # fmt: skip
 
 

@@ -21,8 +21,11 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
         seed: The run's; the same seed gives the same weights.
 
     Raises:
-        ConfigError: the network does not fit the spaces; the message names the leaf and the remedy.
+        ConfigError: the network does not fit the spaces, or no device holds one of their arrays exactly; the message
+            names the leaf and the remedy.
     """
+    for leaf in (*spaces.observations, *spaces.actions):
+        _ = leaf.device_dtype  # it raises here, before anything is learned
     rng = generator(fold(seed, "model"))
     encoder = Encoder.draw(rng, config, spaces.observations)
     memory = _memory(rng, config, encoder.features)

@@ -46,7 +46,10 @@ class OneHot(LeafEncoder):
 
     def __call__(self, values: Num[Array, "batch *leaf"]) -> Float[Array, "batch features"]:
         """Encodes a batch."""
-        flat = values.reshape(len(values), len(self.n)).astype(jnp.int32)
+        flat = values.reshape(len(values), len(self.n))
+        if flat.dtype == jnp.uint32:
+            flat = jnp.minimum(flat, np.uint32(2**31 - 1))  # larger ones would be negative below
+        flat = flat.astype(jnp.int32)
         if len(set(self.n)) == 1:
             choices = jnp.clip(flat, 0, self.n[0] - 1)
             return jax.nn.one_hot(choices, self.n[0], dtype=jnp.float32).reshape(len(values), -1)

@@ -65,7 +65,7 @@ def load_control_policy(folder: str | Path) -> ControlPolicy:
         SchemaVersionError: a newer Penstock wrote it.
     """
     folder = Path(folder)
-    config, spaces = _read_config(folder / "config.json", read_json(folder / "config.json"))
+    config, spaces = read_control_form(folder)
     try:
         policy = make_control_policy(config, spaces, seed=0)
         with open_tensors(folder) as files:
@@ -73,6 +73,17 @@ def load_control_policy(folder: str | Path) -> ControlPolicy:
         return with_named_arrays(policy, arrays)
     except (ConfigError, WeightsError) as error:
         raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
+
+
+def read_control_form(folder: str | Path) -> tuple[ControlModelConfig, Spaces]:
+    """The network and the spaces of a folder that `save_control_policy` wrote; no array is read.
+
+    Raises:
+        CheckpointError: ``config.json`` is missing or broken, or of no control policy.
+        SchemaVersionError: a newer Penstock wrote it.
+    """
+    path = Path(folder) / "config.json"
+    return _read_config(path, read_json(path))
 
 
 def _read_config(path: Path, content: Mapping[str, Any]) -> tuple[ControlModelConfig, Spaces]:

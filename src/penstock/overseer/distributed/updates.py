@@ -45,7 +45,7 @@ class Updates:
     """
 
     def __init__(self, log: RunLog, staleness_budget: int) -> None:
-        self.step = 0
+        self.step = log.step
         self.bottleneck = ""
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}

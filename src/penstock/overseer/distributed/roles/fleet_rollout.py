@@ -1,9 +1,10 @@
 """A rollout worker of a fleet run in a process of its own, with its simulators as children.
 
 It starts its simulators at once, and rolls out from the moment the learner trains. Weights come from the learner's
-broadcaster beside the rollout, fragments go to the replay buffer, and twice a second it tells there how it is. What
-breaks in a simulator is the worker's own business; whatever else goes wrong ends the component. Its next incarnation
-has other seeds, and its fragments have ids of their own.
+broadcaster beside the rollout, fragments go to the replay buffer, and twice a second it tells there how it is. Films
+are written into the run directory, which must be on its machine where films are wanted. What breaks in a simulator is
+the worker's own business; whatever else goes wrong ends the component. Its next incarnation has other seeds, and its
+fragments have ids of their own.
 """
 
 import time
@@ -19,7 +20,7 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.roles.weight_feed import WeightFeed
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy, make_worker_runner
-from penstock.overseer.fleet_simulators import is_news, worker_pool
+from penstock.overseer.fleet_simulators import filmed_pool, is_news, worker_pool
 from penstock.replay import RemoteFragments
 from penstock.types import Spaces, UnreachableError, WeightVersion
 
@@ -47,15 +48,22 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._feed = WeightFeed(around, settings, in_training=True)
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
         self._runner = make_worker_runner(make_policy(config, spaces), config, me.index, before, me.incarnation)
+        name = f"{me.name}.{lineage}"  # every life of a run has fragments of its own
+        pool = worker_pool(config, me.index, lineage, me.incarnation, self._on_event)
+        filmed = filmed_pool(pool, config, settings.directory, f"{name}-{me.incarnation}", self._on_event)
+        if filmed is not None:
+            for draft in settings.directory.videos.glob(f".{name}-*.tmp"):
+                draft.unlink(missing_ok=True)  # of an earlier incarnation, whose process is gone
         self._worker = RolloutWorkerWrapper(
-            f"{me.name}.{lineage}",  # every life of a run has fragments of its own
+            name,
             me.incarnation,
             config.fleet,
-            worker_pool(config, me.index, lineage, me.incarnation, self._on_event),
+            filmed or pool,
             self._runner,
             self._sink,
             self._feed,
             on_event=self._on_event,
+            on_batch=(filmed.note,) if filmed else (),
             first_weights_timeout_s=FIRST_WEIGHTS_S,
             stamp=self._clock.now,
         )

@@ -1,0 +1,162 @@
+"""An open buffer and its files: what a resume brings back, what is kept for it, what a disk refuses."""
+
+import time
+
+import pytest
+from tests.replay.open_buffers import Open, ids
+
+from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
+from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
+from penstock.rundir import RunDirectory
+from penstock.types import DuplicateGroupError, RunDirectoryError, RunFailed, Ticket
+
+
+def test_an_open_buffer_resumes_from_its_files(sim, tmp_path):
+    """Trained before the checkpoint stays so; what was trained after it, or arrived after it, waits again."""
+    directory = RunDirectory.create(tmp_path / "run", {})
+    config = dict(max_rollout_step_delay=9)
+    store = RolloutStore(directory)
+    run = Open(sim, DeadlineBatchMaker(max_tokens=16), store, **config)
+    run.add(*[run.group() for _ in range(3)])
+    run.buffer.sample(1)
+    run.buffer.set_current_step(1)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    run.buffer.sample(1)
+    run.buffer.set_current_step(2)
+    run.add(run.group())
+    run.admission.start("easy-0-9", "easy", 2)  # dies with its simulator
+    assert run.counts() == {"started": 10, "trained": 4, "waiting": 4, "in_flight": 2}
+    store.close()
+
+    store = RolloutStore(directory)
+    again = Open(sim, DeadlineBatchMaker(max_tokens=16), store, states, lineage=1, **config)
+    assert again.counts() == {"started": 10, "trained": 2, "waiting": 6, "aborted": 2}
+    again.buffer.check_ledger()
+    assert ids(again.buffer.sample(3)) == [f"easy-0-{group}/{i}" for group in (1, 2, 3) for i in range(2)]
+    again.buffer.set_current_step(2)
+    assert again.counts() == {"started": 10, "trained": 8, "aborted": 2}
+    store.close()
+
+
+def test_a_directory_with_a_past_is_not_written_into_unknowingly(sim, tmp_path):
+    store = RolloutStore(tmp_path / "mine")
+    run = Open(sim, DeadlineBatchMaker(max_tokens=16), store)
+    run.add(run.group())
+    store.close()
+    again = Open(sim, DeadlineBatchMaker(max_tokens=16), RolloutStore(tmp_path / "mine"))
+    with pytest.raises(RunDirectoryError, match="mine holds the rollouts of an earlier life: choose another directory"):
+        again.add(again.group())
+
+
+def test_what_a_storage_delivers_again_after_a_crash_is_taken_back(sim, tmp_path):
+    """Announced and never stored: a resume counts it as aborted, until a storage that outlived the crash has it."""
+    directory = RunDirectory.create(tmp_path / "run", {})
+    store = RolloutStore(directory)
+    run = Open(sim, DeadlineBatchMaker(max_tokens=16), store)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    group = run.group()
+    run.admission.start(group.group_id, "easy", 2)
+    store.close()
+    again = Open(sim, DeadlineBatchMaker(max_tokens=16), RolloutStore(directory), states, 1)
+    assert again.counts() == {"started": 2, "aborted": 2}
+    again.add(group)
+    assert again.counts() == {"started": 2, "waiting": 2}
+    assert ids(again.buffer.sample(1)) == ["easy-0-0/0", "easy-0-0/1"]
+    with pytest.raises(DuplicateGroupError):
+        again.add(group)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_file_goes_that_a_kept_checkpoint_may_need(sim, tmp_path, keep):
+    store = RolloutStore(RunDirectory.create(tmp_path / "run", {}), StoreConfig(max_bytes=1, buffer_size=1))
+    admission = OpenAdmission(store.open_ledger())
+    config = ReplayBufferConfig(max_rollout_step_delay=9, store=StoreConfig(buffer_size=1))
+    maker = DeadlineBatchMaker(max_tokens=16)
+    buffer = ReplayBuffer(config, store, maker, admission, keep_checkpoints=keep)
+    left = []
+    for step in range(3):
+        ticket = Ticket(f"easy-0-{step}", "easy", step, step, 0, 0)
+        sim.deliver(buffer, sim.make_group(ticket, [0.0, 1.0], weight_step=step, timestamp=time.time()))
+        buffer.sample(1)
+        buffer.set_current_step(step + 1)
+        with buffer.boundary():
+            buffer.state()
+        buffer.checkpoint_saved()
+        left.append(len(list((tmp_path / "run" / "rollouts").glob("*.parquet"))))
+    assert left == ([0, 0, 0] if keep == 1 else [1, 1, 1])
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["recency", "grpo"])
+def test_after_a_resume_the_rest_of_a_group_keeps_its_baseline(sim, tmp_path, kind):
+    """Rewards 0, 0, 0, 1: whoever is left is measured against all four, as before."""
+
+    def maker():
+        if kind == "grpo":
+            return GrpoBatchMaker(max_tokens=16, seed=0)
+        return RecencyBatchMaker(unit="rollout", max_tokens=16, seed=0)
+
+    directory = RunDirectory.create(tmp_path / "run", {})
+    store = RolloutStore(directory)
+    run = Open(sim, maker(), store, max_rollout_step_delay=9)
+    run.add(run.group([0.0, 0.0, 0.0, 1.0]))
+    run.buffer.sample(3)
+    run.buffer.set_current_step(1)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    store.close()
+    again = Open(sim, maker(), RolloutStore(directory), states, 1, max_rollout_step_delay=9)
+    [example] = again.buffer.sample(1).examples
+    reward = 1.0 if example.rollout_ids == ("easy-0-0/3",) else 0.0
+    assert float(example.advantage.max() + example.advantage.min()) == pytest.approx(reward - (1.0 - reward) / 3)
+
+
+def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open_buffer):
+    run = open_buffer()
+    run.buffer._space._limit_s = 0.0  # replay.store.full_disk_s: 0
+    seal, full = run.store.seal, [True]
+
+    def store_seal(records):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        seal(records)
+
+    run.store.seal = store_seal
+    with pytest.raises(OSError, match="No space left"):
+        run.add(run.group())
+    full[0] = False
+    run.add(run.group())
+    assert len(run.store.sealed) == 4 and len(run.buffer.sample(2).group_ids) == 2
+    full[0] = True
+    run.buffer._sealer._buffer_size = 100
+    run.add(run.group())
+    run.buffer.close()  # in a signal handler, maybe: it says what happened to those who ask next
+    with pytest.raises(RunFailed, match="the last rollouts could not be stored: .*No space left"):
+        run.buffer.sample(1)
+
+
+def test_all_states_of_a_checkpoint_see_the_same_moment(sim, tmp_path):
+    """A group that the batch maker refuses when its file is written is gone before any state is taken."""
+    config = ReplayBufferConfig(groups_per_batch=2, store=StoreConfig(buffer_size=1000))
+    run = sim.Simulation(config, sim.World(slots=0))
+    run.buffer = ReplayBuffer(config, run.store, DeadlineBatchMaker(max_tokens=3), run.issuer, run.clock)
+    [ticket] = run.issuer.acquire(1, 0)
+    sim.deliver(run.buffer, sim.make_group(ticket, [0.0, 1.0, 0.5][: sim.GROUP_SIZES[ticket.lesson_id]], timestamp=1e3))
+    with run.buffer.boundary():
+        assert run.issuer.state()["outstanding"] == []
+        assert run.buffer.state()["recorded"] == []
+
+
+def test_files_fall_due_without_anybody_coming_by(sim):
+    store = sim.MemoryStore()
+    config = ReplayBufferConfig(store=StoreConfig(buffer_size=1000, seal_s=0.05))
+    buffer = ReplayBuffer(config, store, RecencyBatchMaker(max_tokens=16, seed=0))
+    ticket = Ticket("easy-0-0", "easy", 0, 0, 0, 0)
+    sim.deliver(buffer, sim.make_group(ticket, [0.0, 1.0], timestamp=time.time()))
+    limit = time.monotonic() + 10.0
+    while not store.sealed:
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    buffer.close()
