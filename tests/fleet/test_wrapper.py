@@ -65,6 +65,20 @@ def test_a_life_in_good_order():
     assert not threads & {"w.rollout", "w.sender", "w.weights"}
 
 
+def test_while_its_threads_are_being_started_it_is_new_and_never_ended(monkeypatch):
+    wrapper, states, start = wrapper_of(FakePool(4), FakeRunner(4), ListSink()), [], threading.Thread.start
+
+    def looked_at(thread):
+        states.append(wrapper.condition().state)
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", looked_at)
+        wrapper.start()
+    assert states == ["new", "new"]
+    assert wrapper.stop(10) == [] and wrapper.condition().state == "ended"
+
+
 def test_what_is_complete_is_sent_before_it_ends():
     pool, sink = FakePool(4), ListSink(delay_s=0.01)
     wrapper = wrapper_of(pool, FakeRunner(4), sink)

@@ -138,6 +138,7 @@ class RolloutWorkerWrapper:
         self._weights_changed = threading.Condition()
         self._loaded: WeightVersion | None = None
         self._newest: WeightVersion | None = None
+        self._starting = threading.Lock()
         self._ending = threading.Lock()
         self._failure: BaseException | None = None
         self._abandoned = False
@@ -151,12 +152,14 @@ class RolloutWorkerWrapper:
         loops = {"rollout": self._roll_out, "sender": self._sender.run}
         if self._weights is not None:
             loops["weights"] = self._fetch_weights
-        self._threads = [
+        threads = [
             threading.Thread(target=self._guarded, args=(name, loop), name=f"{self.worker_id}.{name}", daemon=True)
             for name, loop in loops.items()
         ]
-        for thread in self._threads:
-            thread.start()
+        with self._starting:
+            for thread in threads:
+                thread.start()
+            self._threads = threads  # only now: threads that have not begun look like threads that have ended
         self._on_event("worker_started", {"worker": self.worker_id, "incarnation": self.incarnation})
 
     def stop(self, timeout_s: float) -> list[str]:
@@ -169,9 +172,11 @@ class RolloutWorkerWrapper:
         """
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
-        for thread in self._threads:  # the rollout thread comes first: it closes the queue, which ends the sender
+        with self._starting:
+            threads = self._threads
+        for thread in threads:  # the rollout thread comes first: it closes the queue, which ends the sender
             thread.join(max(0.0, deadline - time.monotonic()))
-        late = [thread.name for thread in self._threads if thread.is_alive()]
+        late = [thread.name for thread in threads if thread.is_alive()]
         self._queue.abandon()
         with self._ending:
             first, self._abandoned = not self._abandoned, True

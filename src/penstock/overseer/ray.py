@@ -18,6 +18,7 @@ import secrets
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -411,7 +412,9 @@ def _connect(config: RayConfig, namespace: str) -> None:
     if config.runtime_env:
         options["runtime_env"] = config.runtime_env
     try:
-        with _termination_unchanged():
+        with _termination_unchanged(), warnings.catch_warnings():
+            # Ray forks to start its daemons, which begin another program at once: JAX need not warn of it.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             if config.address is not None:
                 _join(config.address, options)
             else:

@@ -193,7 +193,7 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
 
 def test_each_worker_films_into_the_run_directory_and_leaves_no_draft_of_an_earlier_life(run_dir: Path):
     films = {"tasks": {"guess": {"id": "tests.overseer.simulators:Shown"}}, "video": {"every_episodes": 3, "fps": 10}}
-    changes = {"steps": 100_000, "fleet": films, "learner": {"minibatches": 1}}
+    changes = {"steps": 100_000, "fleet": films, "overseer": {"checkpoint_every": 1000}}
     with running(run_dir, changes) as run:
         drafts = [run.directory.videos / f".rollout-{index}.0-0.mp4.tmp" for index in (0, 1)]
         run.until(lambda: all(any(run.directory.videos.glob(f"rollout-{i}.0-0_*")) for i in (0, 1)), "film of each")
