@@ -119,7 +119,7 @@ def train(
     from penstock.overseer import print_summary, train
 
     summary = train(config, run_dir=directory, resume=resume, recipe=source, quiet=quiet)
-    print_summary(summary, source, Console())
+    print_summary(summary, Console())
     return 0 if summary.complete else 130
 
 
@@ -148,6 +148,7 @@ def evaluate(
     """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators."""
     from penstock.overseer.config_loading import load_config
 
+    _refuse_run_directory(checkpoint)
     config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
     from penstock.overseer import FleetRunConfig
 
@@ -373,6 +374,15 @@ def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
     from penstock.rundir import RunDirectory
 
     return str(RunDirectory.open_existing(directory).config_path), directory
+
+
+def _refuse_run_directory(path: Path) -> None:
+    from penstock.types import ConfigError
+
+    steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
+    if steps:
+        newest = path / "checkpoints" / f"step-{max(steps)}"
+        raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")
 
 
 def _recorded_config(checkpoint: Path) -> str:

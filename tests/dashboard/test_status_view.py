@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from penstock.dashboard import RunStatus, print_status, print_status_json
@@ -43,6 +44,21 @@ def test_everything_that_is_known_is_shown():
     assert server == ("inference-0#2 running 2 11, 1 behind 25% a:77 serving (last death: no answer for 30 s)".split())
     assert any("learner-0#0    starting" in line for line in lines)
     assert any("rollout-3#0" in line and "running, leaving" in line for line in lines)
+
+
+def test_what_only_a_living_run_does_is_not_said_of_one_that_is_over():
+    lines = [line.rstrip() for line in shown(CONTENT, "finished").splitlines()]
+    assert not any(line.startswith(("phase", "waiting", "throughput")) or "running" in line for line in lines)
+    assert "at last     1,234 tokens/s" in lines
+    (server,) = [line.split() for line in lines if line.startswith("inference-0")]
+    assert server[:2] == ["inference-0#2", "ended"] and "serving" not in server
+
+
+@pytest.mark.parametrize("whose", ["groups", "simulators"])
+def test_failures_are_counted_with_the_last_reason(whose):
+    text = shown({whose: {"failed": 1234, "last_failure": "it was ended by SIGKILL"}})
+    assert f"failures  1,234 of {whose}; the last: it was ended by SIGKILL" in text
+    assert "failures" not in shown({whose: {"failed": 0, "last_failure": ""}})
 
 
 def test_a_dead_run_says_why():

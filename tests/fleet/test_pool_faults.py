@@ -340,7 +340,7 @@ def test_nothing_outlives_a_worker_that_was_killed(tmp_path):
 
 
 def test_a_hundred_restarts_leave_no_descriptor_and_no_memory_behind():
-    limits = _limits(backoff_s=0.001, max_backoff_s=0.001, restarts_per_minute=1000)
+    limits = _limits(backoff_s=0.001, max_backoff_s=0.001, restarts_per_minute=1000, max_failures_in_row=None)
     with driven(config_of(2, 1, limits=limits)) as driver:
         driver.steps(2)
         gc.collect()

@@ -39,5 +39,16 @@ def test_the_rate_counts_the_last_minute_only():
 
 
 def test_no_cap_means_none():
-    record = RestartRecord(_limits(max_restarts=None))
+    record = RestartRecord(_limits(max_restarts=None, max_failures_in_row=None))
     assert all(isinstance(record.failed(n * 10.0), RestartAfter) for n in range(3000))
+
+
+def test_a_row_of_failures_is_the_end_unless_an_action_was_answered():
+    record = RestartRecord(_limits(max_failures_in_row=3))
+    for _ in range(5):
+        assert all(isinstance(record.failed(0.0), RestartAfter) for _ in range(2))
+        record.answered()
+    assert all(isinstance(record.failed(0.0), RestartAfter) for _ in range(2))
+    verdict = record.failed(0.0)
+    assert isinstance(verdict, Quarantine) and "max_failures_in_row = 3" in verdict.reason
+    assert record.restarts == 12

@@ -175,6 +175,10 @@ def test_observations_of_another_shape_are_named():
     write = make_writer(gym.Dict({"x": gym.Box(0, 1, (2,), np.float32)}), {"x": np.zeros((1, 2), np.float32)})
     with pytest.raises(SimulatorValueError, match=r"observation 'x' has shape \(1,\): its space says \(2,\)"):
         write(0, {"x": np.zeros(1)})
+    with pytest.raises(SimulatorValueError, match=r"no part 'x', which its space has: it has 'y'$"):
+        write(0, {"y": np.zeros(2)})
+    with pytest.raises(SimulatorValueError, match=r"no part 'x', which its space has: it is a float$"):
+        write(0, 1.5)
     with pytest.raises(SimulatorValueError, match="7 characters"):
         make_writer(gym.Text(3), {"": np.zeros((1, 3), np.int32)})(0, "toolong")
     with pytest.raises(SimulatorValueError, match=r"has shape \(3,\): its space says \(2,\)"):

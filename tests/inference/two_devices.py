@@ -130,6 +130,7 @@ def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_d
     assert collectives(programs.resize, cache, window=64) == {}
 
 
+@pytest.mark.slow
 def test_a_swap_while_running_is_whole_on_both_devices(make_decoder, start_engine, split, monkeypatch):
     first, second = make_decoder(3), make_decoder(9)
     engine = start_engine(first, split)

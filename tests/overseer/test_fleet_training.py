@@ -86,7 +86,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert not (run_dir / "stacks.txt").exists()
 
     console = Console(file=io.StringIO(), width=100)
-    print_summary(summary, "mine.yaml", console)
+    print_summary(summary, console)
     print_status(read_run_status(run_dir), console)
     text = console.file.getvalue()
     for words in ("Return of episodes", "untrained", "finished at step 3/3", "penstock eval", "tasks ", "fragments "):

@@ -54,6 +54,21 @@ def test_without_a_terminal_every_step_is_one_plain_line():
     assert "reward 0.800" in lines[0]
 
 
+def test_without_a_terminal_events_are_told_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("penstock.overseer.terminal.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    shown = progress()
+    with TerminalView(shown, console) as view:
+        for at, words in ((100.0, "one"), (101.0, "two"), (102.0, "three"), (110.0, ""), (121.0, "")):
+            now[0] = at
+            if words:
+                shown.note(words)
+            view.tick()
+    told = [line.split("] ")[1] for line in console.file.getvalue().splitlines()]
+    assert told == ["one", "three (1 more since)"]
+
+
 def test_quiet_prints_nothing():
     console = Console(file=io.StringIO(), force_terminal=True)
     with TerminalView(progress(), console, quiet=True) as view:

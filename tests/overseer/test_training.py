@@ -263,7 +263,7 @@ def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path, monkeypatch: 
     config["curriculum"]["lessons"] = {"dogs": lesson, **config["curriculum"]["lessons"]}
     summary = train(build_config(RunConfig, config), run_dir, resume=True, quiet=True)
     assert summary.complete
-    print_summary(summary, "cats", Console(quiet=True))
+    print_summary(summary, Console(quiet=True))
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["trained"] == 5 * 9
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
@@ -299,6 +299,7 @@ def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     ).exists() else None
 
 
+@pytest.mark.slow
 def test_two_turns_with_a_tool_reproduce_themselves_in_lockstep(tmp_path: Path):
     lesson = {
         "environment": {"env_class": "penstock.environments.calculator.CalculatorEnvironment"},

@@ -34,11 +34,11 @@ def print_status(status: RunStatus, console: Console) -> None:
     content = status.content
     console.print(Text.assemble(f"{shortened(str(status.path), LONGEST)}  ", _state(status)))
     lines = Table.grid(padding=(0, 2))
-    for name, text in _lines(content):
+    for name, text in _lines(content, status.alive):
         lines.add_row(Text(name, style="dim"), Text(shortened(text, LONGEST)))
     if lines.row_count:
         console.print(lines)
-    table = _components(content)
+    table = _components(content, status.alive)
     if table.row_count:
         console.print(table)
 
@@ -57,8 +57,8 @@ def _state(status: RunStatus) -> Text:
     return text
 
 
-def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Heading and text of what is known."""
+def _lines(content: Mapping[str, Any], alive: bool) -> list[tuple[str, str]]:
+    """Heading and text of what is known; of a run that is over, nothing that only a living one does."""
     step, steps = content.get("step"), content.get("steps")
     numbers = {**_mapping(content.get("engine")), **_mapping(content.get("numbers"))}
     throughput = [
@@ -70,28 +70,38 @@ def _lines(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     lessons = [f"{lesson}: {state}" for lesson, state in _mapping(content.get("lessons")).items()]
     is_fleet = "account" in content
     lines = [
-        ("phase", str(content.get("phase", ""))),
+        ("phase", str(content.get("phase", "")) if alive else ""),
         ("step", f"{step} of {steps}, lineage {content.get('lineage', 0)}" if step is not None else ""),
         ("bottleneck", str(content.get("bottleneck", ""))),
-        ("throughput", ", ".join(throughput)),
+        ("throughput" if alive else "at last", ", ".join(throughput)),
         ("fragments" if is_fleet else "rollouts", ", ".join(ledger)),
         ("tasks" if is_fleet else "lessons", "; ".join(lessons)),
+        ("failures", _failures(content)),
         ("learner", str(content.get("learner", ""))),
-        ("waiting", str(content.get("waiting_for", ""))),
+        ("waiting", str(content.get("waiting_for", "")) if alive else ""),
     ]
     return [(name, text) for name, text in lines if text]
 
 
-def _components(content: Mapping[str, Any]) -> Table:
+def _failures(content: Mapping[str, Any]) -> str:
+    """Of groups and simulators: how many, and why the last."""
+    for whose in ("groups", "simulators"):
+        found = _mapping(content.get(whose))
+        if isinstance(found.get("failed"), int) and found["failed"]:
+            return f"{found['failed']:,} of {whose}; the last: {found.get('last_failure', '')}"
+    return ""
+
+
+def _components(content: Mapping[str, Any], alive: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("component", "state", "deaths", "weights", "idle", "where", "doing"):
         table.add_column(title, justify="right" if title in ("deaths", "idle") else "left", no_wrap=title != "doing")
     for name, fields in components(content).items():
-        table.add_row(*(Text(shortened(cell, LONGEST)) for cell in _row(name, fields)))
+        table.add_row(*(Text(shortened(cell, LONGEST)) for cell in _row(name, fields, alive)))
     return table
 
 
-def _row(name: str, fields: Mapping[str, Any]) -> list[str]:
+def _row(name: str, fields: Mapping[str, Any], alive: bool) -> list[str]:
     version, lag = fields.get("version"), fields.get("lag_steps")
     held = f"{version[1]}" + (f", {lag} behind" if lag else "") if isinstance(version, list) and lag is not None else ""
     busy_s, idle_s = fields.get("busy_s", 0.0), fields.get("idle_s", 0.0)
@@ -101,6 +111,8 @@ def _row(name: str, fields: Mapping[str, Any]) -> list[str]:
     if fields.get("last_death"):
         doing += f" (last death: {fields['last_death']})"
     state = str(fields.get("state", fields.get("phase", ""))) + (", leaving" if fields.get("leaving") else "")
+    if not alive and state.startswith("running"):
+        state, doing = "ended", ""
     idle = f"{idle_s / (busy_s + idle_s):.0%}" if known else ""
     return [f"{name}#{fields.get('incarnation', 0)}", state, str(fields.get("deaths", 0)), held, idle, where, doing]
 

@@ -35,6 +35,7 @@ class SimulatorLimits(BaseModel):
         max_backoff_s: Longest such wait.
         max_restarts: Restarts after failures in the life of one process slot; then it is quarantined; None: no limit.
         restarts_per_minute: More restarts after failures than this in a minute quarantine the slot, too.
+        max_failures_in_row: So do so many failures in a row, none of whose lives answered an action; None: no limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,6 +49,7 @@ class SimulatorLimits(BaseModel):
     max_backoff_s: float = Field(default=30.0, gt=0)
     max_restarts: int | None = Field(default=1000, ge=0)
     restarts_per_minute: int = Field(default=20, ge=1)
+    max_failures_in_row: int | None = Field(default=8, ge=1)
 
 
 class VideoConfig(BaseModel):

@@ -353,6 +353,7 @@ class SimulatorPool:
         if "preloaded" in values:
             self._on_event("nursery_ready", {"seconds": values["preloaded"], "troubles": values["troubles"]})
         elif "spawned" in values:
+            self._nursery_record.answered()
             self._take_process(int(values["spawned"]), int(values["pid"]), answer.pidfd)
         elif "failed" in values and (process := self._tickets.get(int(values["failed"]))) is not None:
             self._bury(process, str(values["reason"]))

@@ -1,7 +1,8 @@
 """When a simulator process that failed is started again, and when it is given up.
 
 Pure arithmetic over failures and their times; no clock of its own. A wait that doubles with every failure in a row
-(a life that answered an action ends the row), a cap for the whole life of a process slot, and a limit per minute.
+(a life that answered an action ends the row), a limit of such rows, a cap for the whole life of a process slot, and a
+limit per minute.
 Replacements at `restart_interval_s` are no failures and are not counted here.
 """
 
@@ -64,6 +65,11 @@ class RestartRecord:
         limits = self._limits
         if limits.max_restarts is not None and self.restarts >= limits.max_restarts:
             return Quarantine(f"it failed after max_restarts = {limits.max_restarts} restarts: raise it if that is few")
+        if limits.max_failures_in_row is not None and self._in_row + 1 >= limits.max_failures_in_row:
+            return Quarantine(
+                f"it failed max_failures_in_row = {limits.max_failures_in_row} times, and answered no action in "
+                "between: raise it if that is few"
+            )
         while self._recent and self._recent[0] <= now_s - _RATE_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= limits.restarts_per_minute:

@@ -147,9 +147,20 @@ def _common(bound: np.ndarray) -> float | None:
 def _branch_writer(parts: list[tuple[Any, Writer]]) -> Writer:
     def write(row: int, value: Any) -> None:
         for key, write_part in parts:
-            write_part(row, value[key])
+            try:
+                part = value[key]
+            except (KeyError, IndexError, TypeError) as error:
+                raise SimulatorValueError(
+                    f"an observation has no part {key!r}, which its space has: {_brief(value)}"
+                ) from error
+            write_part(row, part)
 
     return write
+
+
+def _brief(value: Any) -> str:
+    """What came instead, for a message."""
+    return f"it has {', '.join(map(repr, value))}" if isinstance(value, dict) else f"it is a {type(value).__name__}"
 
 
 def _leaf_writer(space: gym.Space[Any], array: np.ndarray, name: str) -> Writer:

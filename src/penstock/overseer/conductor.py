@@ -296,7 +296,7 @@ class Conductor:
         self._log.event("checkpoint", step, path=str(path))
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
-        self._log.progress.notes.append(why)
+        self._log.progress.note(why)
         time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
 
     def refresh(self) -> None:

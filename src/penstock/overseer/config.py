@@ -211,7 +211,7 @@ class RunConfig(BaseModel):
         several = {"inference.servers": self.inference.servers, "rollout.workers": workers}
         for name, count in several.items():
             if count != 1:
-                raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or leave it out")
+                raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or {name}=1")
 
     def _check_replay(self) -> None:
         replay, lessons = self.replay, self.curriculum.lessons

@@ -14,11 +14,11 @@ from penstock.learner import save_checkpoint
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
-from penstock.overseer.fleet_simulators import failure_in_words, is_news
 from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervision import Crew
 from penstock.rundir import RunDirectory
 from penstock.types import PenstockError, Stopped
@@ -107,13 +107,13 @@ class FleetConductor:
 
     @property
     def failed_groups(self) -> int:
-        """Simulators that fail are restarted and counted among the events; no group fails."""
-        return 0
+        """Failures of simulators in this life of the run; they are restarted or given up, and no group fails."""
+        return self._log.failures
 
     @property
     def last_failure(self) -> str:
-        """See `failed_groups`."""
-        return ""
+        """What the last of them said."""
+        return self._log.last_failure
 
     @property
     def complete(self) -> bool:
@@ -194,8 +194,7 @@ class FleetConductor:
         """Of workers and simulators, in their threads."""
         if is_news(kind, fields):
             self._log.event(kind, **fields)
-        if words := failure_in_words(kind, fields):
-            self._log.progress.notes.append(words)
+        self._log.simulators_event(kind, fields)
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = self._parts
@@ -223,7 +222,7 @@ class FleetConductor:
         self._log.event("checkpoint", step, path=str(path))
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
-        self._log.progress.notes.append(why)
+        self._log.progress.note(why)
         time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
 
     def refresh(self) -> None:
@@ -266,6 +265,7 @@ class FleetConductor:
             "steps": self._config.steps,
             "lineage": self.start.lineage,
             "bottleneck": self._updates.bottleneck,
+            "simulators": {"failed": self.failed_groups, "last_failure": self.last_failure},
         }
         if self._parts is None:
             return status

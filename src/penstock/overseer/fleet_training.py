@@ -14,7 +14,15 @@ from penstock.overseer.fleet_policies import make_policy
 from penstock.overseer.fleet_resume import check_resume
 from penstock.overseer.fleet_simulators import probe_spaces, require_films
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
+from penstock.overseer.run_opening import (
+    Damages,
+    check_goal,
+    create_run,
+    existing_run,
+    open_log,
+    oversee,
+    resume_point,
+)
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory
@@ -38,11 +46,11 @@ def run_fleet_in_many_processes(
     config: FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
 ) -> Outcome:
     """Components in processes of their own, under Ray."""
+    require_films(config)
     from penstock.overseer.distributed.fleet_conductor import DistributedFleetConductor
     from penstock.overseer.distributed.fleet_plan import FleetPlan
     from penstock.overseer.many_processes import run_under_ray
 
-    require_films(config)
     spaces = probe_spaces(config)
     make_policy(config, spaces)
     return run_under_ray(
@@ -85,6 +93,7 @@ def _progress(config: FleetRunConfig, recipe: str) -> Progress:
 
 def _resumed(config: FleetRunConfig, directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
     lineage, path = resume_point(directory, damages)
+    check_goal(config.steps, path)
     check_resume(config, spaces, path)
     checkpoint = load_checkpoint(path)
     return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)

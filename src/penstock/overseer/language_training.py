@@ -13,7 +13,15 @@ from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
 from penstock.overseer.local import Start
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point
+from penstock.overseer.run_opening import (
+    Damages,
+    check_goal,
+    create_run,
+    existing_run,
+    open_log,
+    oversee,
+    resume_point,
+)
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
@@ -32,7 +40,7 @@ def run_in_one_process(
     directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
     with directory.locked():
         damages = Damages()
-        start = _resumed(directory, damages) if fresh is None else fresh
+        start = _resumed(config.steps, directory, damages) if fresh is None else fresh
         step = 0 if start.checkpoint is None else start.checkpoint.step
         log = open_log(config, directory, _progress(config, recipe), damages if resume else None, step)
         crew = Crew()
@@ -79,7 +87,8 @@ def _fresh(config: RunConfig) -> Start:
     return Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
 
 
-def _resumed(directory: RunDirectory, damages: Damages) -> Start:
+def _resumed(steps: int, directory: RunDirectory, damages: Damages) -> Start:
     lineage, path = resume_point(directory, damages)
+    check_goal(steps, path)
     checkpoint = load_checkpoint(path)
     return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

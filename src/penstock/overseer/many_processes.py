@@ -13,7 +13,16 @@ from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
 from penstock.overseer.overseer import RunConductor
 from penstock.overseer.ray import RayLauncher
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.run_opening import Damages, create_run, existing_run, open_log, oversee, resume_point, step_of
+from penstock.overseer.run_opening import (
+    Damages,
+    check_goal,
+    create_run,
+    existing_run,
+    open_log,
+    oversee,
+    resume_point,
+    step_of,
+)
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
@@ -53,8 +62,10 @@ def run_under_ray(
     with directory.locked():
         damages = Damages()
         lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
-        if checkpoint is not None and check_resume is not None:
-            check_resume(checkpoint)
+        if checkpoint is not None:
+            check_goal(config.steps, checkpoint)
+            if check_resume is not None:
+                check_resume(checkpoint)
         states = None if checkpoint is None else read_states(checkpoint)
         try:
             launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)

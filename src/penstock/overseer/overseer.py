@@ -181,7 +181,7 @@ class Overseer:
         except OSError as error:
             if not is_full_disk(error):
                 raise
-            self._log.progress.notes.append(f"status.json could not be written: {error}")
+            self._log.progress.note(f"status.json could not be written: {error}")
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
@@ -198,5 +198,5 @@ class Overseer:
     def _interrupted(self, number: int, frame: object) -> None:
         if self._conductor.stopping:
             raise KeyboardInterrupt
-        self._log.progress.notes.append("stopping at the next update with a checkpoint; once more ends at once")
+        self._log.progress.note("stopping at the next update with a checkpoint; once more ends at once")
         self._conductor.stop()

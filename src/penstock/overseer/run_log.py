@@ -11,6 +11,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
+from penstock.overseer.simulator_events import failure_in_words
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
@@ -33,6 +34,12 @@ class RunLog:
         directory: Whose metrics.jsonl and events.jsonl are appended to.
         config: The run's; trackers and success thresholds come from it.
         progress: What the view shows.
+
+    Attributes:
+        progress: The same.
+        step: The present one, of events that say no other.
+        failures: Of simulators, in this life of the run.
+        last_failure: What the last of them said.
     """
 
     def __init__(self, directory: RunDirectory, config: RunConfig | FleetRunConfig, progress: Progress) -> None:
@@ -44,6 +51,7 @@ class RunLog:
         self._tally = RolloutTally(success_thresholds(config) if isinstance(config, RunConfig) else {})
         self.progress = progress
         self.step = 0
+        self.failures, self.last_failure = 0, ""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
@@ -56,7 +64,15 @@ class RunLog:
         line = {"time": time.time(), "step": self.step if step is None else step, **fields}
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
-            self.progress.notes.append(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+            self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+
+    def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Counts a failure among the events of simulators, and shows what the user is to know at once."""
+        words = failure_in_words(kind, fields)
+        if words:
+            self.progress.note(words)
+        if kind == "simulator_failed":
+            self.failures, self.last_failure = self.failures + 1, words
 
     def damage(self, place: str, reason: str) -> None:
         """A file of the run could not be read, and lies in `place` now."""

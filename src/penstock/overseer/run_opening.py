@@ -90,6 +90,16 @@ def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path]:
     return newest + 1, path
 
 
+def check_goal(steps: int, checkpoint: Path) -> None:
+    """Whether a run that goes on from a checkpoint has anywhere to go.
+
+    Raises:
+        ConfigError: the checkpoint is beyond the goal.
+    """
+    if steps < (reached := step_of(checkpoint)):
+        raise ConfigError(f"steps is {steps}, and {checkpoint} is at {reached} already: give at least that many")
+
+
 def step_of(checkpoint: Path | None) -> int:
     """The version that a checkpoint, as `resume_point` gave it, holds; 0 for a run that begins."""
     return 0 if checkpoint is None else int(read_state(checkpoint)["step"])

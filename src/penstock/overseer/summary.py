@@ -29,7 +29,7 @@ class RunSummary:
         before: Held-out results at the start of reinforcement learning: after a warm start, if there was one.
         after: Held-out results of the last version, on the same prompts; empty where the run was interrupted.
         lessons: Each lesson's status at the end.
-        failed_groups: Groups whose environment or reward function failed.
+        failed_groups: Groups whose environment or reward function failed; of a control policy, simulators' failures.
         last_failure: What the last of them said.
         kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
     """
@@ -55,21 +55,22 @@ def interval_text(stats: RolloutBatchStats) -> str:
     return f"{stats.reward_mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def print_summary(summary: RunSummary, recipe: str, console: Console) -> None:
+def print_summary(summary: RunSummary, console: Console) -> None:
     """Prints the summary and the next commands to try."""
     if summary.after:
         of = "Reward on held-out prompts" if summary.kind == "language" else "Return of episodes"
         console.print(f"{of}, mean and 95% interval")
         console.print(_table(summary))
     if summary.failed_groups:
-        console.print(f"{summary.failed_groups} groups failed; the last: {summary.last_failure}", style="yellow")
+        what = "groups failed" if summary.kind == "language" else "failures of simulators"
+        console.print(f"{summary.failed_groups} {what}; the last: {summary.last_failure}", style="yellow")
     state = "finished" if summary.complete else "stopped"
     console.print(
         f"{state} at step {summary.step}/{summary.steps} after {summary.elapsed_s:.0f} s "
         f"({summary.training_s:.0f} s of training)"
     )
     console.print(f"run directory  {summary.run_dir}", soft_wrap=True, highlight=False)
-    for command in _next_commands(summary, recipe):
+    for command in _next_commands(summary):
         console.print(f"  {command}", soft_wrap=True, highlight=False, style="cyan")
 
 
@@ -94,11 +95,11 @@ def _table(summary: RunSummary) -> Table:
     return table
 
 
-def _next_commands(summary: RunSummary, recipe: str) -> list[str]:
+def _next_commands(summary: RunSummary) -> list[str]:
     checkpoint = summary.run_dir / "checkpoints" / f"step-{summary.step}"
     if not checkpoint.is_dir():
         return []  # interrupted before the first checkpoint
-    commands = [f"penstock eval {checkpoint} --recipe {recipe}"]
+    commands = [f"penstock eval {checkpoint}"]
     if summary.kind == "language":
         commands = [f"penstock rollouts {summary.run_dir}", *commands, f"penstock serve {checkpoint}"]
     if not summary.complete:

@@ -19,6 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
+NOTE_EVERY_S = 10.0
+"""Without a terminal, events are shown so far apart."""
+
 SPARKLINE_WIDTH = 60
 SAMPLES_SHOWN = 3
 
@@ -77,6 +80,7 @@ class Progress:
         lessons: Lesson → state and probability, as the curriculum words it; of a fleet, task → its simulators.
         samples: The newest conversations.
         notes: The newest events, newest last.
+        noted: Events so far.
         lines: One per update, for an output that is no terminal; printed and taken out.
         started: Monotonic seconds at the start.
         wording: What things are called.
@@ -96,9 +100,15 @@ class Progress:
     lessons: dict[str, str] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES_SHOWN))
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=2))
+    noted: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     started: float = field(default_factory=time.monotonic)
     wording: Wording = LANGUAGE_WORDING
+
+    def note(self, words: str) -> None:
+        """Shows an event."""
+        self.notes.append(words)
+        self.noted += 1
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
@@ -130,7 +140,7 @@ class TerminalView:
             if self._console.is_terminal and not quiet
             else None
         )
-        self._phase_printed = ""
+        self._phase_printed, self._notes_printed, self._note_due = "", 0, 0.0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -148,11 +158,21 @@ class TerminalView:
         if self._quiet or self._live is not None:
             return
         progress = self._progress
+        while progress.lines:
+            self._console.print(progress.lines.popleft(), highlight=False, markup=False)
         if progress.phase != self._phase_printed and progress.phase != "training":
             self._phase_printed = progress.phase
             self._console.print(f"[{_elapsed(progress)}] {progress.phase}", highlight=False, markup=False)
-        while progress.lines:
-            self._console.print(progress.lines.popleft(), highlight=False, markup=False)
+        if progress.noted > self._notes_printed and time.monotonic() >= self._note_due:
+            self._print_note()
+
+    def _print_note(self) -> None:
+        """The newest event, and how many there were since the last time; seldom, since thousands may come."""
+        progress = self._progress
+        others = progress.noted - self._notes_printed - 1
+        self._notes_printed, self._note_due = progress.noted, time.monotonic() + NOTE_EVERY_S
+        more = f" ({others:,} more since)" if others else ""
+        self._console.print(f"[{_elapsed(progress)}] {progress.notes[-1]}{more}", highlight=False, markup=False)
 
     def render(self) -> RenderableType:
         """The whole view as one renderable."""

@@ -173,7 +173,8 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
 
 def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are_counted(run_dir: Path):
     with running(run_dir, {"steps": 24}) as run:
-        run.until(lambda: run.conductor.step >= 2 and run.worker_step("rollout-1") > 0, "second update")
+        # four fragments of each slot, of which two wait and one is being sent at most
+        run.until(lambda: run.conductor.step >= 2 and run.worker_step("rollout-1") >= 64, "second update")
         run.launcher.die("rollout-1")
         run.until(lambda: run.launcher.incarnations("rollout-1") == [0, 1], "replacement")
         run.until(lambda: run.worker_step("rollout-1") > 0, "steps of the replacement")

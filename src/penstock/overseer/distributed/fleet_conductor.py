@@ -16,7 +16,6 @@ from penstock.overseer.distributed.records import Message
 from penstock.overseer.distributed.script import Turns
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
-from penstock.overseer.fleet_simulators import failure_in_words
 from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
@@ -74,9 +73,23 @@ class DistributedFleetConductor(ProcessConductor[FleetRunConfig]):
         return None if any(report.startswith("rollout-") for report in self._supervisor.describe()) else True
 
     def _heard(self, message: Message) -> None:
-        if words := failure_in_words(message.name, message.fields):
-            self._log.progress.notes.append(words)
+        self._log.simulators_event(message.name, message.fields)
+
+    @property
+    def failed_groups(self) -> int:
+        """Failures of simulators in this life of the run; they are restarted or given up, and no group fails."""
+        return self._log.failures
+
+    @property
+    def last_failure(self) -> str:
+        """What the last of them said."""
+        return self._log.last_failure
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
-        return super().status() | {"account": self._seen.facts("replay-0").get("account", {})}
+        status = super().status() | {
+            "account": self._seen.facts("replay-0").get("account", {}),
+            "simulators": {"failed": self.failed_groups, "last_failure": self.last_failure},
+        }
+        del status["groups"]
+        return status

@@ -17,8 +17,8 @@ from penstock.overseer.distributed.roles.weight_feed import WeightFeed
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import FleetEvaluator
 from penstock.overseer.fleet_policies import make_policy
-from penstock.overseer.fleet_simulators import is_news
 from penstock.overseer.result_rows import write_stats
+from penstock.overseer.simulator_events import is_news
 from penstock.types import NoProgressError, Spaces, Stopped, UnreachableError, WeightsError, WeightVersion
 
 WAITING = "waiting for a version that is due"

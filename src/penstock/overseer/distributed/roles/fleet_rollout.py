@@ -20,7 +20,8 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.roles.weight_feed import WeightFeed
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy, make_worker_runner
-from penstock.overseer.fleet_simulators import filmed_pool, is_news, worker_pool
+from penstock.overseer.fleet_simulators import filmed_pool, worker_pool
+from penstock.overseer.simulator_events import is_news
 from penstock.replay import RemoteFragments
 from penstock.types import Spaces, UnreachableError, WeightVersion
 
