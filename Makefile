@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 RAY_STAMP := $(VENV)/.ready-ray
+# Most of these tests' time goes to compiling what runs for an instant.
+UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 
 .PHONY: train test test-slow fuzz test-ray lint setup clean
 
@@ -27,9 +29,8 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-# Most of its time goes to compiling what runs for an instant: XLA optimises nothing here. The other targets do not so.
 test: lint
-	XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" $(BIN)/pytest --numprocesses 2
+	XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow --ignore=tests/fuzz
@@ -38,7 +39,7 @@ fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
 
 test-ray: $(RAY_STAMP)
-	$(BIN)/pytest -m ray --numprocesses 2
+	XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest -m ray --numprocesses 2
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,5 +1,6 @@
 """Test-wide set-up: array shapes and dtypes are checked at every call of the mathematical packages."""
 
+import gc
 import signal
 
 from jaxtyping import install_import_hook
@@ -12,3 +13,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start so what ru
 _HOOK = install_import_hook(
     ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "tests.typecheck.checked"
 )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()

@@ -34,7 +34,10 @@ def packed_logprobs(decoder, completions, temperature):
         start += len(sequence)
 
 
-@pytest.mark.parametrize(("temperature", "windows", "fields"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    ("temperature", "windows", "fields"),
+    [pytest.param(*FAMILIES[name], id=name, marks=pytest.mark.slow if "qwen3" in name else ()) for name in FAMILIES],
+)
 def test_engine_and_packed_forward_agree_on_ragged_sequences(
     make_decoder, start_engine, config, temperature, windows, fields
 ):
