@@ -19,3 +19,8 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries count at exit what was not freed."""
+    gc.unfreeze()
