@@ -306,7 +306,7 @@ class FakeRunner:
 
 
 class ListSink:
-    """Keeps every fragment; may be slow, or raise at a fragment's number."""
+    """Keeps every fragment; may be slow, or refuse the whole delivery that would bring a fragment's number."""
 
     def __init__(self, delay_s: float = 0.0, fails_at: int | None = None, error: Exception | None = None) -> None:
         self.fragments: list[Any] = []
@@ -319,7 +319,7 @@ class ListSink:
         self.entered.set()
         assert self.gate.wait(30)
         time.sleep(self._delay_s)
-        for batch in batches:
-            if self._fails_at is not None and len(self.fragments) >= self._fails_at:
-                raise self._error or ValueError("the sink broke")
-            self.fragments.extend(batch.rollouts())
+        given = [fragment for batch in batches for fragment in batch.rollouts()]
+        if self._fails_at is not None and len(self.fragments) + len(given) > self._fails_at:
+            raise self._error or ValueError("the sink broke")
+        self.fragments.extend(given)
