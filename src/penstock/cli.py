@@ -192,6 +192,7 @@ def serve(
     from penstock.inference.config import ServeConfig
     from penstock.overseer.config_loading import apply_overrides, build_config
 
+    _refuse_run_directory(checkpoint)
     _refuse_token(overrides or [])
     settings: dict[str, Any] = {
         "host": host, "port": port, "token": _token(token_file), "model_name": name,

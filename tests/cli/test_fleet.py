@@ -48,7 +48,8 @@ def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, tmp_path):
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["tasks"]["cartpole"]["episodes"] == 3
 
-    expect_refusal(penstock("eval", "mine"), "mine is a run directory", "mine/checkpoints/step-2")
+    for command in ("eval", "serve"):
+        expect_refusal(penstock(command, "mine"), "mine is a run directory", "mine/checkpoints/step-2")
     expect_refusal(penstock("train", "--resume", "mine", "steps=1"), "steps is 1", "step-2 is at 2 already")
 
     again = penstock("train", "--resume", "mine", "steps=3", "-q")
