@@ -53,12 +53,25 @@ def test_pooling_shares_pixels_where_sides_do_not_divide():
     np.testing.assert_allclose(averaging(5, 2), expected, rtol=1e-6)
     pooling = Pooling(ImageForm.of(image_leaf(20, 17, 1, dtype="float32"), "auto"), 16)
     images = np.random.default_rng(0).standard_normal((3, 20, 17, 1)).astype(np.float32)
+    np.testing.assert_allclose(pooling(jnp.asarray(images)), mean_of_cells(images), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(84, 84, 4), (97, 61, 3), (210, 160, 3), (33, 4112, 1)])
+def test_pooling_of_integers_shares_pixels_too(shape):
+    pooling = Pooling(ImageForm.of(image_leaf(*shape), "auto"), 16)
+    images = np.random.default_rng(0).integers(0, 256, (2, *shape)).astype(np.uint8)
+    np.testing.assert_allclose(pooling(jnp.asarray(images)), mean_of_cells(images / 255.0), atol=1e-6)
+
+
+def mean_of_cells(images):
+    """[n, height, width, channels] to [n, 16 x 16 x channels], cell by cell."""
+    n, high, wide, _ = images.shape
     cells = [
-        images[:, i * 20 // 16 : -(-(i + 1) * 20 // 16), j * 17 // 16 : -(-(j + 1) * 17 // 16)].mean(axis=(1, 2, 3))
+        images[:, i * high // 16 : -(-(i + 1) * high // 16), j * wide // 16 : -(-(j + 1) * wide // 16)].mean((1, 2))
         for i in range(16)
         for j in range(16)
     ]
-    np.testing.assert_allclose(pooling(jnp.asarray(images)), np.stack(cells, axis=1), atol=1e-6)
+    return np.stack(cells, axis=1).reshape(n, -1)
 
 
 def test_the_nature_cnn_has_its_published_sizes():

@@ -4,6 +4,7 @@ Images come as the simulator gives them: uint8 or float, [height, width, channel
 [height, width]. uint8 is divided by 255. Not covered: attention over patches, pretrained encoders.
 """
 
+import math
 from abc import abstractmethod
 
 import equinox as eqx
@@ -88,6 +89,8 @@ class Pooling(ImageEncoder):
         pixels = (form.height // rows) * (form.width // columns)
         if form.integer and form.height % rows == 0 and form.width % columns == 0 and pixels <= _EXACT_PIXELS:
             return self._exact(form.with_channels_last(images), rows, columns) / (255.0 * pixels)
+        if form.integer and -(-form.height // rows) < _EXACT_PIXELS:
+            return self._shared(form.with_channels_last(images), rows, columns)
         floats = form.scaled(images)
         down, across = averaging(form.height, rows), averaging(form.width, columns)
         return jnp.einsum("rh,bhwc,sw->brsc", down, floats, across).reshape(len(images), -1)
@@ -106,6 +109,21 @@ class Pooling(ImageEncoder):
             sums = sums[:, : side * channels] + sums[:, side * channels :]
         sums = jnp.sum(sums.reshape(-1, side, channels), axis=1, dtype=jnp.uint16)
         return sums.reshape(batch, -1).astype(jnp.float32)
+
+    def _shared(self, images: Num[Array, "batch high wide channels"], rows: int, columns: int) -> Array:
+        """Averages of cells of which neighbours share pixels: exact sums down, then one product across.
+
+        Cells repeat with the greatest common divisor of a side and their number: a sum down is of few slices, and the
+        matrix is small. All of it as products took four times as long on a CPU: 285 µs, not 83, for 16 x 84 x 84 x 4.
+        """
+        batch, high, wide, channels = images.shape
+        bands, blocks = math.gcd(high, rows), math.gcd(wide, columns)
+        strips = images.reshape(batch, bands, high // bands, wide * channels)
+        cells = [jnp.sum(strips[:, :, a:b], axis=2, dtype=jnp.uint16) for a, b in spans(high // bands, rows // bands)]
+        sums = jnp.concatenate(cells, axis=-1).reshape(batch * rows * blocks, -1).astype(jnp.float32)
+        across = np.kron(averaging(wide // blocks, columns // blocks), np.eye(channels, dtype=np.float32))
+        pixels = 255 * np.array([b - a for a, b in spans(high, rows)], np.float32)
+        return ((sums @ across.T).reshape(batch, rows, -1) / pixels[:, None]).reshape(batch, -1)
 
 
 class NatureCnn(ImageEncoder):
@@ -205,10 +223,14 @@ class ImpalaCnn(ImageEncoder):
 def averaging(length: int, cells: int) -> np.ndarray:
     """The matrix that averages `length` numbers to `cells`, as `Pooling` says; float32 [cells, length]."""
     matrix = np.zeros((cells, length), np.float32)
-    for cell in range(cells):
-        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
+    for cell, (start, stop) in enumerate(spans(length, cells)):
         matrix[cell, start:stop] = 1 / (stop - start)
     return matrix
+
+
+def spans(length: int, cells: int) -> list[tuple[int, int]]:
+    """First and one past the last of what each cell averages, as `Pooling` says."""
+    return [(cell * length // cells, -(-(cell + 1) * length // cells)) for cell in range(cells)]
 
 
 def _channels_in_front(shape: tuple[int, ...], channels_first: bool) -> tuple[int, int, int]:
