@@ -39,6 +39,7 @@ class Workload:
         simulators: All of them.
         envs_per_process: Our fleet's shape.
         batch_size: Likewise; None: half of them.
+        max_wait_ms: Likewise; more than 0 where simulators keep the processors busy anyway.
         least: The mark: steps per second, or the ratio where `ideal` is no number of steps.
         ideal: What the ratio is to.
         ideal_steps_per_s: Where that is a number; None: there is no ideal.
@@ -56,6 +57,7 @@ class Workload:
     ideal_steps_per_s: float | None = None
     envs_per_process: int = 1
     batch_size: int | None = None
+    max_wait_ms: float = 0.0
     seconds_factor: float = 1.0
     least_seconds: float = 0.0
     peers: tuple[str, ...] = ("gymnasium",)
@@ -80,6 +82,7 @@ class Workload:
             envs_per_worker=self.envs,
             envs_per_process=self.envs_per_process,
             batch_size=self.batch_size,
+            max_wait_ms=self.max_wait_ms,
         )
 
     def smaller(self, envs: int) -> "Workload":
@@ -120,8 +123,8 @@ WORKLOADS = {
             peers=("gymnasium", "envpool"), envpool="CartPole-v1",
         ),
         Workload(
-            "crafter", "6 x Crafter, 64x64x3", (Simulators("crafter", 6),), 0.95, "independent_work", batch_size=2,
-            seconds_factor=4,
+            "crafter", "8 x Crafter, 64x64x3", (Simulators("crafter", 8),), 0.95, "independent_work", batch_size=4,
+            max_wait_ms=10, seconds_factor=4,
         ),
         Workload(
             "ale", "32 x Pong, 84x84x4", (Simulators("atari:pong", 32),), 0.85, "independent_steps",

@@ -284,7 +284,7 @@ class FakeRunner:
         assert len(set(slots.tolist())) == len(slots)
         self.batches.append(slots.copy())
         self.begun.set()
-        where = next(array for array in observations.values() if array.ndim == 2)
+        where = next(array for array in observations.values() if array.ndim == 2)[: len(slots)]
         states = {}
         if self._state.shape[1]:
             self._state[slots[first]] = 0

@@ -78,7 +78,7 @@ def join(pool: FakePool, arrivals: list[Arrival], runner: FakeRunner) -> StepBat
     for arrival in arrivals:
         filler.add(arrival, 0.0)
     filler.join()
-    decision = runner.decide(filler.slots, filler.observations, filler.first).result()
+    decision = runner.decide(filler.slots, filler.room, filler.first).result()
     for process, actions in filler.shares(decision.actions):
         pool.act(process, actions)
     return filler.reported(decision)

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from penstock.fleet.policy_layout import InputLayout, OutputLayout, aligned_zeros
+from penstock.fleet.policy_layout import InputLayout, OutputLayout
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.types import ConfigError, LeafSpace, Spaces
 
@@ -80,9 +80,21 @@ def test_the_block_is_a_copy_and_a_full_batch_of_large_leaves_is_not():
     layout = InputLayout(LEAVES, rows=3, padding_slot=9)
     batch = {name: array.copy() for name, array in BATCH.items()}
     block, whole = layout.pack(np.arange(3), batch, FIRST)
-    assert whole[0] is batch["image"]
+    assert np.shares_memory(whole[0], batch["image"])
     batch["held"][:] = 7
     assert jax.jit(layout.unpack)(block, whole)[2]["held"].tolist() == [8, 0, 3]
+
+
+def test_rows_after_a_batch_serve_as_its_padding_where_there_are_enough():
+    room = {name: np.concatenate([array, array]) for name, array in BATCH.items()}
+    for rows, shared in [(3, True), (5, True), (6, True), (8, False)]:
+        layout = InputLayout(LEAVES, rows=rows, padding_slot=9)
+        block, whole = layout.pack(np.arange(3), room, FIRST)
+        slots, first, observations = jax.jit(layout.unpack)(block, whole)
+        assert np.shares_memory(whole[0], room["image"]) == shared and len(whole[0]) == rows
+        assert slots.tolist() == [0, 1, 2] + [9] * (rows - 3) and first[:3].tolist() == FIRST.tolist()
+        for name, array in BATCH.items():
+            np.testing.assert_allclose(observations[name][:3], array, rtol=1e-6)
 
 
 def test_answers_come_back_in_the_spaces_dtypes():
@@ -108,12 +120,6 @@ def test_answers_come_back_in_the_spaces_dtypes():
         assert array.flags.writeable and array.flags.owndata
     np.testing.assert_array_equal(found_logprobs, logprobs[:3])
     np.testing.assert_array_equal(found_values, values[:3])
-
-
-@pytest.mark.parametrize("shape", [(3,), (32, 64, 3)])
-def test_memory_begins_where_the_device_can_use_it(shape):
-    array = aligned_zeros(shape, np.uint8)
-    assert array.shape == shape and array.ctypes.data % 64 == 0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from penstock.fleet.aligned import aligned_zeros
 from penstock.fleet.policy_call import bucket_of, slot_keys
-from penstock.fleet.policy_layout import aligned_zeros
 from penstock.fleet.policy_runner import JaxPolicyRunner, padded_sizes
 from penstock.fleet.runner import Pending, PolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy, named_arrays
@@ -192,6 +192,17 @@ def test_new_weights_are_taken_between_decisions_and_the_last_counts(policy):
     fresh = JaxPolicyRunner(make_policy(seed=7), SLOTS, 4, seed=0)
     np.testing.assert_allclose(new.values, decide(fresh, [0, 1], first=[True] * 2).values, atol=1e-6)
     assert np.abs(new.values - old.values).max() > 1e-3
+
+
+def test_what_stands_in_the_room_behind_a_batch_changes_nothing(policy):
+    exact, roomy = (JaxPolicyRunner(policy, SLOTS, 4, seed=0) for _ in range(2))
+    room = {name: np.concatenate([array, array[:1] + 5]) for name, array in observed(3).items()}
+    for first in (True, False):
+        begins = np.full(3, first)
+        expected = exact.decide(np.arange(3), observed(3), begins).result()
+        found = roomy.decide(np.arange(3), room, begins).result()
+        np.testing.assert_array_equal(found.values, expected.values)
+        np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
 def test_weights_of_the_caller_may_be_overwritten(policy):

@@ -20,7 +20,7 @@ class Pushing(FakeRunner):
 
     def decide(self, slots, observations, first) -> FakePending:
         decision = super().decide(slots, {"": np.zeros((len(slots), 3))}, first).result()
-        decision.actions[""][:] = observations[""][:, 2] > 0  # type: ignore[index]
+        decision.actions[""][:] = observations[""][: len(slots), 2] > 0  # type: ignore[index]
         return FakePending(decision, 0.0)
 
 

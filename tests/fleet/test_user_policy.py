@@ -180,3 +180,17 @@ def test_a_control_policy_fits_as_it_is():
         one, other = run(user, [0, 1], first), run(jitted, [0, 1], first)
         np.testing.assert_allclose(one.values, other.values, atol=1e-6)
         np.testing.assert_allclose(one.states["hidden"], other.states["hidden"], atol=1e-6)
+
+
+def test_it_sees_its_slots_alone_however_much_room_the_observations_have():
+    seen = []
+
+    class Looks(Returns):
+        def act(self, observations, state, key):
+            seen.append(observations[""].tolist())
+            return super().act(observations, state, key)
+
+    nothing = np.zeros(2)
+    runner = UserPolicyRunner(Looks((np.array([1, 2]), nothing, nothing, None)), SPACES, 4, seed=0)
+    assert runner.decide(np.array([3, 1]), observed(4), NONE).result().actions[""].tolist() == [1, 2]
+    assert seen == [observed(2)[""].tolist()]

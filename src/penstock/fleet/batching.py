@@ -12,6 +12,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from penstock.fleet.aligned import aligned_zeros
 from penstock.fleet.arrivals import Arrival, Decision, Leaves, StepBatch
 from penstock.types import LeafSpace, Spaces
 
@@ -44,7 +45,9 @@ class BatchFiller:
         self.first_at = 0.0
         self._arrivals: list[Arrival] = []
         self._scalars = {name: np.zeros(capacity, dtype) for name, dtype in _SCALARS.items()}
-        self._observations = {leaf.name: leaf.zeros(capacity) for leaf in spaces.observations}
+        self._observations = {
+            leaf.name: aligned_zeros((capacity, *leaf.shape), np.dtype(leaf.dtype)) for leaf in spaces.observations
+        }
         self._finals = {leaf.name: leaf.zeros(capacity) for leaf in spaces.observations}
         self._large = [leaf.name for leaf in spaces.observations if is_large(leaf)]
         self._small = [leaf.name for leaf in spaces.observations if not is_large(leaf)]
@@ -92,9 +95,9 @@ class BatchFiller:
         return self._scalars["first"][: self.count]
 
     @property
-    def observations(self) -> Leaves:
-        """By leaf name, [n, …]; after `join`."""
-        return {name: array[: self.count] for name, array in self._observations.items()}
+    def room(self) -> Leaves:
+        """By leaf name, [capacity, …]: the observations of the n slots, after `join`, and old ones."""
+        return self._observations
 
     def simulate_s(self) -> Sequence[float]:
         """How long each process took."""
@@ -112,7 +115,7 @@ class BatchFiller:
         """What progress handlers are told; views that hold until `clear`."""
         count = self.count
         return StepBatch(
-            observations=self.observations,
+            observations={name: array[:count] for name, array in self._observations.items()},
             final_observations={name: array[:count] for name, array in self._finals.items()},
             decision=decision,
             **{name: array[:count] for name, array in self._scalars.items()},

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from penstock.fleet.aligned import aligned_zeros
 from penstock.fleet.arrivals import Leaves
 from penstock.types import ConfigError, LeafSpace
 
@@ -27,7 +28,6 @@ WHOLE_BYTES = 2048
 """A leaf of so many bytes per row is not packed."""
 
 _FLOAT, _INT = np.dtype(np.float32), np.dtype(np.int32)
-_ALIGNMENT = 64  # XLA uses memory of its caller only where it begins at a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,12 @@ class InputLayout:
         (self._slots, self._first, *self._places), self._size = lay_out(rows, columns)
 
     def pack(self, slots: np.ndarray, observations: Leaves, first: np.ndarray) -> Packed:
-        """Words int32 [size], and the whole leaves [rows, …]; those of a full, contiguous batch are the caller's own.
+        """Words int32 [size], and the whole leaves [rows, …]: the caller's own where they have so many rows.
+
+        Args:
+            slots: [n].
+            observations: By leaf name, [n or more, …].
+            first: [n].
 
         Raises:
             ConfigError: an observation is missing or has another shape.
@@ -89,8 +94,8 @@ class InputLayout:
         indices[n:] = self._padding_slot
         self._first.view(block, self._rows)[:n] = first
         for leaf, place in zip(self._small, self._places, strict=True):
-            place.view(block, self._rows)[:n] = _checked(leaf, observations, n)
-        return block, tuple(self._padded(_checked(leaf, observations, n), leaf) for leaf in self._whole)
+            place.view(block, self._rows)[:n] = _checked(leaf, observations, n)[:n]
+        return block, tuple(self._padded(_checked(leaf, observations, n), leaf, n) for leaf in self._whole)
 
     def unpack(self, block: Int32[Array, " words"], whole: Sequence[Array]) -> tuple[Array, Array, dict[str, Array]]:
         """Slots int32 [rows], first bool [rows] and observations by leaf name; traced."""
@@ -105,12 +110,12 @@ class InputLayout:
         no_rows = np.zeros(0, np.int64)
         return self.pack(no_rows, {leaf.name: leaf.zeros(0) for leaf in (*self._small, *self._whole)}, no_rows)
 
-    def _padded(self, array: np.ndarray, leaf: LeafSpace) -> np.ndarray:
+    def _padded(self, array: np.ndarray, leaf: LeafSpace, n: int) -> np.ndarray:
         dtype = leaf.device_dtype
-        if len(array) == self._rows and array.dtype == dtype and array.flags.c_contiguous:
-            return array
+        if len(array) >= self._rows and array.dtype == dtype and array.flags.c_contiguous:
+            return array[: self._rows]
         padded = aligned_zeros((self._rows, *leaf.shape), dtype)
-        padded[: len(array)] = array
+        padded[:n] = array[:n]
         return padded
 
 
@@ -150,14 +155,6 @@ def word_dtype(leaf: LeafSpace) -> np.dtype:
     return dtype if dtype == np.uint32 else _INT
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
-    """Zeros that XLA can use without a copy of its own."""
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + nbytes].view(dtype).reshape(shape)
-
-
 def _bits(array: Array) -> Array:
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32).ravel()
@@ -166,7 +163,7 @@ def _bits(array: Array) -> Array:
 
 def _checked(leaf: LeafSpace, observations: Leaves, n: int) -> np.ndarray:
     array = observations.get(leaf.name)
-    if array is None or array.shape != (n, *leaf.shape):
+    if array is None or len(array) < n or array.shape[1:] != leaf.shape:
         found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
         raise ConfigError(f"observation {leaf.name!r} is {found}: the policy needs {leaf.dtype}{[n, *leaf.shape]}")
     return array

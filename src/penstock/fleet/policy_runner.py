@@ -7,8 +7,8 @@ padded to few sizes, all compiled before the first decision (`compile`), so that
 Randomness: the k-th decision of a slot is sampled with a key made of seed, slot and k. How slots are batched does not
 change it, but for the last bits of the products.
 
-Memory: observations must not change until `Pending.result` returned; a full batch is not copied where XLA can read it
-as it is. What `result` returns is the caller's own, but for states, which are read-only and come when asked for.
+Memory: observations must not change until `Pending.result` returned; those with rows for the padding are read where
+they lie if XLA can. What `result` returns is the caller's own, but for states, which are read-only and come when asked for.
 
 Not covered: more than one device; one slot twice in one batch (the order would be undefined).
 """
@@ -158,7 +158,8 @@ class JaxPolicyRunner:
 
         Args:
             slots: Integers [n], 1 ≤ n ≤ `most_in_batch`.
-            observations: By leaf name, [n, …]; unchanged until the result is there.
+            observations: By leaf name, [n or more, …], of which the first n count; unchanged until the result is there.
+                Those with as many rows as the batch is padded to, or more, are read where they lie.
             first: bool [n], the observation begins an episode.
 
         Raises:

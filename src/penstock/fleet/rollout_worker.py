@@ -133,7 +133,7 @@ class RolloutWorker:
             return False
         batch.join()
         self._began = now
-        self._pending = self._runner.decide(batch.slots, batch.observations, batch.first)
+        self._pending = self._runner.decide(batch.slots, batch.room, batch.first)
         self._inferring, self._filling = batch, self._spare
         return True
 

@@ -49,7 +49,8 @@ class PolicyRunner(Protocol):
 
         Args:
             slots: int64 [n], each at most once.
-            observations: By leaf name, [n, …]; they do not change before the decision has been read.
+            observations: By leaf name, [n or more, …], of which the first n count; the others may be read, and mean
+                nothing. None changes before the decision has been read.
             first: bool [n], where an episode begins and recurrent state is reset.
         """
         ...

@@ -121,13 +121,14 @@ class UserPolicyRunner:
                 next decision is made with whatever the object holds.
         """
         self._take_weights()
+        seen = {name: array[: len(slots)] for name, array in observations.items()}
         before = {name: array[slots] for name, array in self._states.items()}
         for name, array in before.items():
             array[first] = self._fresh[name][slots[first]]
         key = jax.random.fold_in(self._key, self._decisions % 2**32)
         self._decisions += 1
         own = {name: array.copy() for name, array in before.items()}  # it may work in place
-        decision, after = self._read(self._policy.act(observations, own, key), before, len(slots))
+        decision, after = self._read(self._policy.act(seen, own, key), before, len(slots))
         for name, array in after.items():
             self._states[name][slots] = array
         return DecidedPending(decision)
