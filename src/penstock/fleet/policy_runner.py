@@ -8,7 +8,8 @@ Randomness: the k-th decision of a slot is sampled with a key made of seed, slot
 change it, but for the last bits of the products.
 
 Memory: observations must not change until `Pending.result` returned; those with rows for the padding are read where
-they lie if XLA can. What `result` returns is the caller's own, but for states, which are read-only and come when asked for.
+they lie if XLA can. What `result` returns is the caller's own, but for states, which are read-only and come when asked
+for.
 
 Not covered: more than one device; one slot twice in one batch (the order would be undefined).
 """
