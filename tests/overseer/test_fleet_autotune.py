@@ -1,6 +1,7 @@
 """Which shapes are tried, which is proposed, and a real measurement."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -8,27 +9,35 @@ from penstock.overseer import fleet_autotune
 from penstock.overseer.fleet_autotune import AutotuneReport, Measurement, Shape, autotune, neighbours
 from tests.overseer.test_fleet_config import build
 
-SHAPE = Shape(workers=1, envs_per_worker=8, envs_per_process=2, batch_size=4)
+SHAPE = Shape(workers=1, envs_per_worker=8, envs_per_process=2, batch_size=4, max_wait_ms=0.0)
 
 
 def test_neighbours_differ_in_one_thing_and_are_valid():
     found = list(neighbours(SHAPE, tasks=1))
-    assert Shape(1, 8, 4, 4) in found and Shape(1, 8, 1, 4) in found and Shape(1, 16, 2, 8) in found
-    assert Shape(1, 8, 2, 8) in found and Shape(1, 8, 2, 2) in found and Shape(2, 4, 2, 4) in found
+    assert Shape(1, 8, 4, 4, 0.0) in found and Shape(1, 8, 1, 4, 0.0) in found and Shape(1, 16, 2, 8, 0.0) in found
+    assert Shape(1, 8, 2, 8, 0.0) in found and Shape(1, 8, 2, 2, 0.0) in found and Shape(2, 4, 2, 4, 0.0) in found
+    assert replace(SHAPE, max_wait_ms=2.0) in found and SHAPE not in found
     for shape in found:
         build({"fleet": {name: getattr(shape, name) for name in Shape.__dataclass_fields__}})
     assert all(shape.workers * shape.envs_per_worker // shape.envs_per_process >= 4 for shape in neighbours(SHAPE, 4))
 
 
+def test_waits_are_varied_in_both_directions_within_bounds():
+    def waits(wait_ms: float) -> set[float]:
+        return {shape.max_wait_ms for shape in neighbours(replace(SHAPE, max_wait_ms=wait_ms), 1)} - {wait_ms}
+
+    assert waits(0.0) == {2.0} and waits(2.0) == {0.0, 10.0} and waits(10.0) == {2.0, 50.0} and waits(50.0) == {10.0}
+
+
 def test_a_shape_is_proposed_only_where_it_is_clearly_faster():
-    other = Shape(1, 16, 2, 8)
+    other = Shape(1, 16, 2, 8, 0.0)
 
     def report(steps_per_s: float) -> AutotuneReport:
         return AutotuneReport(SHAPE, (Measurement(SHAPE, 100.0), Measurement(other, steps_per_s)), 1.0)
 
     assert report(104.0).best.shape == SHAPE and report(106.0).best.shape == other
     assert report(106.0).to_json()["proposal"] == (
-        "fleet.workers=1 fleet.envs_per_worker=16 fleet.envs_per_process=2 fleet.batch_size=8"
+        "fleet.workers=1 fleet.envs_per_worker=16 fleet.envs_per_process=2 fleet.batch_size=8 fleet.max_wait_ms=0"
     )
 
 
@@ -37,7 +46,7 @@ def test_the_recipe_and_better_shapes_are_measured_within_the_time(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)
     told: list[str] = []
     report = autotune(build({"model": {"hidden_sizes": [4]}}), seconds=0.01, tell=told.append)
-    assert [measured.shape for measured in report.measurements] == [Shape(1, 4, 1, 2)] and len(told) == 1
+    assert [measured.shape for measured in report.measurements] == [Shape(1, 4, 1, 2, 0.0)] and len(told) == 1
     assert report.best.steps_per_s > 50 and 1 <= report.best.batch_slots <= 2
     console = Console(file=io.StringIO(), width=120)
     report.print(console)

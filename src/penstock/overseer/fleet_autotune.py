@@ -1,4 +1,4 @@
-"""Finds a good shape for a fleet by measuring: workers × simulators × simulators per process × batch.
+"""Finds a good shape for a fleet by measuring: workers × simulators × simulators per process × batch × wait.
 
 Every shape runs for a few seconds with the recipe's own simulators and network, without a learner, so that what is
 measured is what the machine can roll out at most. One thing is varied at a time, best first, until nothing is faster or
@@ -27,6 +27,7 @@ from penstock.types import PenstockError, fold
 
 WARM_UP_S, MEASURE_S = 1.0, 2.0
 """After the simulators came up: not counted, and counted."""
+SHORT_WAIT_MS, MOST_WAIT_MS = 2.0, 50.0
 LEAST_GAIN = 1.05
 """A shape must be faster by this to be preferred; less is noise."""
 POLL_S = 0.1
@@ -41,21 +42,23 @@ class Shape:
         envs_per_worker: Simulators of each.
         envs_per_process: Simulators in a process.
         batch_size: Most simulators in one inference.
+        max_wait_ms: How long an inference waits for that many.
     """
 
     workers: int
     envs_per_worker: int
     envs_per_process: int
     batch_size: int
+    max_wait_ms: float
 
     @classmethod
     def of(cls, fleet: FleetConfig) -> "Shape":
         """The recipe's."""
-        return cls(fleet.workers, fleet.envs_per_worker, fleet.envs_per_process, fleet.most_in_batch)
+        return cls(fleet.workers, fleet.envs_per_worker, fleet.envs_per_process, fleet.most_in_batch, fleet.max_wait_ms)
 
     def words(self) -> str:
         """As overrides of a recipe."""
-        return " ".join(f"fleet.{name}={value}" for name, value in asdict(self).items())
+        return " ".join(f"fleet.{name}={value:g}" for name, value in asdict(self).items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,16 @@ class AutotuneReport:
     def print(self, console: Console) -> None:
         """Prints a table and the proposal as overrides."""
         table = Table()
-        for column in ("workers", "simulators", "per process", "batch", "steps/s", "mean batch", "inference ms"):
+        for column in (
+            "workers",
+            "simulators",
+            "per process",
+            "batch",
+            "wait ms",
+            "steps/s",
+            "mean batch",
+            "inference ms",
+        ):
             table.add_column(column, justify="right")
         for measured in self.measurements:
             shape = measured.shape
@@ -123,7 +135,7 @@ class AutotuneReport:
                 )
             table.add_row(
                 str(shape.workers), str(shape.envs_per_worker), str(shape.envs_per_process), str(shape.batch_size),
-                *numbers, style="bold green" if measured is self.best else None,
+                f"{shape.max_wait_ms:g}", *numbers, style="bold green" if measured is self.best else None,
             )  # fmt: skip
         console.print(table)
         console.print(f"measured for {self.seconds:.0f} s, without a learner; try:", highlight=False)
@@ -170,8 +182,8 @@ def autotune(
 
 
 def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
-    """Shapes that differ in one thing by a factor of two, and are valid; the most promising first."""
-    each, envs, batch = shape.envs_per_process, shape.envs_per_worker, shape.batch_size
+    """Shapes that differ in one thing, and are valid; the most promising first. Waits by a factor of five, else two."""
+    each, envs, batch, wait_ms = shape.envs_per_process, shape.envs_per_worker, shape.batch_size, shape.max_wait_ms
     grown = replace(shape, envs_per_worker=2 * envs, batch_size=2 * batch)
     candidates = [
         replace(shape, envs_per_process=2 * each),
@@ -179,6 +191,8 @@ def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
         grown,
         replace(shape, batch_size=2 * batch),
         replace(shape, batch_size=batch // 2),
+        replace(shape, max_wait_ms=5 * wait_ms if wait_ms else SHORT_WAIT_MS),
+        replace(shape, max_wait_ms=wait_ms / 5 if wait_ms > SHORT_WAIT_MS else 0.0),
         replace(grown, envs_per_process=2 * each),
         replace(shape, envs_per_worker=envs // 2, batch_size=min(batch, envs // 2)),
         replace(shape, workers=2 * shape.workers, envs_per_worker=envs // 2, batch_size=min(batch, envs // 2)),
@@ -186,6 +200,8 @@ def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
     for candidate in candidates:
         envs, each = candidate.envs_per_worker, candidate.envs_per_process
         if each < 1 or envs < each or envs % each or not each <= candidate.batch_size <= envs:
+            continue
+        if candidate == shape or candidate.max_wait_ms > MOST_WAIT_MS:
             continue
         if candidate.workers * envs // each >= tasks:
             yield candidate
