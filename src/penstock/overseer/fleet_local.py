@@ -4,8 +4,7 @@
 they end, is the `FleetConductor`'s business.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,12 @@ from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import FleetEvaluator
 from penstock.overseer.fleet_policies import make_worker_runner
 from penstock.overseer.fleet_simulators import OnEvent, filmed_pool, require_films, worker_pool
+from penstock.overseer.places import naming
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import FRAGMENTS, Ledger, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
-from penstock.types import Checkpointable, ConfigError, Spaces, WeightVersion
+from penstock.types import Checkpointable, Spaces, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 
@@ -80,7 +80,7 @@ def wire_fleet(
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
     store = RolloutStore(directory, config.replay.store, experience=FRAGMENTS, on_damage=log.damage)
-    with _naming("replay.store.url", config.replay.store.url or directory.path):
+    with naming("replay.store.url", config.replay.store.url or directory.path):
         ledger = store.open_ledger(start.lineage)
     replay = config.replay.buffer_config()
     buffer = ReplayBuffer(
@@ -93,21 +93,8 @@ def wire_fleet(
     weights = InProcessBroadcaster()
     evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
 
-    def make_worker(name: str, incarnation: int) -> RolloutWorkerWrapper:
-        version = WeightVersion(start.lineage, learner.step)
-        number = int(name.rpartition("-")[2])
-        runner = make_worker_runner(learner.policy, config, number, version, incarnation)
-        runner.compile()
-        worker = f"{name}.{start.lineage}"  # every life of a run has workers of its own, with fragments of their own
-        pool = worker_pool(config, number, start.lineage, incarnation, on_event)
-        filmed = filmed_pool(pool, config, directory, f"{worker}-{incarnation}", on_event)
-        return RolloutWorkerWrapper(
-            worker, incarnation, config.fleet, filmed or pool, runner, buffer, weights, on_event=on_event,
-            on_batch=(filmed.note,) if filmed else (),
-        )  # fmt: skip
-
+    make_worker = _WorkerMaker(config, directory, start.lineage, learner, buffer, weights, on_event)
     manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event)
-
     loop = TrainingLoop(
         learner,
         learner.named_arrays,
@@ -131,6 +118,32 @@ def wire_fleet(
 
 
 @dataclass(frozen=True, slots=True)
+class _WorkerMaker:
+    """Makes incarnations of rollout workers, with the learner's weights of that moment."""
+
+    config: FleetRunConfig
+    directory: RunDirectory
+    lineage: int
+    learner: ControlLearner
+    buffer: ReplayBuffer
+    weights: InProcessBroadcaster
+    on_event: OnEvent
+
+    def __call__(self, name: str, incarnation: int) -> RolloutWorkerWrapper:
+        config, on_event, number = self.config, self.on_event, int(name.rpartition("-")[2])
+        version = WeightVersion(self.lineage, self.learner.step)
+        runner = make_worker_runner(self.learner.policy, config, number, version, incarnation)
+        runner.compile()
+        worker = f"{name}.{self.lineage}"  # every life of a run has workers of its own, with fragments of their own
+        pool = worker_pool(config, number, self.lineage, incarnation, on_event)
+        filmed = filmed_pool(pool, config, self.directory, f"{worker}-{incarnation}", on_event)
+        return RolloutWorkerWrapper(
+            worker, incarnation, config.fleet, filmed or pool, runner, self.buffer, self.weights, on_event=on_event,
+            on_batch=(filmed.note,) if filmed else (),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class _Publisher:
     """New weights go to the workers, and to the evaluator that may want them."""
 
@@ -140,12 +153,3 @@ class _Publisher:
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         self.manager.update_model(version, arrays)
         self.evaluator.offer(version, arrays)
-
-
-@contextmanager
-def _naming(key: str, place: object) -> Iterator[None]:
-    """A place that cannot be used is bad input, told by its key."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error

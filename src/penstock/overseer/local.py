@@ -4,8 +4,7 @@
 through the rollout storage and its receiver. Which threads run them, and how they end, is the `Conductor`'s business.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from penstock.model.language import Decoder, named_arrays, with_named_arrays
 from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.places import naming
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import (
@@ -33,7 +33,7 @@ from penstock.replay import (
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Checkpointable, ConfigError, RolloutGroup, WeightVersion
+from penstock.types import Checkpointable, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -96,52 +96,22 @@ def wire(
     on_step: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],
 ) -> Components:
-    """Makes the components of a run and connects them; nothing is started."""
-    decoder, tokenizer, lineage = start.decoder, start.tokenizer, start.lineage
-    learner = Learner(decoder, config.learner, config.steps)
+    """Makes the components of a run and connects them; nothing is started.
+
+    Raises:
+        ConfigError: a place for files cannot be used.
+    """
+    learner = Learner(start.decoder, config.learner, config.steps)
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
-    engine = InferenceEngine(decoder, WeightVersion(lineage, learner.step), tokenizer, config.inference)
+    version = WeightVersion(start.lineage, learner.step)
+    engine = InferenceEngine(start.decoder, version, start.tokenizer, config.inference)
     curriculum = Curriculum(config.curriculum)
-
-    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        engine.set_weights(version, with_named_arrays(decoder, arrays))
-
-    def on_curriculum_event(event: CurriculumEvent) -> None:
-        log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
-
-    manager = RolloutManager(
-        curriculum,
-        EngineContext(engine, tokenizer),
-        config.seed,
-        lineage,
-        environments,
-        set_weights,
-        partial(engine.stop, config.overseer.stop_timeout_s),
-        on_curriculum_event,
-    )
-
-    def on_group(group: RolloutGroup) -> None:
-        manager.update_training_stats(group)
-        log.group(group)
-
-    def group_size_of(lesson_id: str) -> int:
-        return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
-
-    store = RolloutStore(directory, config.replay.store, on_damage=log.damage)
-    with _naming("replay.store.url", config.replay.store.url or directory.path):
-        ledger = store.open_ledger(lineage)
-    issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
-    buffer = ReplayBuffer(
-        config.replay,
-        store,
-        make_batch_makers(config, {environment.name for environment in environments.values()}),
-        issuer,
-        curriculum_hook=on_group,
-        keep_checkpoints=config.overseer.keep_checkpoints,
-    )
+    wiring = _Wiring(config, directory, log, start, environments)
+    manager = wiring.manager(curriculum, engine)
+    store, ledger, issuer, buffer = wiring.replay(curriculum, manager)
     loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
-    storage = _open_storage(config, directory, log, start.checkpoint is None)
+    storage = wiring.storage()
     receiver = RolloutReceiver(storage, buffer, buffer if config.rollout.storage.kind == "file" else None)
     weights = InProcessBroadcaster()
     evaluator = Evaluator(
@@ -149,26 +119,14 @@ def wire(
         log.metrics,
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
     )
-    worker = RolloutWorker(
-        WORKER_ID,
-        manager,
-        issuer,
-        storage.writer(WORKER_ID),
-        weights,
-        config.rollout,
-        concurrency=config.concurrency,
-        lockstep=config.replay.synchronous,
-        evaluate=evaluator,
-        log_samples=log.samples,
-        on_failure=lambda ticket, reason: log.event("group_failed", ticket=ticket.ticket_id, reason=reason),
-    )
+    worker = wiring.worker(manager, issuer, storage, weights, evaluator)
     loop = TrainingLoop(
         learner,
         lambda: named_arrays(learner.decoder),
         loader,
         buffer,
         weights,
-        lineage=lineage,
+        lineage=start.lineage,
         steps=config.steps,
         batch_timeout_s=config.overseer.no_progress_s,
         progress=lambda: (
@@ -182,44 +140,113 @@ def wire(
         checkpoint_every=config.overseer.checkpoint_every,
     )
     parts = Components(
-        tokenizer,
-        learner,
-        engine,
-        curriculum,
-        manager,
-        evaluator,
-        issuer,
-        ledger,
-        store,
-        buffer,
-        loader,
-        storage,
-        receiver,
-        worker,
-        loop,
-    )
-    if start.checkpoint is not None:
-        for name, part in parts.checkpointables.items():
-            part.restore(start.checkpoint.states[name])
-        for event in curriculum.restored_events:
-            on_curriculum_event(event)
+        start.tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, loader,
+        storage, receiver, worker, loop,
+    )  # fmt: skip
+    wiring.restore(parts)
     return parts
 
 
-def _open_storage(config: RunConfig, directory: RunDirectory, log: RunLog, new_run: bool) -> RolloutStorage:
-    with _naming("rollout.storage.path", config.rollout.storage.path or directory.path):
-        return open_rollout_storage(
-            config.rollout.storage,
-            directory.path / "rollout_storage",
-            lambda source, reason: log.event("rollouts_quarantined", source=source, reason=reason),
-            new_run=new_run,
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """What every part of `wire` needs to know."""
+
+    config: RunConfig
+    directory: RunDirectory
+    log: RunLog
+    start: Start
+    environments: dict[str, Environment]
+
+    def manager(self, curriculum: Curriculum, engine: InferenceEngine) -> RolloutManager:
+        """Of environments, whose tokens the engine makes."""
+        config, decoder = self.config, self.start.decoder
+
+        def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+            engine.set_weights(version, with_named_arrays(decoder, arrays))
+
+        return RolloutManager(
+            curriculum,
+            EngineContext(engine, self.start.tokenizer),
+            config.seed,
+            self.start.lineage,
+            self.environments,
+            set_weights,
+            partial(engine.stop, config.overseer.stop_timeout_s),
+            self.tell,
         )
 
+    def tell(self, event: CurriculumEvent) -> None:
+        """Logs what the curriculum did."""
+        self.log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
-@contextmanager
-def _naming(key: str, place: object) -> Iterator[None]:
-    """A place that cannot be used is bad input, told by its key."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error
+    def replay(
+        self, curriculum: Curriculum, manager: RolloutManager
+    ) -> tuple[RolloutStore, Ledger, TicketIssuer, ReplayBuffer]:
+        """What stores rollouts, counts them, and asks for more."""
+        config, log, lineage = self.config, self.log, self.start.lineage
+
+        def on_group(group: RolloutGroup) -> None:
+            manager.update_training_stats(group)
+            log.group(group)
+
+        def group_size_of(lesson_id: str) -> int:
+            return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
+
+        store = RolloutStore(self.directory, config.replay.store, on_damage=log.damage)
+        with naming("replay.store.url", config.replay.store.url or self.directory.path):
+            ledger = store.open_ledger(lineage)
+        issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
+        buffer = ReplayBuffer(
+            config.replay,
+            store,
+            make_batch_makers(config, {environment.name for environment in self.environments.values()}),
+            issuer,
+            curriculum_hook=on_group,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+        )
+        return store, ledger, issuer, buffer
+
+    def storage(self) -> RolloutStorage:
+        """Through which rollouts reach the buffer."""
+        config = self.config.rollout.storage
+        with naming("rollout.storage.path", config.path or self.directory.path):
+            return open_rollout_storage(
+                config,
+                self.directory.path / "rollout_storage",
+                lambda source, reason: self.log.event("rollouts_quarantined", source=source, reason=reason),
+                new_run=self.start.checkpoint is None,
+            )
+
+    def worker(
+        self,
+        manager: RolloutManager,
+        issuer: TicketIssuer,
+        storage: RolloutStorage,
+        weights: InProcessBroadcaster,
+        evaluator: Evaluator,
+    ) -> RolloutWorker:
+        """The run's only one."""
+        config, log = self.config, self.log
+        return RolloutWorker(
+            WORKER_ID,
+            manager,
+            issuer,
+            storage.writer(WORKER_ID),
+            weights,
+            config.rollout,
+            concurrency=config.concurrency,
+            lockstep=config.replay.synchronous,
+            evaluate=evaluator,
+            log_samples=log.samples,
+            on_failure=lambda ticket, reason: log.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+        )
+
+    def restore(self, parts: Components) -> None:
+        """Brings all parts but the learner to where the checkpoint was, where there is one."""
+        checkpoint = self.start.checkpoint
+        if checkpoint is None:
+            return
+        for name, part in parts.checkpointables.items():
+            part.restore(checkpoint.states[name])
+        for event in parts.curriculum.restored_events:
+            self.tell(event)
