@@ -5,7 +5,6 @@ skips what its checkpoint already holds. Whatever ends the training but an error
 boundary is checkpointed before the other components are stopped, with the tickets that were outstanding then.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -18,10 +17,10 @@ from penstock.model.language import named_arrays
 from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
-from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.local import WORKER_ID, Components, Start, wire
+from penstock.overseer.local_run import LocalRun
 from penstock.overseer.parity import probe_parity
-from penstock.overseer.result_rows import Results, read_results, write_results
+from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import step_line
@@ -32,15 +31,15 @@ from penstock.types import EnvironmentFailure, Stopped
 WEIGHTS_THREAD, TICKETS_THREAD, RECEIVER_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets", "rollout-receiver"
 
 
-class Conductor:
-    """One run, phase by phase.
+class Conductor(LocalRun[RunConfig, Start, Components]):
+    """One run of a language model, phase by phase.
 
     Args:
-        config: What to run.
-        directory: Where it is written.
-        crew: Starts the components' threads.
-        log: The run's single writer.
-        start: The policy, or the checkpoint to resume from.
+        config: As of `LocalRun`, like what follows.
+        directory: Likewise.
+        crew: Likewise.
+        log: Likewise.
+        start: Likewise.
         environments: By lesson.
     """
 
@@ -53,65 +52,17 @@ class Conductor:
         start: Start,
         environments: dict[str, Environment],
     ) -> None:
-        self.results: dict[str, Results] = {}
-        self.training_s = 0.0
-        self.start = start
-        self._config = config
-        self._directory = directory
-        self._crew = crew
-        self._log = log
+        super().__init__(config, directory, crew, log, start)
         self._environments = environments
-        self._stopping = threading.Event()
-        self._parts: Components | None = None
         self._warm_steps = 0
-        self._phases = 0
         self._engine_busy_s = 0.0
         self._bottleneck = ""
 
-    def run(self) -> None:
-        """Takes the run through its phases; returns at the last step or after `stop`."""
-        try:
-            parts = self._load()
-            self._prepare(parts)
-            self._train(parts)
-            self._phase("evaluating the trained policy")
-            self._wait_for_evaluation()
-            parts.manager.update_model(parts.loop.version, named_arrays(parts.learner.decoder))
-            self.results["after"] = self._evaluate(parts, "after")
-        except Stopped:
-            if not self._stopping.is_set():
-                raise
-        finally:
-            self._shut_down()
-
     def stop(self) -> None:
-        """Asks the run to end at the next update boundary, with a checkpoint."""
-        self._stopping.set()
+        """See `LocalRun.stop`."""
+        super().stop()
         if self._parts is not None:
-            self._parts.loop.stop()
-            self._parts.evaluator.stop()
-            self._parts.buffer.close()
             self._parts.storage.close()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._stopping.is_set()
-
-    @property
-    def stop_limit_s(self) -> float:
-        """How long the end of a run may take."""
-        return self._config.overseer.stop_timeout_s
-
-    @property
-    def lineage(self) -> int:
-        """Which life of the run this is."""
-        return self.start.lineage
-
-    @property
-    def step(self) -> int:
-        """The learner's version."""
-        return self._parts.learner.step if self._parts is not None else self._log.step
 
     @property
     def lessons(self) -> dict[str, str]:
@@ -129,32 +80,22 @@ class Conductor:
         return self._parts.worker.last_failure if self._parts is not None else ""
 
     @property
-    def complete(self) -> bool:
-        """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
-        return "after" in self.results
-
-    @property
     def _graduated(self) -> bool:
         stops = self._config.curriculum.when_complete == "stop"
         return stops and self._parts is not None and self._parts.curriculum.complete
 
     # --- phases --------------------------------------------------------------------------------------------------
 
-    def _phase(self, words: str) -> None:
-        if self._stopping.is_set():
-            raise Stopped(words)
-        self._phases += 1
-        self._log.progress.phase = words
-        self._log.event("phase", phase=words)
+    def _wired(self) -> Components:
+        return wire(self._config, self._directory, self._log, self.start, self._environments, self._on_step, self._save)
 
-    def _load(self) -> Components:
-        self._phase("loading")
-        self._parts = wire(
-            self._config, self._directory, self._log, self.start, self._environments, self._on_step, self._save
-        )
-        if self.start.checkpoint is not None:
-            self.results = read_results(self.start.checkpoint.states["run"]["results"])
-        return self._parts
+    def _go_through(self, parts: Components) -> None:
+        self._prepare(parts)
+        self._train(parts)
+        self._phase("evaluating the trained policy")
+        self._wait_for_evaluation()
+        parts.manager.update_model(parts.loop.version, named_arrays(parts.learner.decoder))
+        self.results["after"] = self._evaluate(parts, "after")
 
     def _prepare(self, parts: Components) -> None:
         self._phase("compiling engine and learner")
@@ -233,11 +174,9 @@ class Conductor:
         self._log.event("evaluation", when=when, reward={k: stats.reward_mean for k, stats in results.items()})
         return results
 
-    def _shut_down(self) -> None:
-        if self._parts is None:
-            return
-        self._shut_down_manager(self._parts)
-        self._parts.store.close()
+    def _shut_down(self, parts: Components) -> None:
+        self._shut_down_manager(parts)
+        super()._shut_down(parts)
 
     def _shut_down_manager(self, parts: Components) -> None:
         try:
@@ -279,25 +218,8 @@ class Conductor:
     def _save(self, step: int) -> None:
         parts = self._parts
         assert parts is not None
-        with parts.buffer.boundary():
-            states = {name: part.state() for name, part in parts.checkpointables.items()}
-        states["run"] = {"lineage": self.start.lineage, "results": write_results(self.results)}
-        save = partial(
-            save_checkpoint,
-            self._directory.checkpoints,
-            step,
-            parts.learner,
-            parts.tokenizer,
-            states,
-            self._config.overseer.keep_checkpoints,
-        )
-        path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
-        parts.buffer.checkpoint_saved()
-        self._log.event("checkpoint", step, path=str(path))
-
-    def _wait_for_room(self, seconds: float, why: str) -> None:
-        self._log.progress.note(why)
-        time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
+        write = partial(save_checkpoint, self._directory.checkpoints, step, parts.learner, parts.tokenizer)
+        self._save_with(parts, step, write)
 
     def refresh(self) -> None:
         """Brings the view up to date; called by the supervising thread."""
@@ -332,13 +254,7 @@ class Conductor:
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
-        status: dict[str, Any] = {
-            "phase": self._log.progress.phase,
-            "step": self.step,
-            "steps": self._config.steps,
-            "lineage": self.start.lineage,
-            "bottleneck": self._bottleneck,
-        }
+        status = self._status(self._bottleneck)
         if self._parts is not None:
             status |= {
                 "learner": self._parts.loop.doing,

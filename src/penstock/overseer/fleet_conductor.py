@@ -15,87 +15,27 @@ from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
 from penstock.overseer.fleet_updates import FleetUpdates
-from penstock.overseer.full_disk import when_there_is_room
-from penstock.overseer.result_rows import Results, read_results, write_results
+from penstock.overseer.local_run import LocalRun
+from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervision import Crew
 from penstock.rundir import RunDirectory
-from penstock.types import PenstockError, Stopped
+from penstock.types import PenstockError
 
 FLEET_THREAD, EVALUATOR_THREAD = "fleet", "fleet-evaluator"
 SUPERVISE_S = 0.5
 
 
-class FleetConductor:
-    """One fleet run, phase by phase. Implements `penstock.overseer.overseer.RunConductor`.
-
-    Args:
-        config: What to run.
-        directory: Where it is written.
-        crew: Starts the components' threads.
-        log: The run's single writer.
-        start: The policy, or the checkpoint to resume from.
-    """
+class FleetConductor(LocalRun[FleetRunConfig, FleetStart, FleetComponents]):
+    """One fleet run, phase by phase; arguments as of `LocalRun`."""
 
     def __init__(
         self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: FleetStart
     ) -> None:
-        self.results: dict[str, Results] = {}
-        self.training_s = 0.0
-        self.start = start
-        self._config = config
-        self._directory = directory
-        self._crew = crew
-        self._log = log
-        self._stopping = threading.Event()
+        super().__init__(config, directory, crew, log, start)
         self._fleet_over = threading.Event()
-        self._parts: FleetComponents | None = None
         self._updates = FleetUpdates(log, config.fleet.tasks)
-        self._phases = 0
-
-    def run(self) -> None:
-        """Takes the run through its phases; returns at the last step or after `stop`."""
-        try:
-            parts = self._load()
-            self._prepare(parts)
-            self._train(parts)
-            self._phase("evaluating the trained policy")
-            self._crew.join(self._config.overseer.no_progress_s, [EVALUATOR_THREAD])
-            self.results["after"] = self._evaluate(parts, "after")
-        except Stopped:
-            if not self._stopping.is_set():
-                raise
-        finally:
-            self._shut_down()
-
-    def stop(self) -> None:
-        """Asks the run to end at the next update boundary, with a checkpoint."""
-        self._stopping.set()
-        if self._parts is not None:
-            self._parts.loop.stop()
-            self._parts.evaluator.stop()
-            self._parts.buffer.close()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._stopping.is_set()
-
-    @property
-    def stop_limit_s(self) -> float:
-        """How long the end of a run may take."""
-        return self._config.overseer.stop_timeout_s
-
-    @property
-    def lineage(self) -> int:
-        """Which life of the run this is."""
-        return self.start.lineage
-
-    @property
-    def step(self) -> int:
-        """The learner's version."""
-        return self._parts.learner.step if self._parts is not None else self._log.step
 
     @property
     def lessons(self) -> dict[str, str]:
@@ -115,28 +55,19 @@ class FleetConductor:
         """What the last of them said."""
         return self._log.last_failure
 
-    @property
-    def complete(self) -> bool:
-        """Whether the run reached its last step and was evaluated there."""
-        return "after" in self.results
-
     # --- phases --------------------------------------------------------------------------------------------------
 
-    def _phase(self, words: str) -> None:
-        if self._stopping.is_set():
-            raise Stopped(words)
-        self._phases += 1
-        self._log.progress.phase = words
-        self._log.event("phase", phase=words)
-
-    def _load(self) -> FleetComponents:
-        self._phase("loading")
-        self._parts = wire_fleet(
+    def _wired(self) -> FleetComponents:
+        return wire_fleet(
             self._config, self._directory, self._log, self.start, self._on_event, self._on_step, self._save
         )
-        if self.start.checkpoint is not None:
-            self.results = read_results(self.start.checkpoint.states["run"]["results"])
-        return self._parts
+
+    def _go_through(self, parts: FleetComponents) -> None:
+        self._prepare(parts)
+        self._train(parts)
+        self._phase("evaluating the trained policy")
+        self._crew.join(self._config.overseer.no_progress_s, [EVALUATOR_THREAD])
+        self.results["after"] = self._evaluate(parts, "after")
 
     def _prepare(self, parts: FleetComponents) -> None:
         self._phase("compiling the learner")
@@ -184,10 +115,6 @@ class FleetConductor:
         self._log.event("evaluation", when=when, reward={task: stats.reward_mean for task, stats in results.items()})
         return results
 
-    def _shut_down(self) -> None:
-        if self._parts is not None:
-            self._parts.store.close()
-
     # --- what others are told ------------------------------------------------------------------------------------
 
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -204,26 +131,8 @@ class FleetConductor:
     def _save(self, step: int) -> None:
         parts = self._parts
         assert parts is not None
-        with parts.buffer.boundary():
-            states: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
-        states["statistics"] = parts.manager.statistics.state()
-        states["run"] = {"lineage": self.start.lineage, "results": write_results(self.results)}
-        save = partial(
-            save_checkpoint,
-            self._directory.checkpoints,
-            step,
-            parts.learner,
-            None,
-            states,
-            self._config.overseer.keep_checkpoints,
-        )
-        path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
-        parts.buffer.checkpoint_saved()
-        self._log.event("checkpoint", step, path=str(path))
-
-    def _wait_for_room(self, seconds: float, why: str) -> None:
-        self._log.progress.note(why)
-        time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
+        write = partial(save_checkpoint, self._directory.checkpoints, step, parts.learner, None)
+        self._save_with(parts, step, write, statistics=parts.manager.statistics.state())
 
     def refresh(self) -> None:
         """Brings the view up to date; called by the supervising thread."""
@@ -259,13 +168,8 @@ class FleetConductor:
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
-        status: dict[str, Any] = {
-            "phase": self._log.progress.phase,
-            "step": self.step,
-            "steps": self._config.steps,
-            "lineage": self.start.lineage,
-            "bottleneck": self._updates.bottleneck,
-            "simulators": {"failed": self.failed_groups, "last_failure": self.last_failure},
+        status = self._status(self._updates.bottleneck) | {
+            "simulators": {"failed": self.failed_groups, "last_failure": self.last_failure}
         }
         if self._parts is None:
             return status

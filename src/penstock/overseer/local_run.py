@@ -1,0 +1,149 @@
+"""What conductors of runs in one process have in common: how they stop, their phases, their checkpoints.
+
+Not covered: what is trained; a subclass knows its components and the phases around them.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from penstock.overseer.config import RunConfig
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.fleet_local import FleetComponents, FleetStart
+from penstock.overseer.full_disk import when_there_is_room
+from penstock.overseer.local import Components, Start
+from penstock.overseer.result_rows import Results, read_results, write_results
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
+from penstock.rundir import RunDirectory
+from penstock.types import Stopped
+
+ConfigT = TypeVar("ConfigT", RunConfig, FleetRunConfig)
+StartT = TypeVar("StartT", Start, FleetStart)
+PartsT = TypeVar("PartsT", Components, FleetComponents)
+
+
+class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
+    """One run in this process, whatever it trains (most of `penstock.overseer.overseer.RunConductor`).
+
+    Args:
+        config: What to run.
+        directory: Where it is written.
+        crew: Starts the components' threads.
+        log: The run's single writer.
+        start: The policy, or the checkpoint to resume from.
+    """
+
+    def __init__(self, config: ConfigT, directory: RunDirectory, crew: Crew, log: RunLog, start: StartT) -> None:
+        self.results: dict[str, Results] = {}
+        self.training_s = 0.0
+        self.start = start
+        self._config = config
+        self._directory = directory
+        self._crew = crew
+        self._log = log
+        self._stopping = threading.Event()
+        self._parts: PartsT | None = None
+        self._phases = 0
+
+    def run(self) -> None:
+        """Takes the run through its phases; returns at the last step or after `stop`."""
+        try:
+            self._phase("loading")
+            self._parts = parts = self._wired()
+            if self.start.checkpoint is not None:
+                self.results = read_results(self.start.checkpoint.states["run"]["results"])
+            self._go_through(parts)
+        except Stopped:
+            if not self._stopping.is_set():
+                raise
+        finally:
+            if self._parts is not None:
+                self._shut_down(self._parts)
+
+    @abstractmethod
+    def _wired(self) -> PartsT:
+        """Makes the components, and connects them."""
+
+    @abstractmethod
+    def _go_through(self, parts: PartsT) -> None:
+        """All phases after the loading."""
+
+    def _shut_down(self, parts: PartsT) -> None:
+        """However the run ended."""
+        parts.store.close()
+
+    def stop(self) -> None:
+        """Asks the run to end at the next update boundary, with a checkpoint."""
+        self._stopping.set()
+        if self._parts is not None:
+            self._parts.loop.stop()
+            self._parts.evaluator.stop()
+            self._parts.buffer.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._stopping.is_set()
+
+    @property
+    def stop_limit_s(self) -> float:
+        """How long the end of a run may take."""
+        return self._config.overseer.stop_timeout_s
+
+    @property
+    def lineage(self) -> int:
+        """Which life of the run this is."""
+        return self.start.lineage
+
+    @property
+    def step(self) -> int:
+        """The learner's version."""
+        return self._parts.learner.step if self._parts is not None else self._log.step
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run reached its goal and was evaluated there."""
+        return "after" in self.results
+
+    def _phase(self, words: str) -> None:
+        if self._stopping.is_set():
+            raise Stopped(words)
+        self._phases += 1
+        self._log.progress.phase = words
+        self._log.event("phase", phase=words)
+
+    def _save_with(self, parts: PartsT, step: int, write: Callable[[dict[str, Any], int], Path], **more: Any) -> None:
+        """Writes a checkpoint as soon as there is room.
+
+        Args:
+            parts: What travels in it.
+            step: The learner's.
+            write: Takes all states, and how many checkpoints stay.
+            more: Further states.
+        """
+        with parts.buffer.boundary():
+            states: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
+        states |= more | {"run": {"lineage": self.start.lineage, "results": write_results(self.results)}}
+        save = partial(write, states, self._config.overseer.keep_checkpoints)
+        path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
+        parts.buffer.checkpoint_saved()
+        self._log.event("checkpoint", step, path=str(path))
+
+    def _wait_for_room(self, seconds: float, why: str) -> None:
+        self._log.progress.note(why)
+        time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
+
+    def _status(self, bottleneck: str) -> dict[str, Any]:
+        """What status.json says of every run."""
+        return {
+            "phase": self._log.progress.phase,
+            "step": self.step,
+            "steps": self._config.steps,
+            "lineage": self.start.lineage,
+            "bottleneck": bottleneck,
+        }
