@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.overseer.config_loading import apply_overrides, build_config, load_recipe, recipe_summaries
+from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import apply_overrides, build_config, load_config, load_recipe, recipe_summaries
 from penstock.overseer.yaml_documents import dump_yaml, parse_yaml
 from penstock.types import ConfigError
 
@@ -118,6 +119,13 @@ def test_a_misspelt_required_key_is_named_before_the_missing_one():
 def test_a_union_of_sections_names_the_key_without_type_names():
     message = refused({"source": {"lesson_id": 3}})
     assert "Lesson" not in message and "Optimizer" not in message and "source.lesson_id" in message
+
+
+def test_half_a_character_in_a_key_is_told():
+    values = load_config("cats").model_dump(mode="json", by_alias=True)
+    values["rollout"] = {"workers": {"\ud800": 1}}
+    with pytest.raises(ConfigError, match=r"^mine\.yaml: a key holds '\\ud800', half a character: write the whole one"):
+        build_config(RunConfig, values, "mine.yaml")
 
 
 def test_the_source_stands_before_the_message():

@@ -123,12 +123,17 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         ConfigError: one line with the key's dotted path, its value, what is expected, and the nearest spelling of
             an unknown key.
     """
+    prefix = f"{source}: " if source else ""
     try:
         return model.model_validate(dict(values))
+    except UnicodeEncodeError as error:  # pydantic cannot even report such a key
+        broken = error.object[error.start : error.end]
+        raise ConfigError(
+            f"{prefix}a key holds {broken!r}, half a character: write the whole one, or leave it"
+        ) from error
     except ValidationError as error:
         first, *others = describe_validation_error(model, values, error)
         more = f" (and {len(others)} more: {', '.join(where for where, _ in others)})" if others else ""
-        prefix = f"{source}: " if source else ""
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
 
 
