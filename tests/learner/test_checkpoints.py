@@ -1,5 +1,6 @@
 import errno
 import json
+import zlib
 from pathlib import Path
 
 import jax
@@ -176,6 +177,24 @@ def test_a_broken_or_missing_manifest_is_a_clear_error(tmp_path, learner, conten
         load_checkpoint(path)
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="manifest.json cannot be read"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ([["float32"]], "dtype in state.json is a list, not one of float32, bfloat16"),
+        ("float99", "dtype in state.json is 'float99', not one"),
+    ],
+)
+def test_a_dtype_that_is_none_is_a_clear_error(tmp_path, learner, dtype, message):
+    path = _save(tmp_path, learner)
+    content = json.dumps(json.loads((path / "state.json").read_text()) | {"dtype": dtype}).encode()
+    (path / "state.json").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    fingerprint = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    (path / "manifest.json").write_text(json.dumps(manifest | {"state.json": fingerprint}))
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path)
 
 

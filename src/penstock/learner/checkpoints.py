@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, get_args, overload
 
 import numpy as np
 import safetensors.numpy
@@ -35,6 +35,7 @@ from penstock.learner.control_learner import ControlLearner
 from penstock.learner.learner import Learner
 from penstock.model.control import ControlPolicy, load_control_policy
 from penstock.model.language import Decoder, load_decoder
+from penstock.model.language.config import Dtype
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import CheckpointError, ConfigError
 
@@ -173,7 +174,11 @@ def restore_control_learner(
 def _load_model(path: Path, state: Mapping[str, Any]) -> Decoder | ControlPolicy:
     if state.get("policy", "language") == "control":
         return load_control_policy(path / "model")
-    return load_decoder(path / "model", state["dtype"])
+    dtype = state["dtype"]
+    if not isinstance(dtype, str) or dtype not in get_args(Dtype):
+        found = repr(dtype) if isinstance(dtype, str) else f"a {type(dtype).__name__}"
+        raise ValueError(f"dtype in state.json is {found:.50}, not one of {', '.join(get_args(Dtype))}")
+    return load_decoder(path / "model", cast(Dtype, dtype))
 
 
 def _kind(learner: Learner | ControlLearner) -> dict[str, str]:

@@ -81,7 +81,8 @@ class LossConfig(_Frozen, frozen=True):
     def _fill_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return PRESETS.get(str(given.get("preset", "rloo")), {}) | given
+        preset = given.get("preset", "rloo")
+        return PRESETS.get(preset, {}) | given if isinstance(preset, str) else given
 
 
 class OptimizerConfig(_Frozen, frozen=True):
