@@ -21,6 +21,14 @@ def test_presets_fill_in_the_loss(preset, advantage, aggregation, low, high):
     assert (loss.correction.kind, loss.correction.cap, loss.correction.scope) == ("truncate", 2.0, "token")
 
 
+def test_a_preset_that_is_no_text_is_refused_however_deep_it_is():
+    preset: list = []
+    for _ in range(3000):
+        preset = [preset]
+    with pytest.raises(ValidationError, match="preset"):
+        LossConfig.model_validate({"preset": preset})
+
+
 def test_the_default_is_rloo_and_what_is_given_wins_over_the_preset():
     assert LossConfig() == LossConfig(preset="rloo")
     loss = LossConfig(preset="grpo", aggregation="token", clip_epsilon_high=0.5)
