@@ -124,7 +124,7 @@ WORKLOADS = {
         ),
         Workload(
             "crafter", "8 x Crafter, 64x64x3", (Simulators("crafter", 8),), 0.95, "independent_work", batch_size=4,
-            max_wait_ms=10, seconds_factor=4,
+            max_wait_ms=10, seconds_factor=12,
         ),
         Workload(
             "ale", "32 x Pong, 84x84x4", (Simulators("atari:pong", 32),), 0.85, "independent_steps",
