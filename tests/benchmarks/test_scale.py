@@ -233,8 +233,10 @@ def test_groups_are_those_of_their_tickets():
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tiny_run(monkeypatch, capsys):
+    pytest.importorskip("ray", reason="the extra ray")
     from benchmarks.scale import __main__ as benchmark
 
     monkeypatch.setattr(benchmark, "FLAT", 1e9)
