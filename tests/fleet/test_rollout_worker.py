@@ -107,6 +107,13 @@ def test_the_wait_is_that_of_the_first_slot():
     assert filler.count == 2 and filler.first_at == 5.0
 
 
+def test_the_room_of_a_batch_lies_where_a_device_reads_it_in_place():
+    pool = FakePool(2)
+    pool.start(1)
+    room = BatchFiller(pool.spaces, 5).room
+    assert all(len(array) == 5 and array.ctypes.data % 64 == 0 for array in room.values())
+
+
 def test_what_was_acted_on_before_an_action_failed_is_reported():
     pool, reported = FakePool(2), []
     worker = worker_of(pool, FakeRunner(2), lambda batch: reported.append(batch.slots.tolist()), batch_size=2)

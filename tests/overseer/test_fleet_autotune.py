@@ -27,6 +27,8 @@ def test_waits_are_varied_in_both_directions_within_bounds():
         return {shape.max_wait_ms for shape in neighbours(replace(SHAPE, max_wait_ms=wait_ms), 1)} - {wait_ms}
 
     assert waits(0.0) == {2.0} and waits(2.0) == {0.0, 10.0} and waits(10.0) == {2.0, 50.0} and waits(50.0) == {10.0}
+    patient = list(neighbours(replace(SHAPE, max_wait_ms=100.0), 1))
+    assert {shape.max_wait_ms for shape in patient} == {20.0, 100.0}  # a recipe's own wait does not end the search
 
 
 def test_a_shape_is_proposed_only_where_it_is_clearly_faster():

@@ -201,7 +201,7 @@ def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
         envs, each = candidate.envs_per_worker, candidate.envs_per_process
         if each < 1 or envs < each or envs % each or not each <= candidate.batch_size <= envs:
             continue
-        if candidate == shape or candidate.max_wait_ms > MOST_WAIT_MS:
+        if candidate == shape or candidate.max_wait_ms > max(MOST_WAIT_MS, wait_ms):
             continue
         if candidate.workers * envs // each >= tasks:
             yield candidate
