@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 RAY_STAMP := $(VENV)/.ready-ray
 # Most of these tests' time goes to compiling what runs for an instant.
-UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
 .PHONY: train test test-slow fuzz test-ray lint setup clean
 
