@@ -11,7 +11,14 @@ import pytest
 from penstock.types import UnreachableError, WeightsError
 from penstock.weights.flight_access import Access, serving_options
 from penstock.weights.flight_channel import Channel
-from penstock.weights.flight_messages import SCHEMA, FinishedAnswer, FinishedRequest, StreamTicket
+from penstock.weights.flight_messages import (
+    OFFER_KEY,
+    SCHEMA,
+    FinishedAnswer,
+    FinishedRequest,
+    OfferAnswer,
+    StreamTicket,
+)
 
 ACCESS = Access("token")
 LIMIT_S = 20.0
@@ -96,6 +103,48 @@ def test_other_bytes_than_were_due_are_refused(batches, schema, message):
     with Server(batches, schema) as server:
         with pytest.raises(WeightsError, match=message):
             fetch(server, [2])
+
+
+@pytest.fixture
+def asking():
+    """Begins to fetch two bytes with a ticket that asks, and gives the fetch."""
+    channels = []
+
+    def begin(server, sizes=(2,), deadline_s=LIMIT_S):
+        channels.append(Channel(f"127.0.0.1:{server.port}", False, ACCESS, 2, 4096))
+        buffers = [np.zeros(size, np.uint8) for size in sizes]
+        ticket = TICKET.model_copy(update={"asks": True})
+        return channels[-1].begin(ticket, buffers, time.monotonic() + deadline_s)
+
+    yield begin
+    for channel in channels:
+        channel.close()
+
+
+def test_the_first_stream_alone_asks_and_brings_the_answer_before_its_bytes(asking):
+    stuck, offered = threading.Event(), OfferAnswer(parent="elsewhere", keep=True)
+    with Server([stuck, batch(b"a")], SCHEMA.with_metadata({OFFER_KEY: offered.to_bytes()})) as server:
+        fetch = asking(server)
+        assert fetch.offer() == offered and not any(stream.done() for stream in fetch.streams)
+        stuck.set()
+        fetch.wait(None)
+        assert sorted((ticket.stream, ticket.asks) for ticket in server.tickets) == [(0, True), (1, False)]
+
+
+def test_a_server_that_brings_no_answer_is_to_be_asked_by_itself(asking):
+    with Server([batch(b"a")]) as server:
+        assert asking(server).offer() is None
+        assert asking(server, sizes=(0,)).offer() is None  # without a stream
+
+
+def test_an_answer_that_cannot_be_read_or_does_not_come_is_an_error(asking):
+    with Server([batch(b"a")], SCHEMA.with_metadata({OFFER_KEY: b"{"})) as server:
+        with pytest.raises(WeightsError, match="not a OfferAnswer"):
+            asking(server).offer()
+    with Server([]) as server:
+        server.do_get = lambda context, ticket: time.sleep(1.0)
+        with pytest.raises(UnreachableError, match="did not begin to send in time|is dead, silent or broken"):
+            asking(server, deadline_s=0.2).offer()
 
 
 def test_a_stream_that_stalls_is_given_up():

@@ -8,7 +8,7 @@ import pytest
 from tests.waiting import wait_until
 
 from penstock.types import WeightsError, WeightVersion
-from penstock.weights import WeightsConfig, flight_client, open_broadcaster, open_client
+from penstock.weights import WeightsConfig, flight_client, flight_service, open_broadcaster, open_client
 from penstock.weights.relay import Relay
 
 SIZE = 300_000
@@ -188,6 +188,21 @@ def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
     job.publish(1)
     job.fetch(0, 1)
     assert early == [True] and job.served() - before == SIZE * 4 + 4
+
+
+@pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
+@pytest.mark.parametrize("longest", [flight_service.MAX_RIDING_OFFER_BYTES, 10], ids=["rides", "too long"])
+def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, monkeypatch):
+    service, asked = job.root._store._service, []
+    do_action = type(service).do_action
+    monkeypatch.setattr(flight_service, "MAX_RIDING_OFFER_BYTES", longest)
+    monkeypatch.setattr(
+        type(service), "do_action", lambda self, c, action: asked.append(action.type) or do_action(self, c, action)
+    )
+    job.publish(1)
+    job.fetch(0, 1)
+    wait_until(lambda: "finished" in asked, "the fetch is told of")
+    assert asked.count("offer") == (1 if longest == 10 else 0)
 
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)

@@ -11,7 +11,7 @@ import pytest
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import flight_service
 from penstock.weights.flight_access import Access, local_error, open_channel
-from penstock.weights.flight_messages import StreamTicket
+from penstock.weights.flight_messages import OfferRequest, StreamTicket
 from penstock.weights.flight_service import Served, WeightService
 from penstock.weights.manifest import describe
 
@@ -38,6 +38,14 @@ def streams_of(service, request):
         return [chunk.data.column(0).to_numpy().tobytes() for chunk in reader]
     except (pa.ArrowException, OSError) as error:
         raise local_error(error, "service") from error
+    finally:
+        channel.close()
+
+
+def schema_of(service, request):
+    channel = open_channel(f"127.0.0.1:{service.port}", False, ACCESS, 1 << 20)
+    try:
+        return channel.do_get(flight.Ticket(request.to_bytes()), LIMIT_S).schema
     finally:
         channel.close()
 
@@ -69,6 +77,27 @@ def test_deltas_are_sent_to_those_who_have_their_base(service):
     assert streams_of(service, ticket(base=BASE)) == [b"first", b"second"]
     with pytest.raises(WeightsError, match="no delta from"):
         streams_of(service, ticket(base=((0, 6), "other")))
+
+
+def test_a_stream_that_asks_begins_with_the_offer():
+    asked = []
+
+    def offer(body, host):
+        asked.append((OfferRequest.from_bytes(body, 1000), host))
+        return b'{"parent": "here"}'
+
+    service = WeightService("job", ACCESS, "127.0.0.1", 0, {"offer": offer})
+    service.put(served(7))
+    try:
+        assert schema_of(service, ticket()).metadata is None and asked == []
+        assert schema_of(service, ticket(asks=True)).metadata == {b"offer": b'{"parent": "here"}'}
+    finally:
+        service.close()
+    assert asked == [(OfferRequest(job="job", client="c", version=(0, 7), base=None, timeout_s=0.0), "127.0.0.1")]
+
+
+def test_where_there_are_no_offers_a_stream_that_asks_begins_without(service):
+    assert schema_of(service, ticket(asks=True)).metadata is None
 
 
 def test_the_sizes_of_deltas_are_known_before_they_are_fetched():

@@ -33,6 +33,8 @@ from penstock.types import (
 
 CALL_S = 30.0
 """Longest wait for an answer."""
+GATHER_S = 0.1
+"""What comes in so soon after a push goes with the next one; not where drawing waits for the answer."""
 
 
 class RemoteCurriculum:
@@ -73,7 +75,7 @@ class RemoteCurriculum:
         self._pushed: int = 0
         self._needs_base = True
         self._news = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
 
@@ -90,7 +92,7 @@ class RemoteCurriculum:
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread; returns whether it ended within the limit."""
-        self._stopping = True
+        self._stopping.set()
         self._calls.stop()
         self._news.set()
         if self._thread is None:
@@ -184,11 +186,13 @@ class RemoteCurriculum:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping.is_set():
                 self._news.wait(1.0)
                 self._news.clear()
-                while not self._stopping and (self._needs_base or self.behind):
+                while not self._stopping.is_set() and (self._needs_base or self.behind):
                     self._push()
+                    if not self._strict:
+                        self._stopping.wait(GATHER_S)
         except Stopped:
             return
         except Exception as error:  # whatever it is, the run must not go on without

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +17,15 @@ import pyarrow.flight as flight
 
 from penstock.types import UnreachableError, WeightsError
 from penstock.weights.flight_access import Access, local_error, open_channel
-from penstock.weights.flight_messages import AnyMessage, FinishedAnswer, Message, StreamTicket, read_answer
+from penstock.weights.flight_messages import (
+    OFFER_KEY,
+    AnyMessage,
+    FinishedAnswer,
+    Message,
+    OfferAnswer,
+    StreamTicket,
+    read_answer,
+)
 from penstock.weights.manifest import MAX_MANIFEST_BYTES
 from penstock.weights.streams import Piece, cut
 
@@ -83,7 +91,7 @@ class Channel:
         """Begins to receive a payload over parallel streams; `Fetch.wait` ends that, or `Fetch.give_up`.
 
         Args:
-            ticket: What; the numbers of the streams are filled in here.
+            ticket: What; the numbers of the streams are filled in here. Where it asks, the first stream does.
             buffers: uint8 [size] each: where its buffers go.
             deadline: Monotonic seconds.
 
@@ -93,7 +101,10 @@ class Channel:
         plan = cut([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
         fetch = Fetch(self.address, buffers, deadline, self._closed)
-        tickets = [ticket.model_copy(update=numbers | {"stream": stream}) for stream in range(self._streams)]
+        tickets = [
+            ticket.model_copy(update=numbers | {"stream": stream, "asks": ticket.asks and stream == 0})
+            for stream in range(self._streams)
+        ]
         with self._in_use():
             fetch.streams = [
                 self._pool.submit(self._receive, fetch, connection, stream_ticket, pieces)
@@ -152,6 +163,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._moved_at = time.monotonic()
         self._ended = False
+        self._offer: Future[OfferAnswer | None] = Future()
         self.streams: Sequence[Future[None]] = ()
 
     def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]) -> None:
@@ -161,6 +173,9 @@ class Fetch:
             options = flight.FlightCallOptions(timeout=remaining_s)
             reader = connection.do_get(flight.Ticket(ticket.to_bytes()), options=options)
             self._register(reader)
+            if ticket.asks:
+                told = (reader.schema.metadata or {}).get(OFFER_KEY)
+                self._offer.set_result(None if told is None else read_answer(OfferAnswer, told))
             for piece in pieces:
                 self._place(reader.read_chunk().data, piece)
             if next(iter(reader), None) is not None:
@@ -169,6 +184,22 @@ class Fetch:
             raise WeightsError(f"the weight server at {self._address} sent less than the arrays have") from error
         except (pa.ArrowException, OSError) as error:
             raise local_error(error, self._address) from error
+
+    def offer(self) -> OfferAnswer | None:
+        """The answer to a ticket that asks, which comes before the first message; None where it was not sent along.
+
+        Raises:
+            UnreachableError: the server died, or was too slow.
+            WeightsError: it refused, or sent something else.
+        """
+        if not self.streams:
+            return None
+        wait([self._offer, self.streams[0]], max(0.0, self._deadline - time.monotonic()), FIRST_COMPLETED)
+        if not self._offer.done():
+            if self.streams[0].done():
+                self.streams[0].result()
+            raise UnreachableError(f"the weight server at {self._address} did not begin to send in time")
+        return self._offer.result()
 
     def wait(self, stall_s: float | None) -> None:
         """Waits for all streams, and ends them all when one failed or nothing comes any more.

@@ -60,6 +60,15 @@ class _Early:
     fetch: Fetch
 
 
+def _told(early: _Early | None) -> OfferAnswer | None:
+    """What came with its first stream; None where it could not begin: the question by itself finds out why."""
+    try:
+        return None if early is None else early.fetch.offer()
+    except (UnreachableError, WeightsError) as error:
+        _log.info("weights are asked for anew: %s", error)
+        return None
+
+
 class FlightReader:
     """Speaks to the root at one endpoint, and to the parents that it names (`fetching.Reader`).
 
@@ -112,7 +121,7 @@ class FlightReader:
         early = None if again or base is not None else self._begin_early(version, deadline)
         while True:
             try:
-                offer = self._offer(version, base, again, deadline)
+                offer = _told(early) or self._offer(version, base, again, deadline)
                 manifest = offer.read_manifest(self._config.max_bytes)
                 if offer.parent == ROOT:
                     return self._received(self._root, manifest, base, offer, offer.deltas, deadline, None, early)
@@ -216,7 +225,7 @@ class FlightReader:
         return Received(manifest, arrays, (), sum(sizes))
 
     def _begin_early(self, version: WeightVersion, deadline: float) -> _Early | None:
-        """Opens the streams from the root while it is asked, where it will hardly say anything else.
+        """Opens the streams from the root and asks with the first of them, where it will hardly say anything else.
 
         That is so after a fetch of whole arrays from the root with no more clients than it serves itself. Where it says
         something else after all, what came is thrown away.
@@ -226,7 +235,7 @@ class FlightReader:
             return None
         sizes = [spec.nbytes for spec in before.arrays]
         buffers = [self._memory.take(size) for size in sizes]
-        ticket = self._ticket(before.incarnation, version, None)
+        ticket = self._ticket(before.incarnation, version, None).model_copy(update={"asks": True})
         return _Early(before.incarnation, sizes, buffers, self._root.begin(ticket, buffers, deadline))
 
     def _ticket(self, incarnation: str, version: WeightVersion, base: Content | None) -> StreamTicket:

@@ -17,6 +17,10 @@ MAX_REQUEST_BYTES = 64 * 1024
 MAX_STREAMS = 64
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4096, 1 << 30
 MAX_WAIT_S = 60.0
+OFFER_KEY = b"offer"
+"""In the metadata of a stream's schema: the `OfferAnswer` to a ticket that asks."""
+MAX_RIDING_OFFER_BYTES = 512 * 1024
+"""A longer one does not travel with a stream, and must be asked for by itself."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
@@ -136,6 +140,7 @@ class StreamTicket(_Request):
         stream: Which stream, from 0.
         streams: Of how many.
         chunk_bytes: Largest message.
+        asks: Has the stream begin with the answer to an `OfferRequest` for the same, where that is not too long.
     """
 
     incarnation: Text
@@ -144,6 +149,7 @@ class StreamTicket(_Request):
     stream: int = Field(ge=0, lt=MAX_STREAMS)
     streams: int = Field(ge=1, le=MAX_STREAMS)
     chunk_bytes: int = Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
+    asks: bool = False
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)

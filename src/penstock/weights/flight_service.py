@@ -19,7 +19,17 @@ import pyarrow.flight as flight
 
 from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights.flight_access import Access, join_address, peer_host, serving_options, wire_error
-from penstock.weights.flight_messages import SCHEMA, Content, StreamTicket, content_pair, pair, read_request
+from penstock.weights.flight_messages import (
+    MAX_RIDING_OFFER_BYTES,
+    OFFER_KEY,
+    SCHEMA,
+    Content,
+    OfferRequest,
+    StreamTicket,
+    content_pair,
+    pair,
+    read_request,
+)
 from penstock.weights.manifest import Manifest, raw_bytes
 from penstock.weights.streams import Piece, pieces_of
 
@@ -154,12 +164,13 @@ class WeightService(flight.FlightServerBase):
             self.check_job(request.job)
             served = self.get(WeightVersion(*request.version), request.incarnation)
             buffers = served.buffers(request.base)
+            schema = self._schema(request, peer_host(context.peer()))
         except WeightsError as error:
             raise wire_error(error) from error
         sizes = [buffer.size for buffer in buffers]
         pieces = pieces_of(sizes, request.streams, request.chunk_bytes, request.stream)
         batches = self._batches(buffers, pieces, request.client)
-        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(SCHEMA, batches))
+        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(schema, batches))
 
     def check_job(self, job: str) -> None:
         """Refuses another job's request. Raises WeightsError."""
@@ -174,6 +185,17 @@ class WeightService(flight.FlightServerBase):
         ending.join(_CLOSE_S)
         if ending.is_alive():
             _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
+
+    def _schema(self, request: StreamTicket, host: str) -> pa.Schema:
+        """Of a stream: with the answer to its question, where it asks."""
+        offer = self._actions.get("offer")
+        if not request.asks or offer is None:
+            return SCHEMA
+        question = OfferRequest(
+            job=request.job, client=request.client, version=request.version, base=request.base, timeout_s=0.0
+        )
+        answer = offer(question.to_bytes(), host)
+        return SCHEMA.with_metadata({OFFER_KEY: answer}) if len(answer) <= MAX_RIDING_OFFER_BYTES else SCHEMA
 
     def _batches(self, buffers: Sequence[pa.Buffer], pieces: Iterator[Piece], client: str) -> Iterator[pa.RecordBatch]:
         told_at, untold_bytes = 0.0, 0
