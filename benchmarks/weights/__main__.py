@@ -19,6 +19,9 @@ LOCAL_MS, SHARED, FLIGHT, FEWER_BYTES, FASTER = 1.0, 0.8, 0.9, 10.0, 1.0
 COPIES = 10
 """Arrays, two copies beside them, three segments, two received sets, what raw Flight keeps, what files are read to."""
 
+SMALL_MB, REPEATS = 100, 7
+"""Sizes up to this are measured so many times anew."""
+
 RATES = (1e-6, 1e-3)
 
 
@@ -42,10 +45,11 @@ def measure_transports(options: argparse.Namespace, marks: Marks) -> None:
         if COPIES * megabytes * 1e6 > available_bytes():
             print(f"\n{megabytes:,} MB: skipped, {COPIES * megabytes / 1e3:.1f} GB are not there")
             continue
-        measured = handover.measure(megabytes * 1_000_000, options.rounds)
+        repeats = 1 if options.quick or megabytes > SMALL_MB else REPEATS
+        measured = handover.measure(megabytes * 1_000_000, options.rounds, repeats)
         handover.print_measured(measured)
         marks.at_most(f"{megabytes} MB: local, ms", measured.median("local") * 1e3, LOCAL_MS)
-        shared = measured.rate("shared_memory: without digests") / measured.rate("memory copy")
+        shared = measured.rate_without_digests("shared_memory") / measured.rate("memory copy")
         marks.at_least(f"{megabytes} MB: shared memory / memory copy", shared, SHARED)
         flight = measured.rate("arrow_flight: fetch without digests")
         for how in handover.RAW:

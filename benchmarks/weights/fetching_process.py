@@ -85,7 +85,9 @@ class Commands:
 
     def raw(self, port: int, streams: int, chunk_bytes: int, how: str, nbytes: int) -> dict[str, float]:
         """Seconds of a raw fetch, and its bytes."""
-        client = self._raw.setdefault(port, RawClient(port, streams))
+        if port not in self._raw:
+            self._raw[port] = RawClient(port, streams)
+        client = self._raw[port]
         began = time.perf_counter()
         read = client.read(chunk_bytes, how, nbytes)
         return {"seconds": time.perf_counter() - began, "bytes": read}

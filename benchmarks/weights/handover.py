@@ -1,15 +1,20 @@
 """Seconds from `publish` to arrays in another process, for every transport, beside a memory copy and raw Flight.
 
-Rounds are interleaved, so that a disturbed second hurts all of them; the first ones, in which memory is touched for the
-first time and connections are made, are left out. The memory copy goes to two places in turn, since nobody may write
-over the version before while it is read. "In all" is from `publish` to verified arrays, with the question for news;
-what digests cost is measured apart, by both sides, and taken off where a line says so.
+Every round does all of them, each round in another order: a disturbed second hurts all, and nobody always comes right
+after what warms caches and connections for it. The first rounds, in which memory is touched for the first time and
+connections are made, are left out; small sizes are measured several times anew, with other processes, memory and
+connections, since luck with those moves a figure by a tenth. Memory copy and raw Flight write to two places in turn, as
+nobody may write over the version before while it is read. "In all" is from `publish` to verified arrays, with the
+question for news. What the publisher's digests take is measured by themselves (shared memory is copied meanwhile), what
+the client's take as a part of its fetch; "without digests" is in all, less the question and both.
 """
 
+import random
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,7 @@ from benchmarks.weights.fetching_process import TOKEN, Fetcher
 from benchmarks.weights.raw_flight import RawServer
 from penstock.types import WeightVersion
 from penstock.weights import Broadcaster, InProcessBroadcaster, WeightsConfig, open_broadcaster
-from penstock.weights.manifest import array_digest
+from penstock.weights.manifest import array_digest, describe
 
 WARM_UP_ROUNDS = 3
 """Shared memory has warm segments from the third publication on."""
@@ -32,20 +37,27 @@ _CROSSING = ("shared_memory", "arrow_flight", "checkpoint")
 
 @dataclass
 class Measured:
-    """Seconds by what was done, and how many bytes each moved."""
+    """Seconds by what was done, and how many bytes each moved; nothing is noted before it is `warm`."""
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    warm: bool = False
 
     def add(self, name: str, seconds: float) -> None:
-        self.seconds.setdefault(name, []).append(seconds)
+        if self.warm:
+            self.seconds.setdefault(name, []).append(seconds)
 
     def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name][min(WARM_UP_ROUNDS, len(self.seconds[name]) - 1) :])
+        return statistics.median(self.seconds[name])
 
     def rate(self, name: str) -> float:
         """GB/s."""
         return self.nbytes / self.median(name) / 1e9
+
+    def rate_without_digests(self, transport: str) -> float:
+        """GB/s from `publish` to arrays that are not verified."""
+        seconds = self.median(f"{transport}: without the client's digests") - self.median("publisher's digests")
+        return self.nbytes / max(seconds, 1e-6) / 1e9
 
 
 def make_arrays(nbytes: int, value: int = 0) -> dict[str, np.ndarray]:
@@ -62,34 +74,47 @@ def make_arrays(nbytes: int, value: int = 0) -> dict[str, np.ndarray]:
     return arrays
 
 
-def measure(nbytes: int, rounds: int, transports: tuple[str, ...] = _CROSSING) -> Measured:
-    """Measures every transport that many rounds after the warm-up."""
+def measure(nbytes: int, rounds: int, repeats: int = 1, transports: tuple[str, ...] = _CROSSING) -> Measured:
+    """Measures every transport that many rounds after the warm-up, so many times anew."""
     arrays = make_arrays(nbytes)
     measured = Measured(sum(array.nbytes for array in arrays.values()))
+    for repeat in range(repeats):
+        _measure_once(arrays, rounds, random.Random(repeat), transports, measured)
+    return measured
+
+
+def _measure_once(
+    arrays: dict[str, np.ndarray], rounds: int, order: random.Random, transports: tuple[str, ...], measured: Measured
+) -> None:
     copies = [{name: np.empty_like(array) for name, array in arrays.items()} for _ in range(2)]
-    local, fetcher = InProcessBroadcaster(), Fetcher()
+    local, fetcher, measured.warm = InProcessBroadcaster(), Fetcher(), False
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as folder, RawServer(arrays) as raw:
         configs = {name: WeightsConfig.model_validate({"transport": name}) for name in transports}
         broadcasters = {
-            name: open_broadcaster(config, f"bench-{nbytes}", TOKEN, folder) for name, config in configs.items()
+            name: open_broadcaster(config, f"bench-{measured.nbytes}", TOKEN, folder)
+            for name, config in configs.items()
         }
         try:
             for name, config in configs.items():
                 fetcher(do="open", name=name, endpoint=broadcasters[name].endpoint(), config=config.model_dump())
             for step in range(WARM_UP_ROUNDS + rounds):
-                _copy(arrays, copies[step % 2], measured)
-                _local(local, step, arrays, measured)
-                for name in transports:
-                    _cross(name, broadcasters[name], fetcher, step, arrays, measured)
+                measured.warm = step >= WARM_UP_ROUNDS
+                turns = [partial(_copy, arrays, copies[step % 2], measured), partial(_digest, arrays, measured)]
+                turns += [partial(_local, local, step, arrays, measured)]
+                turns += [
+                    partial(_cross, name, broadcasters[name], fetcher, step, arrays, measured) for name in configs
+                ]
                 if "arrow_flight" in transports:
-                    _raw(raw, configs["arrow_flight"], fetcher, measured)
+                    turns += [partial(_raw, raw, configs["arrow_flight"], how, fetcher, measured) for how in RAW]
+                order.shuffle(turns)
+                for turn in turns:
+                    turn()
             _check(fetcher, transports, arrays)
         finally:
             for name in transports:
                 fetcher(do="close", name=name)
                 broadcasters[name].close()
             fetcher.close()
-    return measured
 
 
 def _copy(arrays: dict[str, np.ndarray], copies: dict[str, np.ndarray], measured: Measured) -> None:
@@ -97,6 +122,12 @@ def _copy(arrays: dict[str, np.ndarray], copies: dict[str, np.ndarray], measured
     for name, array in arrays.items():
         np.copyto(copies[name], array)
     measured.add("memory copy", time.perf_counter() - began)
+
+
+def _digest(arrays: dict[str, np.ndarray], measured: Measured) -> None:
+    began = time.perf_counter()
+    describe("bench", "0" * 32, WeightVersion(0, 0), arrays)
+    measured.add("publisher's digests", time.perf_counter() - began)
 
 
 def _local(local: InProcessBroadcaster, step: int, arrays: dict[str, np.ndarray], measured: Measured) -> None:
@@ -116,21 +147,17 @@ def _cross(
     broadcaster.publish(WeightVersion(0, step), arrays)
     publish_s = time.perf_counter() - began
     fetched = fetcher(do="fetch", name=name, step=step)
-    digest_s = broadcaster.metrics()["weights/digest_s"]
-    verify_s = fetched["weights/verify_s"]
     measured.add(f"{name}: in all", publish_s + fetched["seconds"])
-    measured.add(f"{name}: without digests", publish_s - digest_s + fetched["weights/transfer_s"])
+    measured.add(f"{name}: without the client's digests", publish_s + fetched["weights/transfer_s"])
     measured.add(f"{name}: fetch", fetched["weights/fetch_s"])
     measured.add(f"{name}: fetch without digests", fetched["weights/transfer_s"])
-    measured.add(f"{name}: digests", digest_s + verify_s)
 
 
-def _raw(raw: RawServer, config: WeightsConfig, fetcher: Fetcher, measured: Measured) -> None:
-    for how in RAW:
-        more = {"port": raw.port, "streams": config.streams, "chunk_bytes": config.chunk_bytes}
-        found = fetcher(do="raw", how=how, nbytes=measured.nbytes, **more)
-        assert found["bytes"] == measured.nbytes
-        measured.add(f"raw Flight, {how}", found["seconds"])
+def _raw(raw: RawServer, config: WeightsConfig, how: str, fetcher: Fetcher, measured: Measured) -> None:
+    more = {"port": raw.port, "streams": config.streams, "chunk_bytes": config.chunk_bytes}
+    found = fetcher(do="raw", how=how, nbytes=measured.nbytes, **more)
+    assert found["bytes"] == measured.nbytes
+    measured.add(f"raw Flight, {how}", found["seconds"])
 
 
 def _check(fetcher: Fetcher, transports: tuple[str, ...], arrays: dict[str, np.ndarray]) -> None:
@@ -142,5 +169,8 @@ def _check(fetcher: Fetcher, transports: tuple[str, ...], arrays: dict[str, np.n
 
 def print_measured(measured: Measured) -> None:
     print(f"\nHand-over of {measured.nbytes / 1e6:,.0f} MB, medians")
-    for name in measured.seconds:
-        print(f"  {name:<40}{measured.median(name) * 1e3:>10.2f} ms{measured.rate(name):>10.2f} GB/s")
+    for name in sorted(measured.seconds):
+        print(f"  {name:<44}{measured.median(name) * 1e3:>10.2f} ms{measured.rate(name):>10.2f} GB/s")
+    for name in (name for name in _CROSSING if f"{name}: in all" in measured.seconds):
+        rate = measured.rate_without_digests(name)
+        print(f"  {f'{name}: without digests':<44}{measured.nbytes / rate / 1e6:>10.2f} ms{rate:>10.2f} GB/s")

@@ -44,7 +44,7 @@ class RawClient:
 
     def __init__(self, port: int, streams: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
-        self.memory = np.empty(0, np.uint8)
+        self.places = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
         self._connections = [
             flight.connect(f"grpc://127.0.0.1:{port}", generic_options=options) for _ in range(streams)
         ]
@@ -54,13 +54,16 @@ class RawClient:
 
         Args:
             chunk_bytes: Of a message.
-            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: memory that was touched before.
+            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: two places in turn, touched before.
             nbytes: Of all arrays.
         """
         found: list[int] = [0] * len(self._connections)
         kept: list[pa.Table] = []
-        if self.memory.size != nbytes:
-            self.memory = np.zeros(nbytes, np.uint8)
+        if self.places[0].size != nbytes:
+            self.places = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+        if how == "into arrays":
+            self.places.reverse()
+        place = self.places[0]
         share = -(-nbytes // len(self._connections))
 
         def run(stream: int) -> None:
@@ -74,7 +77,7 @@ class RawClient:
                 if how == "into arrays":
                     at = stream * share + found[stream]
                     received = np.frombuffer(chunk.data.column(0).buffers()[1], np.uint8, chunk.data.num_rows)
-                    self.memory[at : at + received.size] = received
+                    place[at : at + received.size] = received
                 found[stream] += chunk.data.num_rows
 
         run_together(run, len(self._connections))

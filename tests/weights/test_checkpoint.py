@@ -140,5 +140,6 @@ def test_two_jobs_have_two_folders_whatever_their_names(tmp_path: Path):
     for job in ("../a", "a/b", "a_b", "é" * 100):
         folder = CheckpointFolder(str(tmp_path), job)
         folder.prepare("t", job, 1 << 40)
-        folder.write_arrays(manifest_of(0), arrays_of(0), set())
+        name = folder.begin_arrays(arrays_of(0), set())
+        folder.write_arrays(name, manifest_of(0), arrays_of(0))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 4

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -5,15 +6,19 @@ import pytest
 from tests.weights.publications import JOB, arrays_of, manifest_of
 
 from penstock.types import WeightsError, WeightVersion
-from penstock.weights import WeightsConfig
+from penstock.weights import WeightsConfig, publishing
 from penstock.weights.publishing import Publication, PublishingBroadcaster, new_incarnation
 
 
 class FakeStore:
     def __init__(self) -> None:
         self.put_here: list[Publication] = []
+        self.begun: list[Mapping[str, np.ndarray]] = []
         self.closed = 0
         self.full = False
+
+    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.begun.append(arrays)
 
     def put(self, publication: Publication) -> None:
         if self.full:
@@ -39,6 +44,19 @@ def test_a_publication_is_described_and_put():
     broadcaster_of(store).publish(WeightVersion(0, 3), arrays_of(3))
     assert store.put_here[0].manifest == manifest_of(3, "b" * 32)
     assert store.put_here[0].chains == {}
+
+
+def test_the_store_may_begin_while_digests_are_reckoned_but_not_with_what_cannot_be_sent(monkeypatch):
+    store, order = FakeStore(), []
+    describe = publishing.describe
+    monkeypatch.setattr(store, "begin", lambda arrays: order.append(("begin", list(arrays))))
+    monkeypatch.setattr(publishing, "describe", lambda *args: order.append("describe") or describe(*args))
+    broadcaster = broadcaster_of(store)
+    broadcaster.publish(WeightVersion(0, 3), arrays_of(3))
+    assert order == [("begin", ["kernel", "step"]), "describe"] and len(store.put_here) == 1
+    with pytest.raises(WeightsError, match="arrays cannot be sent: .'words is object'"):
+        broadcaster_of(store).publish(WeightVersion(0, 3), {"words": np.array([None])})
+    assert len(order) == 2
 
 
 def test_arrays_of_the_host_are_put_by_reference():

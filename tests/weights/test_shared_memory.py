@@ -48,7 +48,8 @@ def segments(job: str) -> list[str]:
 
 
 def publish(memory: SharedMemory, value: float, taken: set[str]) -> str:
-    name = memory.write_arrays(described(value), arrays(value), taken)
+    name = memory.begin_arrays(arrays(value), taken)
+    memory.write_arrays(name, described(value), arrays(value))
     memory.write_marker(name.encode())
     memory.discard(taken - {name})
     return name
@@ -97,13 +98,12 @@ def test_a_reader_that_is_killed_holds_nothing(memory: SharedMemory, job: str):
 def test_arrays_of_another_size_get_another_segment(memory: SharedMemory, job: str):
     first = publish(memory, 0, set())
     larger = {"x": np.zeros(50_000, np.float32)}
-    manifest = describe("job", "a" * 32, WeightVersion(0, 1), larger)
-    assert memory.write_arrays(manifest, larger, {first}) == "segment-1.weights"
+    assert memory.begin_arrays(larger, {first}) == "segment-1.weights"
 
 
 def test_a_publication_that_was_given_up_holds_nothing(memory: SharedMemory, job: str):
     first = publish(memory, 0, set())
-    given_up = memory.write_arrays(described(1), arrays(1), {first})  # and then, say, the disk was full
+    given_up = memory.begin_arrays(arrays(1), {first})  # and then, say, its digests could not be reckoned
     assert publish(memory, 2, {first}) == given_up
     np.testing.assert_array_equal(SharedMemoryShelf(job).arrays(given_up, described(2))["x"], arrays(2)["x"])
 

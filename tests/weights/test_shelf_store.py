@@ -8,6 +8,7 @@ from tests.weights.publications import JOB, arrays_of, manifest_of, publications
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.manifest import Manifest
 from penstock.weights.marker import Marker, free_name
+from penstock.weights.publishing import Publication
 from penstock.weights.shelf_store import ShelfStore
 
 LARGE = 1 << 40
@@ -22,11 +23,12 @@ class FakeShelf:
         self.log: list[str] = []
         self.full = False
 
-    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        name = free_name("weights", "", taken)
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        return free_name("weights", "", taken)
+
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
         self.files[name] = manifest
         self.log.append(name)
-        return name
 
     def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
         self.files[name] = b"".join(buffers)
@@ -53,11 +55,16 @@ class FakeShelf:
         return Marker.from_bytes(self.content, JOB, "t", LARGE)
 
 
+def offer(store: ShelfStore, publication: Publication) -> None:
+    store.begin(publication.arrays)
+    store.put(publication)
+
+
 def test_the_marker_comes_after_the_files_and_what_is_superseded_goes_last():
     shelf = FakeShelf()
     store = ShelfStore(shelf, JOB, "t", keep=1)
     for publication in publications(3):
-        store.put(publication)
+        offer(store, publication)
     assert shelf.log == [
         "weights-0",
         "marker",
@@ -75,7 +82,7 @@ def test_as_many_versions_are_kept_as_asked():
     shelf = FakeShelf()
     store = ShelfStore(shelf, JOB, "t", keep=3)
     for publication in publications(5):
-        store.put(publication)
+        offer(store, publication)
     assert [offer.manifest.version.step for offer in shelf.marker().offers] == [4, 3, 2]
     assert len(shelf.files) == 3
 
@@ -84,14 +91,14 @@ def test_where_the_marker_cannot_be_written_the_version_before_stays():
     shelf = FakeShelf()
     store = ShelfStore(shelf, JOB, "t", keep=1)
     first, second, third = publications(3, deltas=True)
-    store.put(first)
+    offer(store, first)
     shelf.full = True
     with pytest.raises(WeightsError, match="no room"):
-        store.put(second)
+        offer(store, second)
     offered = shelf.marker().offer(WeightVersion(0, 0))
     assert shelf.files[offered.file] == first.manifest
     shelf.full = False
-    store.put(third)
+    offer(store, third)
     newest = shelf.marker().offers[0]
     assert shelf.files[newest.file] == third.manifest
     assert shelf.files.keys() >= newest.files
@@ -105,17 +112,17 @@ def test_no_file_that_is_offered_is_written_over():
         offered = shelf.marker().files if shelf.content else set()
         shelf.full = True
         with pytest.raises(WeightsError, match="no room"):
-            store.put(publication)
+            offer(store, publication)
         assert {name: shelf.files[name] for name in offered} == {name: before[name] for name in offered}
         shelf.full = False
-        store.put(publication)
+        offer(store, publication)
 
 
 def test_each_delta_is_written_once_and_goes_when_no_way_needs_it():
     shelf = FakeShelf()
     store = ShelfStore(shelf, JOB, "t", keep=1)
     for publication in publications(8, deltas=True):
-        store.put(publication)
+        offer(store, publication)
         assert shelf.files.keys() == shelf.marker().files
     written = [name for name in shelf.log if name.startswith("delta")]
     assert len(written) == 7
@@ -126,9 +133,9 @@ def test_each_delta_is_written_once_and_goes_when_no_way_needs_it():
 
 def test_what_a_broadcaster_before_offers_is_kept_and_its_files_are_not_written_over():
     shelf = FakeShelf()
-    ShelfStore(shelf, JOB, "t", keep=2).put(publications(1)[0])
+    offer(ShelfStore(shelf, JOB, "t", keep=2), publications(1)[0])
     again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
-    again.put(publications(2)[1])
+    offer(again, publications(2)[1])
     assert [(offer.manifest.version.step, offer.file) for offer in shelf.marker().offers] == [
         (1, "weights-1"),
         (0, "weights-0"),
@@ -139,12 +146,12 @@ def test_the_same_version_of_a_broadcaster_before_is_replaced_and_an_older_one_r
     shelf = FakeShelf()
     old = ShelfStore(shelf, JOB, "t", keep=2)
     for publication in publications(4):
-        old.put(publication)
+        offer(old, publication)
     again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
     with pytest.raises(WeightsError, match="older than"):
-        again.put(publications(3)[2])
+        offer(again, publications(3)[2])
     same = publications(4)[3]
-    again.put(type(same)(manifest_of(3, "b" * 32), arrays_of(3), {}))
+    offer(again, type(same)(manifest_of(3, "b" * 32), arrays_of(3), {}))
     assert [(offer.manifest.version.step, offer.manifest.incarnation[0]) for offer in shelf.marker().offers] == [
         (3, "b"),
         (2, "a"),
@@ -154,8 +161,8 @@ def test_the_same_version_of_a_broadcaster_before_is_replaced_and_an_older_one_r
 def test_bytes_written_are_counted():
     store = ShelfStore(FakeShelf(), JOB, "t", keep=1)
     first, second = publications(2, deltas=True)
-    store.put(first)
+    offer(store, first)
     assert store.metrics() == {"weights/bytes": 20_004.0}
-    store.put(second)
+    offer(store, second)
     delta = second.chains[first.manifest.content][0]
     assert store.metrics() == {"weights/bytes": 20_004.0 + delta.nbytes}

@@ -63,12 +63,14 @@ class CheckpointFolder:
         except WeightsError:
             return None  # of a life of the run with another token, or damaged: it is written over
 
-    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """See `WritableShelf.begin_arrays`: a name, since the file begins with what is known of all arrays."""
+        return free_name("weights", ".safetensors", taken)
+
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
         """See `WritableShelf.write_arrays`."""
-        name = free_name("weights", ".safetensors", taken)
         with self._writing(name) as path, path.open("wb") as file:
             write_tensors(file, manifest, arrays)
-        return name
 
     def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
         """See `WritableShelf.write_message`."""

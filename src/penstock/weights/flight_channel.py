@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -194,7 +195,8 @@ class Fetch:
         """
         if not self.streams:
             return None
-        wait([self._offer, self.streams[0]], max(0.0, self._deadline - time.monotonic()), FIRST_COMPLETED)
+        either: list[Future[Any]] = [self._offer, self.streams[0]]
+        wait(either, max(0.0, self._deadline - time.monotonic()), FIRST_COMPLETED)
         if not self._offer.done():
             if self.streams[0].done():
                 self.streams[0].result()

@@ -5,9 +5,10 @@ It tells clients when there is a new version, and gives each of them its place i
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow.flight as flight
 
 from penstock.types import WeightVersion
@@ -72,6 +73,9 @@ class FlightStore:
         self._closed = False
         actions = {"wait": self._wait, "offer": self._offer, "finished": self._finished}
         self._service = WeightService(job, access, config.host, config.port, actions, self._sent)
+
+    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `publishing.Store.begin`: they are sent from where they lie."""
 
     def put(self, publication: Publication) -> None:
         """See `publishing.Store.put`."""

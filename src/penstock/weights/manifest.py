@@ -149,7 +149,7 @@ def describe(job: str, incarnation: str, version: WeightVersion, arrays: Mapping
     Raises:
         WeightsError: naming the arrays whose dtype or name cannot travel.
     """
-    _check_sendable(arrays)
+    check_sendable(arrays)
     digests = _digests(arrays.values())
     specs = tuple(
         ArraySpec(name, _dtype_name(array.dtype), tuple(array.shape), array.nbytes, digest)
@@ -250,7 +250,8 @@ def _digests(arrays: Iterable[np.ndarray]) -> list[str]:
     return in_parallel(array_digest, listed, sum(array.nbytes for array in listed))
 
 
-def _check_sendable(arrays: Mapping[str, np.ndarray]) -> None:
+def check_sendable(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises WeightsError, naming the arrays whose dtype or name cannot travel."""
     wrong = [f"{name} is {array.dtype}" for name, array in arrays.items() if _dtype_name(array.dtype) not in DTYPES]
     wrong += [
         f"the name {name!r:.100} has {len(name)} characters, 1 to {MAX_NAME_CHARACTERS} are allowed"

@@ -17,7 +17,7 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import Delta
 from penstock.weights.delta_history import DeltaHistory
 from penstock.weights.host import host_arrays
-from penstock.weights.manifest import Layout, Manifest, check_layout, describe, layout_of
+from penstock.weights.manifest import Layout, Manifest, check_layout, check_sendable, describe, layout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +39,16 @@ class Publication:
 class Store(Protocol):
     """Offers publications to other processes."""
 
+    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Told of the next publication's arrays before their digests are known: what can be done, begins.
+
+        Raises:
+            WeightsError: there is no room for them.
+        """
+        ...
+
     def put(self, publication: Publication) -> None:
-        """Offers it, whole, in place of the one before. Where it raises, the one before is still offered.
+        """Offers what was begun, whole, in place of the one before; where it raises, that one is still offered.
 
         Raises:
             WeightsError: there is no room for it.
@@ -86,6 +94,8 @@ class PublishingBroadcaster:
             self._check(version, layout)
             began = time.perf_counter()
             host = host_arrays(arrays, self._config.bfloat16)
+            check_sendable(host)
+            self._store.begin(host)
             copied = time.perf_counter()
             manifest = describe(self._job, self._incarnation, version, host)
             digested = time.perf_counter()

@@ -36,9 +36,9 @@ def memory_folder() -> Path:
     return _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def segment_bytes(manifest: Manifest) -> int:
-    """Size of a segment for these arrays, each of which begins at a multiple of 64 bytes; at least one page."""
-    return max(sum(_aligned(spec.nbytes) for spec in manifest.arrays), mmap.PAGESIZE)
+def segment_bytes(sizes: Iterable[int]) -> int:
+    """Size of a segment for arrays of these sizes, which begin at multiples of 64 bytes each; at least one page."""
+    return max(sum(map(_aligned, sizes)), mmap.PAGESIZE)
 
 
 class Segment:
@@ -74,14 +74,14 @@ class Segment:
         """Lets others read."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def write(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], copier: "Copier") -> Callable[[], None]:
-        """Begins to copy the arrays in, and returns what ends that; the caller has taken the segment."""
+    def write(self, arrays: Mapping[str, np.ndarray], copier: "Copier") -> Callable[[], None]:
+        """Begins to copy the arrays in, in their order, and returns what ends that; the caller took the segment."""
         memory = np.frombuffer(self._map, np.uint8)
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 0
-        for spec in manifest.arrays:
-            pairs.append((memory[offset : offset + spec.nbytes], raw_bytes(arrays[spec.name])))
-            offset += _aligned(spec.nbytes)
+        for array in arrays.values():
+            pairs.append((memory[offset : offset + array.nbytes], raw_bytes(array)))
+            offset += _aligned(array.nbytes)
         return copier.begin(pairs)
 
     def remove(self) -> None:
@@ -153,7 +153,7 @@ def mapped_arrays(path: Path | str, manifest: Manifest) -> dict[str, np.ndarray]
     Raises:
         WeightsError: it is gone, is being written, or is too small for the manifest.
     """
-    name, nbytes = os.path.basename(path), segment_bytes(manifest)
+    name, nbytes = os.path.basename(path), segment_bytes(spec.nbytes for spec in manifest.arrays)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:

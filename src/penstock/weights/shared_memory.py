@@ -42,13 +42,16 @@ class SharedMemory:
         self._copying: tuple[Segment, Callable[[], None]] | None = None
         self._offered = ""
 
-    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        """See `WritableShelf.write_arrays`."""
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """See `WritableShelf.begin_arrays`. They are copied while their digests are reckoned."""
         self._finish_copying()
-        name, segment = self._taken_segment(segment_bytes(manifest), taken)
-        self._copying = segment, segment.write(manifest, arrays, self._copier)
-        self._offered = name
+        name, segment = self._taken_segment(segment_bytes(array.nbytes for array in arrays.values()), taken)
+        self._copying = segment, segment.write(arrays, self._copier)
         return name
+
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `WritableShelf.write_arrays`: they are on their way."""
+        self._offered = name
 
     def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
         """See `WritableShelf.write_message`."""

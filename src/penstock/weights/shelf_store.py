@@ -17,10 +17,18 @@ _Content = tuple[WeightVersion, str]
 class WritableShelf(Protocol):
     """A place with a marker and files, for writing. Nothing is seen by readers before the marker names it."""
 
-    def write_arrays(self, manifest: Manifest, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        """Writes arrays to a file that is not among the taken ones; its name.
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """Names a file for these arrays that is not among the taken ones; whatever can, is written from here on.
 
-        It may still be written when this returns, and is whole when the marker is. The arrays do not change meanwhile.
+        Raises:
+            WeightsError: there is no room.
+        """
+        ...
+
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes the arrays that were begun last.
+
+        They may still be written when this returns, and are whole when the marker is. They do not change meanwhile.
 
         Raises:
             WeightsError: there is no room.
@@ -65,15 +73,19 @@ class ShelfStore:
         self._shelf, self._job, self._token, self._keep = shelf, job, token, keep
         self._marker = found
         self._files = found.files if found is not None else set[str]()
+        self._begun = ""
         self._messages: dict[tuple[_Content, _Content], str] = {}
         self._numbers: dict[str, float] = {}
 
+    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """See `Store.begin`."""
+        self._begun = self._shelf.begin_arrays(arrays, self._files)
+
     def put(self, publication: Publication) -> None:
         """See `Store.put`."""
-        manifest = publication.manifest
+        manifest, file, taken = publication.manifest, self._begun, self._files
         before = self._older_offers(manifest)
-        taken = self._files
-        file = self._shelf.write_arrays(manifest, publication.arrays, taken)
+        self._shelf.write_arrays(file, manifest, publication.arrays)
         messages, written = self._write_messages(publication, taken)
         chains = {
             base: tuple(messages[delta.base, delta.manifest.content] for delta in chain)
