@@ -13,8 +13,13 @@ from benchmarks.weights.handover import Measured, make_arrays
 from benchmarks.weights.raw_flight import RawClient, RawServer
 from benchmarks.weights.slow_link import SlowLink
 
-MEASURED = ("memory copy", "local", "arrow_flight: fetch", "shared_memory: in all", "raw Flight, kept")
-MORE = ("arrow_flight: fetch without digests", "raw Flight, thrown away", "raw Flight, into arrays")
+MEASURED = ("memory copy", "local", "publisher's digests", "shared_memory: in all", "raw Flight, kept")
+MORE = (
+    "shared_memory: without the client's digests",
+    "arrow_flight: fetch without digests",
+    "raw Flight, thrown away",
+    "raw Flight, into arrays",
+)
 
 
 def test_arrays_have_the_size_that_was_asked_for_and_do_not_repeat():
@@ -102,12 +107,12 @@ def test_the_slow_link_passes_everything_at_its_rate():
 
 
 def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):
-    measured = Measured(25_000_000)
+    measured = Measured(25_000_000, warm=True)
     seconds = {name: 1.0 for name in (*MEASURED, *MORE)}
     for name, value in (seconds | {"local": 0.0005, "raw Flight, into arrays": 0.5}).items():
         measured.add(name, value)
     updates = [deltas.Update(0.01, 100.0, 5.0, {"full": 0.3, "delta": 0.1})]
-    monkeypatch.setattr(handover, "measure", lambda nbytes, rounds: measured)
+    monkeypatch.setattr(handover, "measure", lambda nbytes, rounds, repeats: measured)
     monkeypatch.setattr(deltas, "measure", lambda size, rate, updates_: updates)
     assert benchmark.main(["--sizes", "25"]) == 1
     printed = capsys.readouterr().out
