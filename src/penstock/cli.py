@@ -213,7 +213,8 @@ def serve(
 Example: penstock rollouts runs/cats-1 --step 40
          penstock rollouts runs/cats-1 --show cats-0-7/2 --color advantage
          penstock rollouts runs/cats-1 --sql "select state, count(*) from rollouts group by 1"
-         penstock rollouts runs/cats-1 --export hf --select pairs --out cat_pairs""",
+         penstock rollouts runs/cats-1 --export hf --select pairs --out cat_pairs
+         penstock rollouts runs/cartpole-1 --sql "select task, avg(episode_reward) from fragments group by 1\"""",
 )
 def rollouts(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],

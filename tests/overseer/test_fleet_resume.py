@@ -109,7 +109,7 @@ def test_every_other_value_of_the_model_is_named_with_both_values_and_the_remedy
         check_resume(tiny({"model": {"hidden_sizes": [8, 4], "memory": "gru"}}), guess, checkpoint)
     assert str(refused.value) == (
         f'model.hidden_sizes is [8, 4], model.memory is "gru", but {checkpoint} was trained with '
-        'model.hidden_sizes=[8] model.memory="none": a resumed run keeps its network; give these values, or begin a '
+        'model.hidden_sizes=[8] model.memory="none": a resumed run keeps its model; give these values, or begin a '
         "new run"
     )
 

@@ -13,20 +13,10 @@ from penstock.overseer.fleet_local import FleetStart
 from penstock.overseer.fleet_policies import make_policy
 from penstock.overseer.fleet_resume import check_resume
 from penstock.overseer.fleet_simulators import probe_spaces, require_films
+from penstock.overseer.one_process import run_in_this_process
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.run_opening import (
-    Damages,
-    check_goal,
-    create_run,
-    existing_run,
-    open_log,
-    oversee,
-    resume_point,
-)
-from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory
-from penstock.types import Spaces
 
 Outcome = tuple[RunDirectory, RunConductor]
 """Where it was written, and who led it."""
@@ -73,27 +63,25 @@ def run_fleet_in_one_process(
 ) -> Outcome:
     """Learner and rollout workers are threads of this process."""
     spaces = probe_spaces(config)
-    fresh = None if resume else FleetStart(make_policy(config, spaces), spaces)
-    directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
-    with directory.locked():
-        damages = Damages()
-        start = _resumed(config, directory, damages, spaces) if fresh is None else fresh
-        step = 0 if start.checkpoint is None else start.checkpoint.step
-        log = open_log(config, directory, _progress(config, recipe), damages if resume else None, step)
-        crew = Crew()
-        conductor = FleetConductor(config, directory, crew, log, start)
-        oversee(conductor, crew, log, config, directory, quiet)
-    return directory, conductor
+
+    def go_on(lineage: int, path: Path) -> FleetStart:
+        check_resume(config, spaces, path)
+        checkpoint = load_checkpoint(path)
+        return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)
+
+    return run_in_this_process(
+        config,
+        run_dir,
+        resume,
+        recipe,
+        quiet,
+        _progress(config, recipe),
+        lambda: FleetStart(make_policy(config, spaces), spaces),
+        go_on,
+        lambda directory, crew, log, start: FleetConductor(config, directory, crew, log, start),
+    )
 
 
 def _progress(config: FleetRunConfig, recipe: str) -> Progress:
     title, budget = f"penstock · {recipe}", config.replay.max_staleness
     return Progress(title, config.steps, budget, wording=FLEET_WORDING)
-
-
-def _resumed(config: FleetRunConfig, directory: RunDirectory, damages: Damages, spaces: Spaces) -> FleetStart:
-    lineage, path = resume_point(directory, damages)
-    check_goal(config.steps, path)
-    check_resume(config, spaces, path)
-    checkpoint = load_checkpoint(path)
-    return FleetStart(checkpoint.policy, spaces, lineage, checkpoint)

@@ -11,18 +11,10 @@ from penstock.learner import load_checkpoint
 from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
+from penstock.overseer.kept_model import check_language_resume
 from penstock.overseer.local import Start
+from penstock.overseer.one_process import run_in_this_process
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.run_opening import (
-    Damages,
-    check_goal,
-    create_run,
-    existing_run,
-    open_log,
-    oversee,
-    resume_point,
-)
-from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
@@ -36,17 +28,23 @@ def run_in_one_process(
 ) -> Outcome:
     """Threads of this process."""
     environments = _load_environments(config)
-    fresh = None if resume else _fresh(config)
-    directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
-    with directory.locked():
-        damages = Damages()
-        start = _resumed(config.steps, directory, damages) if fresh is None else fresh
-        step = 0 if start.checkpoint is None else start.checkpoint.step
-        log = open_log(config, directory, _progress(config, recipe), damages if resume else None, step)
-        crew = Crew()
-        conductor = Conductor(config, directory, crew, log, start, environments)
-        oversee(conductor, crew, log, config, directory, quiet)
-    return directory, conductor
+
+    def go_on(lineage: int, path: Path) -> Start:
+        check_language_resume(config, path)
+        checkpoint = load_checkpoint(path)
+        return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)
+
+    return run_in_this_process(
+        config,
+        run_dir,
+        resume,
+        recipe,
+        quiet,
+        _progress(config, recipe),
+        lambda: _fresh(config),
+        go_on,
+        lambda directory, crew, log, start: Conductor(config, directory, crew, log, start, environments),
+    )
 
 
 def run_in_many_processes(
@@ -71,6 +69,7 @@ def run_in_many_processes(
         {"inference.host": config.inference.host, "weights.host": config.weights.host},
         _progress(config, recipe),
         lambda settings, states, launcher, log: DistributedConductor(Plan(settings, states), launcher, log),
+        lambda checkpoint: check_language_resume(config, checkpoint),
     )
 
 
@@ -85,10 +84,3 @@ def _load_environments(config: RunConfig) -> dict[str, Environment]:
 def _fresh(config: RunConfig) -> Start:
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
     return Start(load_policy(config.model, config.seed, tokenizer), tokenizer)
-
-
-def _resumed(steps: int, directory: RunDirectory, damages: Damages) -> Start:
-    lineage, path = resume_point(directory, damages)
-    check_goal(steps, path)
-    checkpoint = load_checkpoint(path)
-    return Start(checkpoint.decoder, Tokenizer.load(path / "model"), lineage, checkpoint)

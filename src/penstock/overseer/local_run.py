@@ -114,8 +114,7 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
         if self._stopping.is_set():
             raise Stopped(words)
         self._phases += 1
-        self._log.progress.phase = words
-        self._log.event("phase", phase=words)
+        self._log.phase(words)
 
     def _save_with(self, parts: PartsT, step: int, write: Callable[[dict[str, Any], int], Path], **more: Any) -> None:
         """Writes a checkpoint as soon as there is room.

@@ -66,6 +66,11 @@ class RunLog:
         if kind in SHOWN_EVENTS:
             self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
 
+    def phase(self, words: str) -> None:
+        """The run comes to another phase."""
+        self.progress.phase = words
+        self.event("phase", phase=words)
+
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)

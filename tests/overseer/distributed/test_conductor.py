@@ -167,6 +167,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
     (rewind,) = run.events("rewind")
     assert rewind["lineage"] == run.conductor.lineage == 1
     assert rewind["checkpoint"] in ("step-4", "step-6", "step-8")
+    assert rewind["checkpoint"] == f"step-{rewind['step']}"
     trained = run.trained()
     assert len(trained) == len(set(trained)) == 10 * 9
     fates = run.fates()

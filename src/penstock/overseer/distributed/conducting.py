@@ -27,6 +27,7 @@ from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.distributed.updates import UpdateLog
 from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.run_opening import step_of
 from penstock.replay import Lineages, salvage_logs
 from penstock.types import RunFailed, Stopped, SupersededError, UnreachableError
 
@@ -310,8 +311,7 @@ class ProcessConductor(Generic[AnyConfig]):
         if self._stopping.is_set():
             raise Stopped(words)
         self._phases += 1
-        self._log.progress.phase = words
-        self._log.event("phase", phase=words)
+        self._log.phase(words)
 
     # --- losses ----------------------------------------------------------------------------------------------------
 
@@ -338,6 +338,7 @@ class ProcessConductor(Generic[AnyConfig]):
         salvage_logs(self._directory, self._log.damage)
         self.lineage = max(self.lineage, Lineages(self._directory.lineages_path).newest) + 1
         settings = replace(self._plan.settings, lineage=self.lineage, checkpoint=checkpoint)
+        self._updates.begin_at(step_of(checkpoint))
         self._log.event(
             "rewind", reason=reasons, lineage=self.lineage, checkpoint=None if checkpoint is None else checkpoint.name
         )
