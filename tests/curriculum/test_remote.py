@@ -6,6 +6,7 @@ import time
 import pytest
 
 from penstock.curriculum import Curriculum, CurriculumService, RemoteCurriculum
+from penstock.curriculum import remote as remote_module
 from penstock.types import (
     Checkpointable,
     CheckpointError,
@@ -170,6 +171,38 @@ def test_lessons_that_were_added_since_the_checkpoint_are_told(remote_of):
     remote = remote_of(Wire(), on_event=lambda event: events.append((event.kind, event.lesson_id)))
     remote.restore(state)
     assert events == [("added", "b")]
+
+
+def test_what_comes_soon_after_a_push_goes_with_the_next_one_and_at_the_latest_with_the_end(remote_of, monkeypatch):
+    monkeypatch.setattr(remote_module, "GATHER_S", 3600.0)
+    events, wire = [], Wire(CurriculumService(two_lessons()))
+    remote = remote_of(wire, on_event=lambda event: events.append(event.kind))
+    remote.start()
+    until(lambda: not remote._needs_base)
+    for update in a_way_through():
+        tell(remote, [update])
+    assert (wire.calls, remote.behind) == (1, 16)
+    assert remote.stop(LIMIT_S)
+    assert (wire.calls, remote.behind) == (2, 0) and events == ["unlocked", "graduated", "regressed"]
+
+
+def test_where_drawing_waits_for_the_answer_nothing_is_gathered(remote_of, monkeypatch):
+    monkeypatch.setattr(remote_module, "GATHER_S", 3600.0)
+    remote = remote_of(Wire(CurriculumService(two_lessons())), strict=True)
+    remote.start()
+    until(lambda: not remote._needs_base)
+    for update in a_way_through():
+        tell(remote, [update])
+        until(remote.may_draw)
+
+
+def test_the_end_does_not_wait_long_for_a_curriculum_that_stays_away(remote_of):
+    remote = remote_of(Wire())
+    remote.start()
+    tell(remote, a_way_through()[:3])
+    began = time.monotonic()
+    assert remote.stop(2.0) and time.monotonic() - began < 5.0
+    assert remote.behind == 3
 
 
 def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):

@@ -1,7 +1,10 @@
 """A run small enough for a test: a tiny model, the cats task, a few updates in a few seconds."""
 
 import copy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,3 +49,28 @@ def tiny(changes: dict[str, Any] | None = None) -> RunConfig:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+@pytest.fixture
+def launchers() -> Iterator[list[object]]:
+    """`runtime: ray` without Ray: the launchers that were made, none of which can start anything."""
+    made: list[object] = []
+
+    class Launcher:
+        machines = 1
+
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+
+        def close(self, timeout_s: float) -> None:
+            assert timeout_s > 0
+
+    fake = ModuleType("penstock.overseer.ray")
+    fake.__dict__["RayLauncher"] = Launcher
+    names = ("penstock.overseer.ray", "penstock.overseer.many_processes")
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.modules["penstock.overseer.ray"] = fake
+    yield made
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)

@@ -1,9 +1,6 @@
 """What a fleet run may not go on with: found before anything is started or written, whatever the runtime."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,31 +69,6 @@ def trained(run_dir: Path) -> Path:
 
 class Launched(Exception):
     """The run would be led from here on."""
-
-
-@pytest.fixture
-def launchers() -> Iterator[list[object]]:
-    """`runtime: ray` without Ray: the launchers that were made, none of which can start anything."""
-    made: list[object] = []
-
-    class Launcher:
-        machines = 1
-
-        def __init__(self, *_: object) -> None:
-            made.append(self)
-
-        def close(self, timeout_s: float) -> None:
-            assert timeout_s > 0
-
-    fake = ModuleType("penstock.overseer.ray")
-    fake.__dict__["RayLauncher"] = Launcher
-    names = ("penstock.overseer.ray", "penstock.overseer.many_processes")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.modules["penstock.overseer.ray"] = fake
-    yield made
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
 
 
 def test_the_recorded_network_and_whatever_else_is_changed_may_go_on(checkpoint: Path, guess: Spaces):

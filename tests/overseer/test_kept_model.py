@@ -1,6 +1,7 @@
 """A resume with another language model than the checkpoint's is refused before anything is written."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,35 @@ def test_a_directory_is_compared_where_it_is_still_there(checkpoint: Path, tmp_p
     check_language_resume(tiny(there), checkpoint)
     content = json.loads((checkpoint / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match=r"^model.path.num_hidden_layers is 3, but .* model.path.num_hidden_layers=1"):
+    with pytest.raises(ConfigError) as refused:
         check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path)}}), checkpoint)
+    assert str(refused.value) == (
+        f"{tmp_path}: num_hidden_layers is 3, but {checkpoint} was trained with {tmp_path}: num_hidden_layers=1: a "
+        "resumed run keeps its model; leave model.path as it was, or begin a new run"
+    )
+
+
+def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Path):
     check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
+    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
 
 
-def test_a_resume_with_another_model_changes_nothing(trained: Path):
+def test_another_tokenizer_is_refused(checkpoint: Path, tmp_path: Path):
+    shutil.copytree(checkpoint / "model", tmp_path / "same")
+    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+    content = (tmp_path / "same" / "tokenizer.json").read_text()
+    (tmp_path / "same" / "tokenizer.json").write_text(content + " ")
+    with pytest.raises(ConfigError, match=r"^the tokenizer in .*same is another than that of .*step-1: .* leave model"):
+        check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+
+
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_resume_with_another_model_changes_nothing(trained: Path, launchers: list[object], runtime: str):
     before = contents(trained)
+    other = tiny({"steps": 2, "runtime": runtime, "model": {"init": {"hidden_size": 32}}})
     with pytest.raises(ConfigError, match=r"model.init.hidden_size is 32, .*step-1 .*model.init.hidden_size=16"):
-        train(tiny({"steps": 2, "model": {"init": {"hidden_size": 32}}}), trained, resume=True, quiet=True)
-    assert contents(trained) == before
+        train(other, trained, resume=True, quiet=True)
+    assert contents(trained) == before and launchers == []
 
 
 def test_a_checkpoint_of_no_language_model_is_named(tmp_path: Path):

@@ -125,7 +125,7 @@ def test_the_first_stream_alone_asks_and_brings_the_answer_before_its_bytes(aski
     stuck, offered = threading.Event(), OfferAnswer(parent="elsewhere", keep=True)
     with Server([stuck, batch(b"a")], SCHEMA.with_metadata({OFFER_KEY: offered.to_bytes()})) as server:
         fetch = asking(server)
-        assert fetch.offer() == offered and not any(stream.done() for stream in fetch.streams)
+        assert fetch.offer(LIMIT_S) == offered and not any(stream.done() for stream in fetch.streams)
         stuck.set()
         fetch.wait(None)
         assert sorted((ticket.stream, ticket.asks) for ticket in server.tickets) == [(0, True), (1, False)]
@@ -133,18 +133,34 @@ def test_the_first_stream_alone_asks_and_brings_the_answer_before_its_bytes(aski
 
 def test_a_server_that_brings_no_answer_is_to_be_asked_by_itself(asking):
     with Server([batch(b"a")]) as server:
-        assert asking(server).offer() is None
-        assert asking(server, sizes=(0,)).offer() is None  # without a stream
+        assert asking(server).offer(LIMIT_S) is None
+        assert asking(server, sizes=(0,)).offer(LIMIT_S) is None  # without a stream
 
 
 def test_an_answer_that_cannot_be_read_or_does_not_come_is_an_error(asking):
     with Server([batch(b"a")], SCHEMA.with_metadata({OFFER_KEY: b"{"})) as server:
         with pytest.raises(WeightsError, match="not a OfferAnswer"):
-            asking(server).offer()
+            asking(server).offer(LIMIT_S)
     with Server([]) as server:
         server.do_get = lambda context, ticket: time.sleep(1.0)
         with pytest.raises(UnreachableError, match="did not begin to send in time|is dead, silent or broken"):
-            asking(server, deadline_s=0.2).offer()
+            asking(server, deadline_s=0.2).offer(LIMIT_S)
+
+
+def test_closing_ends_the_wait_for_an_answer_and_so_does_its_limit(asking):
+    stuck = threading.Event()
+    with Server([batch(b"a")]) as server:
+        server.do_get = lambda context, ticket: stuck.wait(LIMIT_S)
+        fetch = asking(server)
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="did not begin to send in time"):
+            fetch.offer(0.3)
+        closer = threading.Timer(0.3, fetch._closed.set)
+        closer.start()
+        with pytest.raises(UnreachableError, match="was closed"):
+            fetch.offer(LIMIT_S)
+        assert time.monotonic() - began < 5.0
+        stuck.set()
 
 
 def test_a_stream_that_stalls_is_given_up():

@@ -4,6 +4,7 @@ import threading
 import time
 
 import numpy as np
+import pyarrow.flight as flight
 import pytest
 from tests.waiting import wait_until
 
@@ -203,6 +204,23 @@ def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, mo
     job.fetch(0, 1)
     wait_until(lambda: "finished" in asked, "the fetch is told of")
     assert asked.count("offer") == (1 if longest == 10 else 0)
+
+
+@pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
+def test_a_first_stream_that_fails_is_opened_anew(job, monkeypatch):
+    service, refused = job.root._store._service, []
+    do_get = type(service).do_get
+
+    def once(self, context, ticket):
+        if not refused:
+            refused.append(ticket)
+            raise flight.FlightUnavailableError("not now")
+        return do_get(self, context, ticket)
+
+    monkeypatch.setattr(type(service), "do_get", once)
+    job.publish(1)
+    job.fetch(0, 1)
+    assert len(refused) == 1 and job.number(0, "retries") == 0.0
 
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)

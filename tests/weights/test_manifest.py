@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights import manifest as manifests
-from penstock.weights.manifest import DTYPES, Manifest, check_layout, damaged_arrays, describe, raw_bytes
+from penstock.weights.manifest import (
+    DTYPES,
+    Manifest,
+    check_layout,
+    check_sendable,
+    damaged_arrays,
+    describe,
+    raw_bytes,
+)
 
 LARGE = 1 << 40
 
@@ -69,9 +77,9 @@ def test_every_dtype_keeps_its_bytes(dtype: str):
 
 def test_a_dtype_that_does_not_travel_is_refused_by_name():
     with pytest.raises(WeightsError, match="spin is complex64"):
-        describe("job", "a" * 32, WeightVersion(0, 0), {"spin": np.zeros(1, np.complex64)})
+        check_sendable({"spin": np.zeros(1, np.complex64)})
     with pytest.raises(WeightsError, match="swapped is >f4"):
-        describe("job", "a" * 32, WeightVersion(0, 0), {"swapped": np.zeros(1, ">f4")})
+        check_sendable({"swapped": np.zeros(1, ">f4")})
 
 
 def change(path: list[Any], value: Any) -> bytes:

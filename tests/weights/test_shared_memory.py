@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.types import UnreachableError, WeightsError, WeightVersion
+from penstock.weights import WeightsConfig, open_broadcaster, open_client, publishing
 from penstock.weights.job_folder import job_folder
 from penstock.weights.manifest import Manifest, describe
 from penstock.weights.shared_memory import SharedMemory, SharedMemoryShelf
@@ -136,3 +137,29 @@ def test_closing_frees_everything(job: str):
     assert float(held["x"][0]) == 3.0
     with pytest.raises(UnreachableError, match="no broadcaster"):
         SharedMemoryShelf(job).marker()
+
+
+def test_a_version_whose_digests_fail_leaves_the_one_before_and_the_next_arrives(job: str, monkeypatch):
+    def large(value: float) -> dict[str, np.ndarray]:
+        return {"x": np.full(2_000_000, value, np.float32)}
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no digests")
+
+    config = WeightsConfig(transport="shared_memory")
+    broadcaster = open_broadcaster(config, job, "token", "unused")
+    client = open_client(broadcaster.endpoint(), config, "token", "client")
+    try:
+        broadcaster.publish(WeightVersion(0, 0), large(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(publishing, "describe", fail)
+            with pytest.raises(MemoryError, match="no digests"):
+                broadcaster.publish(WeightVersion(0, 1), large(1))
+        assert client.wait_for(None, 10.0) == WeightVersion(0, 0)
+        np.testing.assert_array_equal(client.fetch(WeightVersion(0, 0))["x"], large(0)["x"])
+        broadcaster.publish(WeightVersion(0, 2), large(2))
+        np.testing.assert_array_equal(client.fetch(WeightVersion(0, 2))["x"], large(2)["x"])
+        assert len(segments(broadcaster.endpoint()["job"])) == 2  # that of the version that failed was used again
+    finally:
+        client.close()
+        broadcaster.close()

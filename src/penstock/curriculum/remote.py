@@ -35,6 +35,8 @@ CALL_S = 30.0
 """Longest wait for an answer."""
 GATHER_S = 0.1
 """What comes in so soon after a push goes with the next one; not where drawing waits for the answer."""
+LAST_PUSH_S = 2.0
+"""So long the end waits for what was not pushed yet."""
 
 
 class RemoteCurriculum:
@@ -93,11 +95,12 @@ class RemoteCurriculum:
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread; returns whether it ended within the limit."""
         self._stopping.set()
-        self._calls.stop()
         self._news.set()
         if self._thread is None:
             return True
-        self._thread.join(timeout_s)
+        self._thread.join(min(LAST_PUSH_S, timeout_s / 2))
+        self._calls.stop()
+        self._thread.join(timeout_s / 2)
         return not self._thread.is_alive()
 
     # --- drawing -------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class RemoteCurriculum:
                     self._push()
                     if not self._strict:
                         self._stopping.wait(GATHER_S)
+            if self.behind:  # for its events; the checkpoint knows it all
+                self._push()
         except Stopped:
             return
         except Exception as error:  # whatever it is, the run must not go on without

@@ -12,37 +12,57 @@ from penstock.learner.checkpoint_files import read_state
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.plan import model_shape
+from penstock.text.tokenizer import same_tokenizer
 from penstock.types import CheckpointError, ConfigError
+
+VALUES = "give these values"
 
 
 def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
-    """Compares the language model that is asked for with that of the checkpoint to go on from.
+    """Compares the language model and tokenizer that are asked for with those of the checkpoint to go on from.
 
-    A directory named by ``model.path`` may have gone meanwhile: the checkpoint holds all that is needed.
+    What they were made of may have gone meanwhile: the checkpoint holds all that is needed. Whoever needs the source
+    all the same says so.
 
     Raises:
-        ConfigError: they differ; the message names every field with both values, and the remedy.
+        ConfigError: the model's shape or dtype differs (the message names every field with both values), or the
+            tokenizer does; with the remedy.
         CheckpointError: the checkpoint holds no language model.
     """
-    asked, place = config.model, "model.init" if config.model.init is not None else "model.path"
-    if asked.path is not None and not Path(asked.path).is_dir():
+    asked, folder = config.model, checkpoint / "model"
+    if same_tokenizer(asked.tokenizer_path, folder) is False:
+        raise ConfigError(
+            f"the tokenizer in {asked.tokenizer_path} is another than that of {checkpoint}: a resumed run keeps its "
+            "tokenizer; leave model.tokenizer and model.path as they were, or begin a new run"
+        )
+    try:
+        shape = model_shape(asked)
+    except ConfigError:
         return
-    path = checkpoint / "model" / "config.json"
+    path = folder / "config.json"
     try:
         trained = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), asked.dtype)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} is not the config of a language model: {error}") from error
     theirs = trained.model_dump(mode="json") | {"dtype": read_state(checkpoint)["dtype"]}
+    place, remedy = "model.init.", VALUES
+    if asked.init is None:
+        place, remedy = f"{asked.path}: ", "leave model.path as it was"
     check_kept(
-        model_shape(asked).model_dump(mode="json"),
+        shape.model_dump(mode="json"),
         theirs,
         checkpoint,
-        lambda name: "model.dtype" if name == "dtype" else f"{place}.{name}",
+        lambda name: "model.dtype" if name == "dtype" else f"{place}{name}",
+        remedy,
     )
 
 
 def check_kept(
-    asked: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path, key: Callable[[str], str]
+    asked: Mapping[str, Any],
+    trained: Mapping[str, Any],
+    checkpoint: Path,
+    key: Callable[[str], str],
+    remedy: str = VALUES,
 ) -> None:
     """Refuses values that are not those of the checkpoint.
 
@@ -51,6 +71,7 @@ def check_kept(
         trained: Likewise, of the checkpoint.
         checkpoint: Named in the error.
         key: A name's place in the configuration.
+        remedy: What to do, but for beginning a new run.
 
     Raises:
         ConfigError: naming every value that differs, both of it, and the remedy.
@@ -61,8 +82,8 @@ def check_kept(
     differences = ", ".join(f"{key(name)} is {json.dumps(asked[name])}" for name in others)
     values = " ".join(f"{key(name)}={_as_word(trained[name])}" for name in others)
     raise ConfigError(
-        f"{differences}, but {checkpoint} was trained with {values}: a resumed run keeps its model; give these "
-        "values, or begin a new run"
+        f"{differences}, but {checkpoint} was trained with {values}: a resumed run keeps its model; {remedy}, or "
+        "begin a new run"
     )
 
 

@@ -36,6 +36,14 @@ _FILES = (
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
+def same_tokenizer(path: str | Path, other: str | Path) -> bool | None:
+    """Whether two tokenizer directories hold the same ``tokenizer.json``; None where one of them holds none."""
+    contents = [_directory(each) / "tokenizer.json" for each in (path, other)]
+    if not all(content.is_file() for content in contents):
+        return None
+    return contents[0].read_bytes() == contents[1].read_bytes()
+
+
 class Tokenizer:
     """Implements `penstock.types.TextCodec`. Made by `load`."""
 
@@ -68,8 +76,7 @@ class Tokenizer:
         Raises:
             ConfigError: the directory is missing, has no ``tokenizer.json``, or cannot be read as a tokenizer.
         """
-        packaged = str(path) == PACKAGED
-        directory = Path(str(files("penstock") / "recipes" / "tokenizer")) if packaged else Path(path)
+        directory = _directory(path)
         if not (directory / "tokenizer.json").is_file():
             reason = "it has no tokenizer.json" if directory.is_dir() else "there is no such directory"
             raise ConfigError(
@@ -148,6 +155,10 @@ class Tokenizer:
                 "give it messages it knows, or set the environment's `template: plain`"
             ) from error
         return str(text)
+
+
+def _directory(path: str | Path) -> Path:
+    return Path(str(files("penstock") / "recipes" / "tokenizer")) if str(path) == PACKAGED else Path(path)
 
 
 def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":

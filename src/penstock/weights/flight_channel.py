@@ -186,21 +186,25 @@ class Fetch:
         except (pa.ArrowException, OSError) as error:
             raise local_error(error, self._address) from error
 
-    def offer(self) -> OfferAnswer | None:
+    def offer(self, timeout_s: float) -> OfferAnswer | None:
         """The answer to a ticket that asks, which comes before the first message; None where it was not sent along.
 
         Raises:
-            UnreachableError: the server died, or was too slow.
+            UnreachableError: the server died, or did not begin in time; or the connection was closed.
             WeightsError: it refused, or sent something else.
         """
         if not self.streams:
             return None
         either: list[Future[Any]] = [self._offer, self.streams[0]]
-        wait(either, max(0.0, self._deadline - time.monotonic()), FIRST_COMPLETED)
+        limit = min(time.monotonic() + timeout_s, self._deadline)
+        while not wait(either, max(0.0, min(_LOOK_S, limit - time.monotonic())), FIRST_COMPLETED).done:
+            if self._closed.is_set():
+                raise UnreachableError("the connection was closed")
+            if time.monotonic() >= limit:
+                raise UnreachableError(f"the weight server at {self._address} did not begin to send in time")
         if not self._offer.done():
-            if self.streams[0].done():
-                self.streams[0].result()
-            raise UnreachableError(f"the weight server at {self._address} did not begin to send in time")
+            self.streams[0].result()
+            raise WeightsError(f"the weight server at {self._address} ended its first stream without an answer")
         return self._offer.result()
 
     def wait(self, stall_s: float | None) -> None:

@@ -60,15 +60,6 @@ class _Early:
     fetch: Fetch
 
 
-def _told(early: _Early | None) -> OfferAnswer | None:
-    """What came with its first stream; None where it could not begin: the question by itself finds out why."""
-    try:
-        return None if early is None else early.fetch.offer()
-    except (UnreachableError, WeightsError) as error:
-        _log.info("weights are asked for anew: %s", error)
-        return None
-
-
 class FlightReader:
     """Speaks to the root at one endpoint, and to the parents that it names (`fetching.Reader`).
 
@@ -121,7 +112,8 @@ class FlightReader:
         early = None if again or base is not None else self._begin_early(version, deadline)
         while True:
             try:
-                offer = _told(early) or self._offer(version, base, again, deadline)
+                offer, early = self._told(early)
+                offer = offer or self._offer(version, base, again, deadline)
                 manifest = offer.read_manifest(self._config.max_bytes)
                 if offer.parent == ROOT:
                     return self._received(self._root, manifest, base, offer, offer.deltas, deadline, None, early)
@@ -237,6 +229,20 @@ class FlightReader:
         buffers = [self._memory.take(size) for size in sizes]
         ticket = self._ticket(before.incarnation, version, None).model_copy(update={"asks": True})
         return _Early(before.incarnation, sizes, buffers, self._root.begin(ticket, buffers, deadline))
+
+    def _told(self, early: _Early | None) -> tuple[OfferAnswer | None, _Early | None]:
+        """What came with the first stream, and the streams; nothing of either where that could not begin.
+
+        Then the question by itself finds out why, and other streams are opened.
+        """
+        if early is None:
+            return None, None
+        try:
+            return early.fetch.offer(_ANSWER_S), early
+        except (UnreachableError, WeightsError) as error:
+            _log.info("weights are asked for anew: %s", error)
+            early.fetch.give_up()
+            return None, None
 
     def _ticket(self, incarnation: str, version: WeightVersion, base: Content | None) -> StreamTicket:
         return StreamTicket(

@@ -20,7 +20,7 @@ MAX_WAIT_S = 60.0
 OFFER_KEY = b"offer"
 """In the metadata of a stream's schema: the `OfferAnswer` to a ticket that asks."""
 MAX_RIDING_OFFER_BYTES = 512 * 1024
-"""A longer one does not travel with a stream, and must be asked for by itself."""
+"""One with a longer manifest does not travel with a stream, and must be asked for by itself."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]

@@ -30,7 +30,7 @@ from penstock.weights.flight_messages import (
     pair,
     read_request,
 )
-from penstock.weights.manifest import Manifest, raw_bytes
+from penstock.weights.manifest import Manifest, compact_json, raw_bytes
 from penstock.weights.streams import Piece, pieces_of
 
 Action = Callable[[bytes, str], bytes]
@@ -53,15 +53,18 @@ class Served:
         arrays: Its arrays by name.
         ways: Encoded deltas from an earlier content, the oldest first.
         values: The manifest as JSON values.
+        rides: Whether these are short enough to travel with a stream.
     """
 
     manifest: Manifest
     arrays: Mapping[str, np.ndarray]
     ways: Mapping[Content, Sequence[Any]]
     values: dict[str, Any] = field(init=False)
+    rides: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", self.manifest.to_values())
+        object.__setattr__(self, "rides", len(compact_json(self.values)) <= MAX_RIDING_OFFER_BYTES)
 
     def delta_sizes(self, base: Content | None) -> list[int] | None:
         """Bytes of each delta of the way from `base`; None where there is none, and arrays must be sent whole."""
@@ -164,7 +167,7 @@ class WeightService(flight.FlightServerBase):
             self.check_job(request.job)
             served = self.get(WeightVersion(*request.version), request.incarnation)
             buffers = served.buffers(request.base)
-            schema = self._schema(request, peer_host(context.peer()))
+            schema = self._schema(request, peer_host(context.peer())) if served.rides else SCHEMA
         except WeightsError as error:
             raise wire_error(error) from error
         sizes = [buffer.size for buffer in buffers]
@@ -194,8 +197,7 @@ class WeightService(flight.FlightServerBase):
         question = OfferRequest(
             job=request.job, client=request.client, version=request.version, base=request.base, timeout_s=0.0
         )
-        answer = offer(question.to_bytes(), host)
-        return SCHEMA.with_metadata({OFFER_KEY: answer}) if len(answer) <= MAX_RIDING_OFFER_BYTES else SCHEMA
+        return SCHEMA.with_metadata({OFFER_KEY: offer(question.to_bytes(), host)})
 
     def _batches(self, buffers: Sequence[pa.Buffer], pieces: Iterator[Piece], client: str) -> Iterator[pa.RecordBatch]:
         told_at, untold_bytes = 0.0, 0

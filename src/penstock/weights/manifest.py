@@ -144,12 +144,7 @@ class Manifest:
 
 
 def describe(job: str, incarnation: str, version: WeightVersion, arrays: Mapping[str, np.ndarray]) -> Manifest:
-    """The manifest of these arrays, which are C-contiguous; reads them once, with several threads.
-
-    Raises:
-        WeightsError: naming the arrays whose dtype or name cannot travel.
-    """
-    check_sendable(arrays)
+    """The manifest of arrays that `check_sendable` let pass, C-contiguous; reads them once, with several threads."""
     digests = _digests(arrays.values())
     specs = tuple(
         ArraySpec(name, _dtype_name(array.dtype), tuple(array.shape), array.nbytes, digest)

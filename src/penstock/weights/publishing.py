@@ -94,9 +94,10 @@ class PublishingBroadcaster:
             self._check(version, layout)
             began = time.perf_counter()
             host = host_arrays(arrays, self._config.bfloat16)
+            copied = time.perf_counter()
             check_sendable(host)
             self._store.begin(host)
-            copied = time.perf_counter()
+            begun = time.perf_counter()
             manifest = describe(self._job, self._incarnation, version, host)
             digested = time.perf_counter()
             publication = Publication(manifest, host, self._chains(manifest, host))
@@ -107,9 +108,9 @@ class PublishingBroadcaster:
             self._numbers |= {
                 "weights/publish_s": ended - began,
                 "weights/host_copy_s": copied - began,
-                "weights/digest_s": digested - copied,
+                "weights/digest_s": digested - begun,
                 "weights/encode_s": encoded - digested,
-                "weights/serialise_s": ended - encoded,
+                "weights/serialise_s": ended - encoded + begun - copied,
                 "weights/bytes_full": float(manifest.nbytes),
             }
 

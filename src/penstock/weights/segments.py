@@ -122,8 +122,8 @@ class Copier:
 def _cut(pairs: Iterable[tuple[np.ndarray, np.ndarray]], threads: int) -> deque[_Piece]:
     """What there is to copy, in pieces that shrink towards the end.
 
-    A thread that has done a piece needs the interpreter for the next one, while the publishing thread writes its
-    marker: so the first ones are large. The last ones are small, so that all threads end together.
+    A thread that has done a piece needs the interpreter for the next one, while the publishing thread is at work with
+    digests and the marker: so the first ones are large. The last ones are small, so that all threads end together.
     """
     listed = list(pairs)
     left = sum(to.size for to, _ in listed)

@@ -47,11 +47,11 @@ class SharedMemory:
         self._finish_copying()
         name, segment = self._taken_segment(segment_bytes(array.nbytes for array in arrays.values()), taken)
         self._copying = segment, segment.write(arrays, self._copier)
+        self._offered = name
         return name
 
     def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
         """See `WritableShelf.write_arrays`: they are on their way."""
-        self._offered = name
 
     def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
         """See `WritableShelf.write_message`."""

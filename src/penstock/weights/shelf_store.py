@@ -83,7 +83,9 @@ class ShelfStore:
 
     def put(self, publication: Publication) -> None:
         """See `Store.put`."""
-        manifest, file, taken = publication.manifest, self._begun, self._files
+        manifest, taken = publication.manifest, self._files
+        file, self._begun = self._begun, ""
+        assert file  # it was begun
         before = self._older_offers(manifest)
         self._shelf.write_arrays(file, manifest, publication.arrays)
         messages, written = self._write_messages(publication, taken)
