@@ -16,8 +16,8 @@ from benchmarks.weights import deltas, handover, training
 from penstock.weights import WeightsConfig
 
 LOCAL_MS, SHARED, FLIGHT, FEWER_BYTES, FASTER = 1.0, 0.8, 0.9, 10.0, 1.0
-COPIES = 12
-"""Arrays, two copies, three segments, two received sets, two places and the messages of raw Flight, what files hold."""
+COPIES = 10
+"""Arrays, two copies, two segments, three received sets, the place and the messages of raw Flight."""
 
 SMALL_MB, REPEATS = 100, 7
 """Sizes up to this are measured so many times anew."""

@@ -15,6 +15,10 @@ import pyarrow.flight as flight
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 
 
+CACHED_BYTES = 1 << 28
+"""More than caches hold: where all memory is cold, one place is as good as two."""
+
+
 class RawServer(flight.FlightServerBase):
     """Serves arrays as bytes; a ticket says ``streams,stream,bytes per message``."""
 
@@ -54,13 +58,13 @@ class RawClient:
 
         Args:
             chunk_bytes: Of a message.
-            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: two places in turn, touched before.
+            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: places touched before, two in turn for small ones.
             nbytes: Of all arrays.
         """
         found: list[int] = [0] * len(self._connections)
         kept: list[pa.Table] = []
         if self.places[0].size != nbytes:
-            self.places = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+            self.places = [np.zeros(nbytes, np.uint8) for _ in range(2 if nbytes <= CACHED_BYTES else 1)]
         if how == "into arrays":
             self.places.reverse()
         place = self.places[0]
