@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text import Tokenizer
+from penstock.text import Tokenizer, same_tokenizer
 from penstock.types import ConfigError
 
 PACKAGED = Path(str(files("penstock") / "recipes" / "tokenizer"))
@@ -137,6 +137,16 @@ def test_saved_and_loaded_again_it_is_the_same(tokenizer, tmp_path):
     messages = [{"role": "user", "content": "Who says meow? <calc>"}]
     assert again.render(messages).tolist() == tokenizer.render(messages).tolist()
     assert again.decode(np.arange(382)) == tokenizer.decode(np.arange(382))
+
+
+def test_directories_are_compared_by_their_tokenizer_json(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    assert same_tokenizer("penstock", tmp_path) is True
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert same_tokenizer(tmp_path, "penstock") is True
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " ")
+    assert same_tokenizer("penstock", tmp_path) is False
+    assert same_tokenizer("penstock", tmp_path / "gone") is None
 
 
 def test_saving_writes_the_very_files_that_were_loaded_even_when_they_are_gone(variant, tmp_path):

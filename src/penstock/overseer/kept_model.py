@@ -12,7 +12,7 @@ from penstock.learner.checkpoint_files import read_state
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.plan import model_shape
-from penstock.text.tokenizer import same_tokenizer
+from penstock.text import same_tokenizer
 from penstock.types import CheckpointError, ConfigError
 
 VALUES = "give these values"

@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.text.tokenizer import Tokenizer
+    from penstock.text.tokenizer import Tokenizer, same_tokenizer
 
-_EXPORTS = {"Tokenizer": "tokenizer"}
+_EXPORTS = {"Tokenizer": "tokenizer", "same_tokenizer": "tokenizer"}
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "same_tokenizer"]
 
 
 def __getattr__(name: str) -> Any:
