@@ -58,7 +58,8 @@ class RawClient:
 
         Args:
             chunk_bytes: Of a message.
-            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: places touched before, two in turn for small ones.
+            how: ``thrown away``, ``kept`` as messages, or ``into arrays``: places touched before, two in turn where
+                arrays are small.
             nbytes: Of all arrays.
         """
         found: list[int] = [0] * len(self._connections)
