@@ -22,7 +22,7 @@ def test_an_mlp_has_its_activation_after_every_layer():
     mlp = Mlp.draw(np.random.default_rng(0), 3, (4, 2), "tanh")
     x = np.array([[1.0, -2.0, 0.5]], np.float32)
     hidden = np.tanh(x @ np.asarray(mlp.layers[0].weight))
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), np.tanh(hidden @ np.asarray(mlp.layers[1].weight)), rtol=1e-5)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), np.tanh(hidden @ np.asarray(mlp.layers[1].weight)), atol=1e-6)
 
 
 def test_a_convolution_is_the_sum_over_patches():
