@@ -3,10 +3,11 @@
 Every round does all of them, each round in another order: a disturbed second hurts all, and nobody always comes right
 after what warms caches and connections for it. The first rounds, in which memory is touched for the first time and
 connections are made, are left out; small sizes are measured several times anew, with other processes, memory and
-connections, since luck with those moves a figure by a tenth. Memory copy and raw Flight write to two places in turn, as
-nobody may write over the version before while it is read. "In all" is from `publish` to verified arrays, with the
-question for news. "Digests ready" is from `publish` to arrays without what digests take: the publisher is given the
-manifest, so that nothing hides behind them, and of the client's fetch its verification is taken off.
+connections, since luck with those moves a figure by a tenth. Memory copy and raw Flight write to two places in turn,
+as nobody may write over the version before while it is read; raw Flight to one, where no cache holds either. "In all"
+is from `publish` to verified arrays, with the question for news. "Digests ready" is from `publish` to arrays without
+what digests take: the publisher is given the manifest, so that nothing hides behind them, and of the client's fetch
+its verification is taken off.
 """
 
 import itertools
