@@ -7,19 +7,27 @@ is observed names slot, episode and step, so that a mislabelled step is seen at 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from penstock.fleet.arrivals import Arrival, Decision, Leaves
+from penstock.fleet.arrivals import STEP_ROW, Arrival, Decision, Leaves
 from penstock.fleet.runner import WeightMailbox
 from penstock.types import LeafSpace, RunFailed, Spaces, WeightVersion
 
 ACTIONS = 7
 CUTS = ("truncated", "cut")
 FIRST = WeightVersion(0, 0)
+
+
+def rows_of(**fields: Sequence[Any]) -> np.ndarray:
+    """`STEP_ROW` [n] with these fields; others are 0."""
+    rows = np.zeros(len(fields["slots"]), STEP_ROW)
+    for name, values in fields.items():
+        rows[name] = values
+    return rows
 
 
 def fake_spaces(image: tuple[int, ...] | None = None) -> Spaces:
@@ -216,23 +224,21 @@ class FakePool:
         )
         where = list(zip(process.slots, process.episodes, process.steps, strict=True))
         ends = [result["end"] for result in results]
-        return Arrival(
-            process=number,
-            slots=np.array(process.slots, np.int64),
-            observations=self._observe(where),
-            first=np.array([not acted or end is not None for end in ends]),
-            rewards=np.array([result["reward"] for result in results], np.float32),
-            terminated=np.array([end == "terminated" for end in ends]),
-            truncated=np.array([end in CUTS for end in ends]),
-            faults=np.array([result["fault"] for result in results]),
-            cut=np.array([result["end"] == "cut" for result in results]),
-            acted=np.full(k, acted),
-            has_final=np.array([result["final"] is not None for result in results]),
-            final_observations=self._observe([result["final"] or (0, 0, 0) for result in results]),
-            returns=np.array([result["return"] for result in results], np.float64),
-            lengths=np.array([result["length"] for result in results], np.int64),
-            simulate_s=0.001,
+        rows = rows_of(
+            slots=process.slots,
+            first=[not acted or end is not None for end in ends],
+            rewards=[result["reward"] for result in results],
+            terminated=[end == "terminated" for end in ends],
+            truncated=[end in CUTS for end in ends],
+            faults=[result["fault"] for result in results],
+            cut=[end == "cut" for end in ends],
+            acted=[acted] * k,
+            has_final=[result["final"] is not None for result in results],
+            returns=[result["return"] for result in results],
+            lengths=[result["length"] for result in results],
         )
+        finals = self._observe([result["final"] or (0, 0, 0) for result in results])
+        return Arrival(number, rows, self._observe(where), finals, simulate_s=0.001)
 
 
 class FakePending:

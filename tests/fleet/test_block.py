@@ -44,9 +44,7 @@ def test_arrays_have_the_declared_form_and_lines_of_their_own(pair):
         "rewards": ("float32", (2,)), "returns": ("float64", (2,)), "lengths": ("int64", (2,)), "first": ("bool", (2,)),
     }  # fmt: skip
     arrays = [
-        block.rewards,
-        block.first,
-        block.faults,
+        block.rows,
         block.actions["a"],
         *block.observations.values(),
         *block.final_observations.values(),

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tests.fleet.fake_pool import rows_of
 
 from penstock.fleet.arrivals import Decision, StepBatch
 from penstock.fleet.episode_statistics import Episode, EpisodeStatistics, EpisodeTracker
@@ -11,15 +12,13 @@ from penstock.types import WeightVersion
 
 
 def batch_of(slots, rewards, first, acted, *, returns=None, lengths=None, faults=None, cut=None) -> StepBatch:
-    n, no = len(slots), np.zeros(len(slots), bool)
-    return StepBatch(
-        slots=np.array(slots), observations={}, first=np.array(first, bool), rewards=np.array(rewards, np.float32),
-        terminated=no, truncated=no, faults=no if faults is None else np.array(faults),
-        cut=no if cut is None else np.array(cut), acted=np.array(acted, bool),
-        has_final=no, final_observations={}, returns=np.zeros(n) if returns is None else np.array(returns, np.float64),
-        lengths=np.zeros(n, np.int64) if lengths is None else np.array(lengths),
-        decision=Decision({}, np.zeros(n, np.float32), np.zeros(n, np.float32), WeightVersion(0, 0)),
+    no = np.zeros(len(slots), np.float32)
+    fields = {"returns": returns, "lengths": lengths, "faults": faults, "cut": cut}
+    rows = rows_of(
+        slots=slots, rewards=rewards, first=first, acted=acted,
+        **{name: values for name, values in fields.items() if values is not None},
     )  # fmt: skip
+    return StepBatch(rows, {}, {}, Decision({}, no, no, WeightVersion(0, 0)))
 
 
 def test_a_tracker_reads_batches_in_any_order_of_slots():

@@ -13,45 +13,109 @@ from penstock.types import WeightVersion
 Leaves = Mapping[str, np.ndarray]
 """Arrays by leaf name."""
 
+STEP_ROW = np.dtype(
+    [
+        ("returns", np.float64), ("lengths", np.int64), ("slots", np.int64), ("rewards", np.float32),
+        ("first", np.bool_), ("terminated", np.bool_), ("truncated", np.bool_), ("faults", np.bool_),
+        ("cut", np.bool_), ("acted", np.bool_), ("has_final", np.bool_),
+    ],
+    align=True,
+)  # fmt: skip
+"""What one slot says beside its observations; `StepRows` says what the fields mean."""
+
+_WHOLE_ROW = np.dtype((np.void, STEP_ROW.itemsize))
+
+
+def whole_rows(rows: np.ndarray) -> np.ndarray:
+    """The same memory without its fields: NumPy copies such rows whole, others field by field."""
+    return rows.view(_WHOLE_ROW)
+
+
+class StepRows:
+    """Something with `rows`, `STEP_ROW` [n]; each field of them is a view."""
+
+    __slots__ = ()
+    rows: np.ndarray
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Whose rows they are, int64 [n]."""
+        return self.rows["slots"]
+
+    @property
+    def first(self) -> np.ndarray:
+        """The observation begins an episode (after a reset, a start, or a restart), bool [n]."""
+        return self.rows["first"]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """Of the last action; 0 where there was none; float32 [n]."""
+        return self.rows["rewards"]
+
+    @property
+    def terminated(self) -> np.ndarray:
+        """Of the last action, bool [n]."""
+        return self.rows["terminated"]
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Likewise; also true where a fault ended the episode."""
+        return self.rows["truncated"]
+
+    @property
+    def faults(self) -> np.ndarray:
+        """The last action's step must not be trained on, bool [n]."""
+        return self.rows["faults"]
+
+    @property
+    def cut(self) -> np.ndarray:
+        """Truncated only because the process is to be replaced (`restart_interval_s`), bool [n].
+
+        It is learned from like any truncation, but is no whole episode.
+        """
+        return self.rows["cut"]
+
+    @property
+    def acted(self) -> np.ndarray:
+        """There was a last action, bool [n].
+
+        False at the very first observation of a process's first life, and only there; a restart answers the action
+        that was lost with a fault.
+        """
+        return self.rows["acted"]
+
+    @property
+    def has_final(self) -> np.ndarray:
+        """The episode ended with a known observation, bool [n]."""
+        return self.rows["has_final"]
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Sum of raw rewards of the episode that ended or was cut, float64 [n]; where it ended, without a fault."""
+        return self.rows["returns"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Its steps, int64 [n]."""
+        return self.rows["lengths"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class Arrival(StepRows):
     """What the simulators of one process say together; n of them. Arrays are views that hold until `act` is called.
 
     Attributes:
         process: Which process of the worker.
-        slots: int64 [n].
+        rows: `STEP_ROW` [n].
         observations: By leaf name, [n, …]: what to act on next.
-        first: bool [n], the observation begins an episode (after a reset, a start, or a restart).
-        rewards: float32 [n], of the last action; 0 where there was none.
-        terminated: bool [n], of the last action.
-        truncated: bool [n], likewise; also true where a fault ended the episode.
-        faults: bool [n], the last action's step must not be trained on.
-        cut: bool [n], truncated only because the process is to be replaced (`restart_interval_s`): learned from like
-            any truncation, but no whole episode.
-        acted: bool [n], there was a last action: false at the very first observation of a process's first life, and
-            only there; a restart answers the action that was lost with a fault.
-        has_final: bool [n], the episode ended with a known observation.
         final_observations: By leaf name, [n, …]; rows where `has_final`.
-        returns: float64 [n], sum of raw rewards of the episode that ended or was cut; where it ended, without a fault.
-        lengths: int64 [n], its steps.
         simulate_s: Seconds that the process worked on it.
     """
 
     process: int
-    slots: np.ndarray
+    rows: np.ndarray
     observations: Leaves
-    first: np.ndarray
-    rewards: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    faults: np.ndarray
-    cut: np.ndarray
-    acted: np.ndarray
-    has_final: np.ndarray
     final_observations: Leaves
-    returns: np.ndarray
-    lengths: np.ndarray
     simulate_s: float = 0.0
 
 
@@ -75,39 +139,20 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
+class StepBatch(StepRows):
     """One inference batch, as progress handlers are told of it: n slots.
 
-    It joins what the last actions led to (the arrivals' fields) with what was decided now.
+    It joins what the last actions led to (the arrivals' rows) with what was decided now. All arrays hold until the
+    handler returns: copy what is kept.
 
     Attributes:
-        slots: int64 [n].
-        observations: By leaf name, [n, …]. Like all arrays here they hold until the handler returns: copy what is kept.
-        first: bool [n].
-        rewards: float32 [n], of each slot's last action.
-        terminated: bool [n], likewise.
-        truncated: bool [n], likewise.
-        faults: bool [n], likewise.
-        cut: bool [n], likewise; see `Arrival`.
-        acted: bool [n], whether there was a last action.
-        has_final: bool [n].
+        rows: `STEP_ROW` [n].
+        observations: By leaf name, [n, …].
         final_observations: By leaf name, [n, …].
-        returns: float64 [n]; see `Arrival`.
-        lengths: int64 [n]; see `Arrival`.
         decision: What was decided on `observations`.
     """
 
-    slots: np.ndarray
+    rows: np.ndarray
     observations: Leaves
-    first: np.ndarray
-    rewards: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    faults: np.ndarray
-    cut: np.ndarray
-    acted: np.ndarray
-    has_final: np.ndarray
     final_observations: Leaves
-    returns: np.ndarray
-    lengths: np.ndarray
     decision: Decision

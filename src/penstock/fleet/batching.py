@@ -8,26 +8,18 @@ Not covered: when a batch begins (`RolloutWorker`).
 """
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 import numpy as np
 
 from penstock.fleet.aligned import aligned_zeros
-from penstock.fleet.arrivals import Arrival, Decision, Leaves, StepBatch
+from penstock.fleet.arrivals import STEP_ROW, Arrival, Decision, Leaves, StepBatch, StepRows, whole_rows
 from penstock.types import LeafSpace, Spaces
 
 LARGE_BYTES = 1024
 """Leaves of at least so many bytes are copied one by one; smaller ones are joined, or scattered over all slots."""
 
-_SCALARS = {
-    "slots": np.int64, "first": np.bool_, "rewards": np.float32, "terminated": np.bool_, "truncated": np.bool_,
-    "faults": np.bool_, "cut": np.bool_, "acted": np.bool_, "has_final": np.bool_, "returns": np.float64,
-    "lengths": np.int64,
-}  # fmt: skip
-_READ = {name: attrgetter(name) for name in _SCALARS}
 
-
-class BatchFiller:
+class BatchFiller(StepRows):
     """Room for one inference batch of at most `capacity` slots.
 
     Args:
@@ -37,6 +29,7 @@ class BatchFiller:
     Attributes:
         count: Slots in it.
         first_at: When the first of them came, in the caller's seconds.
+        rows: `STEP_ROW` [n], after `join`.
     """
 
     def __init__(self, spaces: Spaces, capacity: int) -> None:
@@ -44,7 +37,8 @@ class BatchFiller:
         self.count = 0
         self.first_at = 0.0
         self._arrivals: list[Arrival] = []
-        self._scalars = {name: np.zeros(capacity, dtype) for name, dtype in _SCALARS.items()}
+        self._rows = np.zeros(capacity, STEP_ROW)
+        self.rows = self._rows[:0]
         self._observations = {
             leaf.name: aligned_zeros((capacity, *leaf.shape), np.dtype(leaf.dtype)) for leaf in spaces.observations
         }
@@ -54,13 +48,13 @@ class BatchFiller:
 
     def takes(self, arrival: Arrival) -> bool:
         """Whether there is room for all of its slots."""
-        return self.count + len(arrival.slots) <= self.capacity
+        return self.count + len(arrival.rows) <= self.capacity
 
     def add(self, arrival: Arrival, now: float) -> None:
         """Takes a process in."""
         if self.count == 0:
             self.first_at = now
-        begin, end = self.count, self.count + len(arrival.slots)
+        begin, end = self.count, self.count + len(arrival.rows)
         for name in self._large:
             self._observations[name][begin:end] = arrival.observations[name]
         self._arrivals.append(arrival)
@@ -69,11 +63,11 @@ class BatchFiller:
     def join(self) -> None:
         """Joins what was not copied yet; after it nothing refers to the arrivals' own arrays."""
         count, arrivals = self.count, self._arrivals
-        for name, array in self._scalars.items():
-            np.concatenate(list(map(_READ[name], arrivals)), out=array[:count])
+        self.rows = self._rows[:count]
+        np.concatenate([whole_rows(arrival.rows) for arrival in arrivals], out=whole_rows(self.rows))
         for name in self._small:
             np.concatenate([arrival.observations[name] for arrival in arrivals], out=self._observations[name][:count])
-        if self._scalars["has_final"][:count].any():
+        if self.has_final.any():
             self._copy_finals()
 
     def _copy_finals(self) -> None:
@@ -82,17 +76,7 @@ class BatchFiller:
             for row in np.flatnonzero(arrival.has_final):
                 for name, array in self._finals.items():
                     array[begin + row] = arrival.final_observations[name][row]
-            begin += len(arrival.slots)
-
-    @property
-    def slots(self) -> np.ndarray:
-        """Whose rows they are, int64 [n]; after `join`."""
-        return self._scalars["slots"][: self.count]
-
-    @property
-    def first(self) -> np.ndarray:
-        """Where an episode begins, bool [n]; after `join`."""
-        return self._scalars["first"][: self.count]
+            begin += len(arrival.rows)
 
     @property
     def room(self) -> Leaves:
@@ -107,7 +91,7 @@ class BatchFiller:
         """Each process with its part of the actions, as views."""
         begin = 0
         for arrival in self._arrivals:
-            end = begin + len(arrival.slots)
+            end = begin + len(arrival.rows)
             yield arrival.process, {name: array[begin:end] for name, array in actions.items()}
             begin = end
 
@@ -115,10 +99,10 @@ class BatchFiller:
         """What progress handlers are told; views that hold until `clear`."""
         count = self.count
         return StepBatch(
+            rows=self.rows,
             observations={name: array[:count] for name, array in self._observations.items()},
             final_observations={name: array[:count] for name, array in self._finals.items()},
             decision=decision,
-            **{name: array[:count] for name, array in self._scalars.items()},
         )
 
     def clear(self) -> None:

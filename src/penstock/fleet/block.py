@@ -17,18 +17,15 @@ from enum import IntEnum
 
 import numpy as np
 
+from penstock.fleet.arrivals import STEP_ROW, StepRows
 from penstock.fleet.film_area import FILM_AREA_BYTES, FilmArea
 from penstock.types import ConfigError, LeafSpace, Spaces
 
 _ALIGNMENT = 64  # bytes of a cache line: no two fields share one
 _ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # F_ADD_SEALS; no more seals, no shrinking, no growing
 
-_PER_ROW = {
-    "rewards": np.float32, "returns": np.float64, "lengths": np.int64, "terminated": np.bool_, "truncated": np.bool_,
-    "faults": np.bool_, "cut": np.bool_, "has_final": np.bool_, "first": np.bool_,
-}  # fmt: skip
 RESULTS = ("rewards", "returns", "lengths", "terminated", "truncated", "faults", "cut", "has_final")
-"""Fields that say what the last action led to; `first` and the observations say what comes next."""
+"""Fields of a row that say what the last action led to; `first` and the observations say what comes next."""
 
 PHASE, SINCE, SIMULATE_S, ROW = range(4)
 """Places in `Block.clock`: a `Phase`, its begin (monotonic seconds), seconds of the last answer, the row at work."""
@@ -55,7 +52,7 @@ class _Place:
         return self.offset + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class Block:
+class Block(StepRows):
     """A mapped block. Arrays keep the mapping alive: it goes when the last of them does.
 
     Args:
@@ -69,15 +66,7 @@ class Block:
         observations: By leaf name, [k, …]: what to act on next.
         final_observations: By leaf name, [k, …]: what an episode ended with; rows where `has_final`.
         actions: By leaf name, [k, …].
-        rewards: float32 [k].
-        returns: float64 [k], sum of raw rewards of the episode that ended.
-        lengths: int64 [k], its steps.
-        terminated: bool [k].
-        truncated: bool [k].
-        faults: bool [k].
-        cut: bool [k], truncated since the process is to be replaced.
-        has_final: bool [k].
-        first: bool [k].
+        rows: `STEP_ROW` [k]; `slots` and `acted` are the rollout worker's to write, the rest is the process's.
         clock: Four float64: see `PHASE`.
 
     Raises:
@@ -96,29 +85,26 @@ class Block:
         self.observations = _group(arrays, "observations", spaces.observations)
         self.final_observations = _group(arrays, "final_observations", spaces.observations)
         self.actions = _group(arrays, "actions", spaces.actions)
-        self.rewards, self.returns, self.lengths = arrays["rewards"], arrays["returns"], arrays["lengths"]
-        self.terminated, self.truncated, self.faults = arrays["terminated"], arrays["truncated"], arrays["faults"]
-        self.cut, self.has_final, self.first = arrays["cut"], arrays["has_final"], arrays["first"]
+        self.rows = arrays["rows"]
         self.clock = memory[places[0].offset : places[0].end].cast("d")
         self.film = FilmArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
 
     def take_results(self, other: "Block") -> None:
         """Copies what the last actions led to from another block of the same layout."""
         for name in RESULTS:
-            getattr(self, name)[:] = getattr(other, name)
+            self.rows[name] = other.rows[name]
         for leaf, array in self.final_observations.items():
             array[:] = other.final_observations[leaf]
 
     def mark_lost(self) -> None:
         """Says of every row that its last action was lost with its simulator: a fault that cut the episode."""
-        for name in ("rewards", "returns", "lengths", "terminated", "cut", "has_final"):
-            getattr(self, name)[:] = 0
+        self.clear_results()
         self.truncated[:] = self.faults[:] = True
 
     def clear_results(self) -> None:
         """Says of every row that there was no last action."""
         for name in RESULTS:
-            getattr(self, name)[:] = 0
+            self.rows[name] = 0
 
 
 def block_bytes(spaces: Spaces, rows: int, filmed: bool = False) -> int:
@@ -149,7 +135,7 @@ def _nameless_file(nbytes: int) -> int:
 def _layout(spaces: Spaces, rows: int) -> list[_Place]:
     """Every array with its place; `clock` is the first."""
     wanted: list[tuple[str, np.dtype, tuple[int, ...]]] = [("clock", np.dtype(np.float64), (4,))]
-    wanted += [(name, np.dtype(dtype), (rows,)) for name, dtype in _PER_ROW.items()]
+    wanted.append(("rows", STEP_ROW, (rows,)))
     for group, leaves in (
         ("actions", spaces.actions),
         ("observations", spaces.observations),

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from penstock.fleet.arrivals import Decision, Leaves, StepBatch
+from penstock.fleet.arrivals import STEP_ROW, Decision, Leaves, StepBatch, whole_rows
 from penstock.fleet.step_buffers import step_buffer
 from penstock.types import RolloutMetadata, RunFailed, SampleFragment, Spaces
 
-_SCALARS = {
-    "rewards": np.float32, "terminated": np.bool_, "truncated": np.bool_, "faults": np.bool_,
+_RESULTS = ("rewards", "terminated", "truncated", "faults")
+_DECISIONS = {
     "first": np.bool_, "logprobs": np.float32, "values": np.float32, "weight_steps": np.int32, "episodes": np.int64,
 }  # fmt: skip
 _ONE_MORE = ("first", "values")
@@ -96,12 +96,15 @@ class FragmentCutter:
         self._keep_states = keep_states
         self._observations = {leaf.name: step_buffer(leaf, n, length) for leaf in spaces.observations}
         self._actions = {leaf.name: step_buffer(leaf, n, length) for leaf in spaces.actions}
-        self._scalars = {scalar: np.zeros((n, length + 1), dtype) for scalar, dtype in _SCALARS.items()}
-        self._flat = {scalar: array.reshape(-1) for scalar, array in self._scalars.items()}
+        self._results = whole_rows(np.zeros((n, length + 1), STEP_ROW))  # column j: what step j led to
+        self._decisions = {name: np.zeros((n, length + 1), dtype) for name, dtype in _DECISIONS.items()}
+        self._flat_results = self._results.reshape(-1)
+        self._flat = {name: array.reshape(-1) for name, array in self._decisions.items()}
         self._no_finals = {leaf.name: leaf.zeros(0) for leaf in spaces.observations}
         self._filled = np.zeros(n, np.int64)  # steps decided in this buffer
         self._episode = np.zeros(n, np.int64)
-        self._lineage = np.full(n, -1, np.int64)
+        self._lineage = -1
+        self._older: set[int] = set()  # slots whose buffer holds steps of an older lineage
         self._weight_step = np.full(n, -1, np.int64)
         self._fragments = [0] * n
         self._finals: list[list[tuple[int, Leaves]]] = [[] for _ in range(n)]
@@ -123,48 +126,50 @@ class FragmentCutter:
         Raises:
             RunFailed: a slot has a result without an action, or an action without a result.
         """
-        slots, at = batch.slots, self._filled[batch.slots]
-        if not np.array_equal(batch.acted, at > 0):
-            wrong = slots[batch.acted != (at > 0)].tolist()
-            raise RunFailed(f"slots {wrong} have a result without an action, or an action without a result")
-        self._episode[slots] += batch.first & batch.acted
-        stale = self._discard_older_lineage(batch, at)
-        self._write_results(batch, at)
-        self._write_decisions(batch, at)
+        slots, acted = batch.slots.copy(), batch.acted
+        at = self._filled[slots]
+        if (wrong := acted != (at > 0)).any():
+            raise RunFailed(
+                f"slots {slots[wrong].tolist()} have a result without an action, or an action without a result"
+            )
+        self._episode[slots] += batch.first & acted
+        stale = self._discard_older_lineage(batch.decision.version.lineage, slots, at)
+        now = slots * (self._length + 1) + at
+        self._write_results(batch, slots, at, now)
+        self._write_decisions(batch, slots, at, now)
         complete = np.flatnonzero(at == self._length)
         cut = self._cut(batch, complete) if len(complete) else []
         at[complete] = 0
         self._filled[slots] = at + 1
-        self._count(batch, len(cut) * self._length, stale)
+        self._count(len(slots), int(np.count_nonzero(acted)), len(cut) * self._length, stale)
         return cut
 
-    def _discard_older_lineage(self, batch: StepBatch, at: np.ndarray) -> int:
-        lineage = batch.decision.version.lineage
-        older = (at > 0) & (self._lineage[batch.slots] != lineage)
-        self._lineage[batch.slots] = lineage
-        if not older.any():
+    def _discard_older_lineage(self, lineage: int, slots: np.ndarray, at: np.ndarray) -> int:
+        if lineage != self._lineage:
+            self._older.update(np.flatnonzero(self._filled).tolist())
+            self._lineage = lineage
+        if not self._older:
             return 0
-        steps = int(at[older].sum())
-        at[older] = 0
-        for slot in batch.slots[older].tolist():
-            self._finals[slot] = []
-            self._states[slot] = {}
+        steps = 0
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self._older:
+                self._older.remove(slot)
+                steps += int(at[row])
+                at[row] = 0
+                self._finals[slot], self._states[slot] = [], {}
         return steps
 
-    def _write_results(self, batch: StepBatch, at: np.ndarray) -> None:
+    def _write_results(self, batch: StepBatch, slots: np.ndarray, at: np.ndarray, now: np.ndarray) -> None:
         # Where there was no step before, this writes to a last column, which holds no results.
-        before = batch.slots * (self._length + 1) + at - 1
-        self._flat["rewards"][before] = batch.rewards
-        self._flat["terminated"][before] = batch.terminated
-        self._flat["truncated"][before] = batch.truncated
-        self._flat["faults"][before] = batch.faults
+        self._flat_results[now - 1] = whole_rows(batch.rows)
+        if not batch.has_final.any():
+            return
         for row in np.flatnonzero(batch.has_final & (at > 0)).tolist():
             final = {leaf: array[row].copy() for leaf, array in batch.final_observations.items()}
-            self._finals[batch.slots[row]].append((int(at[row]) - 1, final))
+            self._finals[slots[row]].append((int(at[row]) - 1, final))
 
-    def _write_decisions(self, batch: StepBatch, at: np.ndarray) -> None:
-        slots, decision = batch.slots, batch.decision
-        now = slots * (self._length + 1) + at
+    def _write_decisions(self, batch: StepBatch, slots: np.ndarray, at: np.ndarray, now: np.ndarray) -> None:
+        decision = batch.decision
         self._flat["first"][now] = batch.first
         self._flat["logprobs"][now] = decision.logprobs
         self._flat["values"][now] = decision.values
@@ -188,8 +193,10 @@ class FragmentCutter:
 
     def _cut(self, batch: StepBatch, rows: np.ndarray) -> list[UnsentFragment]:
         slots, last = batch.slots[rows], self._length
-        scalars = {name: array[slots] for name, array in self._scalars.items()}
-        for name, array in self._scalars.items():
+        results = self._results[slots].view(STEP_ROW)
+        scalars = {name: np.ascontiguousarray(results[name]) for name in _RESULTS}
+        for name, array in self._decisions.items():
+            scalars[name] = array[slots]
             array[slots, 0] = scalars[name][:, last]
         observations = {leaf: buffer.take(slots) for leaf, buffer in self._observations.items()}
         actions = {leaf: buffer.take(slots) for leaf, buffer in self._actions.items()}
@@ -228,11 +235,11 @@ class FragmentCutter:
             return self._no_finals
         return {leaf: np.stack([final[leaf] for final in finals]) for leaf in self._no_finals}
 
-    def _count(self, batch: StepBatch, cut: int, stale: int) -> None:
+    def _count(self, decided: int, acted: int, cut: int, stale: int) -> None:
         with self._counting:
             counts = self._counts
-            counts.started += len(batch.slots)
-            counts.acting += int(np.count_nonzero(~batch.acted))
+            counts.started += decided
+            counts.acting += decided - acted
             counts.cut += cut
             counts.stale += stale
             counts.buffered = counts.started - counts.acting - counts.cut - counts.stale

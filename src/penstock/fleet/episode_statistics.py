@@ -80,10 +80,11 @@ class EpisodeTracker:
         """Takes a batch in."""
         slots = batch.slots
         self._returns[slots] += self._factors[slots] * batch.rewards
-        self._factors[slots] *= np.where(batch.acted, self._discount, 1.0)
-        ended = np.flatnonzero(batch.first & batch.acted)
-        if not len(ended):
+        self._factors[slots] *= self._discount
+        begun = batch.first
+        if not begun.any():
             return
+        ended = np.flatnonzero(begun & batch.acted)
         where = slots[ended]
         episodes = [
             Episode(slot, number, self._tasks[slot], reward, discounted, length, fault, cut)
@@ -93,7 +94,7 @@ class EpisodeTracker:
                 batch.cut[ended].tolist(), strict=True,
             )
         ]  # fmt: skip
-        self._returns[where], self._factors[where] = 0.0, 1.0
+        self._returns[slots[begun]], self._factors[slots[begun]] = 0.0, 1.0
         self._numbers[where] += 1
         self._keep(episodes)
 

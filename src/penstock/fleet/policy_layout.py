@@ -35,23 +35,22 @@ class Words:
     """Where one array of [rows, …] lies in a block of words.
 
     Attributes:
-        start: First word.
-        shape: Of one row.
+        where: Its words.
+        shape: [rows, …].
         dtype: Whose bits the words are: float32, int32 or uint32.
     """
 
-    start: int
+    where: slice
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def view(self, block: np.ndarray, rows: int) -> np.ndarray:
-        """The array in a block on the host, `dtype` [rows, …]."""
-        part = block[self.start : self.start + rows * math.prod(self.shape)]
-        return part.view(self.dtype).reshape(rows, *self.shape)
+    def view(self, block: np.ndarray) -> np.ndarray:
+        """The array in a block on the host."""
+        return block[self.where].view(self.dtype).reshape(self.shape)
 
-    def read(self, block: Int32[Array, " words"], rows: int) -> Array:
+    def read(self, block: Int32[Array, " words"]) -> Array:
         """The same on the device."""
-        part = block[self.start : self.start + rows * math.prod(self.shape)].reshape(rows, *self.shape)
+        part = block[self.where].reshape(self.shape)
         return part if self.dtype == _INT else jax.lax.bitcast_convert_type(part, self.dtype)
 
 
@@ -60,8 +59,9 @@ def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tu
     places: list[Words] = []
     start = 0
     for shape, dtype in arrays:
-        places.append(Words(start, shape, dtype))
-        start += rows * math.prod(shape)
+        end = start + rows * math.prod(shape)
+        places.append(Words(slice(start, end), (rows, *shape), dtype))
+        start = end
     return tuple(places), start
 
 
@@ -89,21 +89,19 @@ class InputLayout:
         """
         block = aligned_zeros((self._size,), np.int32)
         n = len(slots)
-        indices = self._slots.view(block, self._rows)
+        indices = self._slots.view(block)
         indices[:n] = slots
         indices[n:] = self._padding_slot
-        self._first.view(block, self._rows)[:n] = first
+        self._first.view(block)[:n] = first
         for leaf, place in zip(self._small, self._places, strict=True):
-            place.view(block, self._rows)[:n] = _checked(leaf, observations, n)[:n]
+            place.view(block)[:n] = _checked(leaf, observations, n)[:n]
         return block, tuple(self._padded(_checked(leaf, observations, n), leaf, n) for leaf in self._whole)
 
     def unpack(self, block: Int32[Array, " words"], whole: Sequence[Array]) -> tuple[Array, Array, dict[str, Array]]:
         """Slots int32 [rows], first bool [rows] and observations by leaf name; traced."""
-        observations = {
-            leaf.name: place.read(block, self._rows) for leaf, place in zip(self._small, self._places, strict=True)
-        }
+        observations = {leaf.name: place.read(block) for leaf, place in zip(self._small, self._places, strict=True)}
         observations |= {leaf.name: array for leaf, array in zip(self._whole, whole, strict=True)}
-        return self._slots.read(block, self._rows), self._first.read(block, self._rows) > 0, observations
+        return self._slots.read(block), self._first.read(block) > 0, observations
 
     def empty(self) -> Packed:
         """A batch of padding only."""
@@ -136,10 +134,10 @@ class OutputLayout:
     def split(self, block: np.ndarray, n: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
         """Actions of the spaces' dtypes, log-probabilities and values float32, of the first n rows; all copies."""
         actions = {
-            leaf.name: place.view(block, self._rows)[:n].astype(leaf.dtype)
+            leaf.name: place.view(block)[:n].astype(leaf.dtype)
             for leaf, place in zip(self._leaves, self._places, strict=True)
         }
-        logprobs, values = (place.view(block, self._rows)[:n].copy() for place in (self._logprobs, self._values))
+        logprobs, values = (place.view(block)[:n].copy() for place in (self._logprobs, self._values))
         return actions, logprobs, values
 
 

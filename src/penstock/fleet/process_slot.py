@@ -118,7 +118,6 @@ class ProcessSlot:
         self._resting = False
         self._held = False
         self._lost = False  # the next arrival answers lost actions
-        self._all, self._none = np.ones(len(slots), np.bool_), np.zeros(len(slots), np.bool_)
 
     # --- a life begins --------------------------------------------------------------------------------------------
 
@@ -188,6 +187,7 @@ class ProcessSlot:
             self._block = Block(fds[0], spaces, len(self.slots), content.get("filmed", False))
         finally:
             os.close(fds[0])
+        self._block.slots[:] = self.slots
         self._action_views = tuple(self._block.actions.items())
         self._enter(Stage.UP, time.monotonic())
         self._sent_s = self._stage_since_s
@@ -234,16 +234,12 @@ class ProcessSlot:
     def _arrival(self) -> Arrival:
         block = self._block
         assert block is not None
-        acted = self._all if self._has_arrived else self._none
+        block.acted[:] = self._has_arrived
         self._owes, self._has_arrived = False, True
         if self._lost:
             self.lost_actions += len(self.slots)
             self._lost = False
-        return Arrival(
-            self.number, self.slots, block.observations, block.first, block.rewards, block.terminated, block.truncated,
-            block.faults, block.cut, acted, block.has_final, block.final_observations, block.returns, block.lengths,
-            block.clock[SIMULATE_S],
-        )  # fmt: skip
+        return Arrival(self.number, block.rows, block.observations, block.final_observations, block.clock[SIMULATE_S])
 
     def last_words(self) -> Arrival | None:
         """Takes what a process that ended has still said; an arrival, or None when there is nothing more."""

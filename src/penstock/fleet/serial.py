@@ -12,8 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from penstock.fleet.arrivals import Arrival, Leaves
 from penstock.fleet.assignment import assign_tasks
 from penstock.fleet.block import Block, block_bytes, create_memory
@@ -121,6 +119,7 @@ class _Group:
             self._block = Block(fd, self.spaces, len(self._rows))
         finally:
             os.close(fd)
+        self._block.slots[:] = spec.slots
         for simulator in self._rows:
             simulator.bind(self._block)
 
@@ -148,12 +147,9 @@ class _Group:
             simulator.env.close()
 
     def _arrival(self, acted: bool, seconds: float) -> Arrival:
-        block, n = self._block, len(self._rows)
-        return Arrival(
-            self._spec.process, np.array(self._spec.slots, np.int64), block.observations, block.first, block.rewards,
-            block.terminated, block.truncated, block.faults, block.cut, np.full(n, acted), block.has_final,
-            block.final_observations, block.returns, block.lengths, seconds,
-        )  # fmt: skip
+        block = self._block
+        block.acted[:] = acted
+        return Arrival(self._spec.process, block.rows, block.observations, block.final_observations, seconds)
 
 
 def _default_maker() -> Maker:
