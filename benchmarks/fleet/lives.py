@@ -121,6 +121,6 @@ def wrong_books(status: dict[str, Any], lives: Lives) -> Iterator[str]:
     settled, stored = int(np.searchsorted(ends_s, ends_s[-1] - UNTOLD_S)), len(ends_s)
     if ledger["trained"] != lives.trained or not settled <= ledger["started"] <= stored:
         yield f"the ledger is {ledger}; of {stored} stored fragments {settled} are old, {lives.trained} trained"
-    least, most = account["sent"] + account["sent_faults"], account["started"]
-    if not (least <= lives.steps and settled * lives.fragment_length <= most and account["abandoned"] > 0):
+    sent = account["sent"] + account["sent_faults"]
+    if not (settled * lives.fragment_length <= sent <= lives.steps and account["abandoned"] > 0):
         yield f"{stored} fragments are stored, {settled} of them old, and the account of steps is {account}"

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.fleet.counting import Tally, ThrowingAway, processor_s, rates_during_gaps
 from benchmarks.fleet.workloads import SLOW_RESET_S, SLOW_TASK, WORKLOADS, Workload
 from penstock.fleet import FleetConfig, RolloutWorkerWrapper, SimulatorPool
+from penstock.fleet.policy_call import compute_inline
 from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.types import RunFailed
@@ -57,6 +58,7 @@ def started_worker(
     pool = SimulatorPool(config, "worker-0", SEED)
     try:
         pool.start(START_S)
+        compute_inline()
         policy = make_control_policy(POLICY, pool.spaces, SEED)
         runner = JaxPolicyRunner(policy, pool.num_slots, config.most_in_batch, SEED)
         runner.compile()

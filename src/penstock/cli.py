@@ -156,6 +156,14 @@ def evaluate(
         from penstock.overseer import evaluate_fleet
 
         _refuse_given({"--generations": generations != 1, "--rollouts": rollouts is not None}, "a language policy's")
+        if not json:
+            from rich.console import Console
+
+            console = Console()
+            evaluate_fleet(checkpoint, config, lesson, n, video, lambda report: report.print(console)).print_films(
+                console
+            )
+            return 0
         report = evaluate_fleet(checkpoint, config, lesson, n, video)
     else:
         from penstock.overseer import evaluate

@@ -1,4 +1,4 @@
-"""Episodes: numbers by hand, once each whatever is delivered again, training and test apart."""
+"""Episodes: numbers by hand, once each whatever is delivered again."""
 
 import json
 
@@ -71,8 +71,9 @@ def test_an_episode_that_a_restart_cut_is_counted_as_that_only_and_outlives_a_ch
     for metrics in (statistics.metrics(), resumed.metrics()):
         assert metrics["fleet/a/episodes"] == metrics["fleet/a/cut_episodes"] == metrics["fleet/a/faulty_episodes"] == 1
         assert metrics["fleet/a/reward_mean"] == 7 and metrics["fleet/a/length_mean"] == 1
-    resumed.restore([entry[:-1] for entry in statistics.state()])
+    resumed.restore([["train", *entry[:-1]] for entry in statistics.state()])
     assert resumed.metrics()["fleet/a/cut_episodes"] == 0, "an older checkpoint did not count them"
+    assert resumed.count("a") == 1
 
 
 def episode(slot=0, number=0, task="a", reward=1.0, length=4):
@@ -88,17 +89,15 @@ def test_each_episode_is_counted_once_over_deliveries_and_lives():
     assert statistics.count("a") == 6
 
 
-def test_means_are_over_the_latest_and_tests_are_apart():
+def test_means_are_over_the_latest():
     now = [0.0]
     statistics = EpisodeStatistics(2, clock=lambda: now[0])
     for number, reward in enumerate((100.0, 2.0, 4.0)):
         now[0] += 1.0
         statistics.add("w", 0, [episode(0, number, reward=reward, length=number + 1)])
-    statistics.add("evaluation", 0, [episode(0, 0, reward=50.0)], mode="eval")
     now[0] = 4.0
     metrics = statistics.metrics()
     assert metrics["fleet/a/reward_mean"] == 3 and metrics["fleet/a/reward_std"] == 1
     assert (metrics["fleet/a/reward_min"], metrics["fleet/a/reward_max"]) == (2, 4)
     assert metrics["fleet/a/discounted_reward_mean"] == 1.5 and metrics["fleet/a/length_mean"] == 2.5
     assert metrics["fleet/a/episodes"] == 3 and metrics["fleet/a/episodes_per_s"] == pytest.approx(2 / 2.0)
-    assert metrics["eval/a/reward_mean"] == 50 and statistics.count("a", "eval") == 1

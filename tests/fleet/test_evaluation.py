@@ -33,6 +33,8 @@ def test_long_episodes_count_as_often_as_short_ones():
     assert played.returns.tolist() == expected and played.tasks == ("fake",) * 10
     assert len(pool.returns[0]) > 3, "short ones are played on and left out"
     assert not pool.closed and played.faulty_episodes == 0 and len(played.episodes) == 10
+    assert played.discounted_returns.tolist() == [episode.discounted_reward for episode in played.episodes]
+    assert (played.discounted_returns < played.returns).all() and 0 < played.seconds < 30
 
 
 def test_fewer_episodes_than_slots_are_those_of_the_first_slots():

@@ -10,13 +10,13 @@ import pytest
 from tests.fleet.driving import await_gone, config_of, driven, lives
 
 from penstock.fleet import nursery_link
-from penstock.fleet.messages import READY, SimulationSpec, packet_socketpair
+from penstock.fleet.messages import READY, EnvWorkerSpec, packet_socketpair
 from penstock.fleet.nursery_link import NurseryLink
 from penstock.types import RunFailed
 
 
 def _spec(**kwargs):
-    return SimulationSpec("w0", 1, 0, 0, (0,), "t", "tests.fleet.toys:Counter", kwargs)
+    return EnvWorkerSpec("w0", 1, 0, 0, (0,), "t", "tests.fleet.toys:Counter", kwargs)
 
 
 @pytest.fixture

@@ -168,6 +168,20 @@ def test_decorrelated_starts_differ_and_repeat():
     assert first == starts()
 
 
+def test_what_is_told_names_the_worker_and_the_seeds_of_each_slot():
+    events = []
+    with driven(config_of(2, 2), seed=8, worker_id="w5", events=events) as driver:
+        driver.steps(1)
+        driver.run_until(lambda: len([name for name, _ in events if name == "simulator_started"]) == 2)
+    assert {fields["worker"] for _, fields in events} == {"w5"}
+    for _, fields in (event for event in events if event[0] == "simulator_started"):
+        assert (fields["life"], fields["seed"]) == (0, 8)
+        assert fields["first_seeds"] == [episode_seed(8, "w5", slot, 0, 0) for slot in fields["slots"]]
+        for slot, seed in zip(fields["slots"], fields["first_seeds"], strict=True):
+            env = Counter()
+            assert driver.rows[slot][0]["observation"][""].tolist() == env.reset(seed=seed)[0].tolist()
+
+
 def test_tasks_share_processes_and_must_share_their_spaces():
     two = {
         "a": {"id": "tests.fleet.toys:Counter"},

@@ -64,6 +64,22 @@ def test_a_queue_that_stays_full_is_an_error_that_names_the_setting():
     assert (queue.counts().waiting, queue.counts().abandoned) == (4, 4)
 
 
+def test_what_is_not_to_block_any_more_abandons_what_finds_no_room():
+    queue, put_away = queue_of(1, timeout_s=30.0), []
+    queue.put(fragment(0))
+    put = threading.Thread(target=lambda: put_away.append(queue.put(fragment(1))))
+    put.start()
+    while queue.metrics()["fleet/blocked_s"] == 0:
+        assert put.is_alive()
+        time.sleep(0.001)
+    queue.stop_blocking()
+    put.join(5)
+    assert put_away == [False] and not queue.put(fragment(2)), "neither the one that waited, nor the next"
+    assert (queue.counts().waiting, queue.counts().abandoned) == (4, 8)
+    assert [unsent.fragment.group_id for unsent in queue.take(9, 0)] == ["w-0-0-0"]
+    assert queue.put(fragment(3)), "there is room again"
+
+
 def test_dropping_takes_the_oldest_and_counts_it():
     queue = queue_of(2, "drop_oldest")
     for number in range(5):

@@ -107,12 +107,29 @@ def test_a_sink_that_hangs_does_not_keep_it_from_ending():
     wait_until(lambda: wrapper.metrics()["fleet/blocked_s"] > 0)
     began = time.monotonic()
     late = wrapper.stop(0.3)
-    assert "w.sender" in late and time.monotonic() - began < 5
+    assert late == ["w.sender"] and time.monotonic() - began < 5
     account = wrapper.account()
     assert account.closes and account.in_flight == 0 and account.sent == 0 and account.abandoned == account.started
     sink.gate.set()
     wait_until(lambda: wrapper.condition().state == "ended")
     assert wrapper.account().closes and wrapper.account().started == pool.steps_taken
+
+
+def test_simulators_that_a_full_queue_blocks_end_at_once_and_the_account_closes():
+    pool, sink = FakePool(4), ListSink()
+    sink.gate.clear()
+    wrapper = wrapper_of(pool, FakeRunner(4), sink, queue_fragments=3, send_timeout_s=60.0)
+    wrapper.start()
+    wait_until(lambda: sink.entered.is_set() and wrapper.metrics()["fleet/blocked_s"] > 0.2)
+    late = []
+    stop = threading.Thread(target=lambda: late.append(wrapper.stop(30)))
+    stop.start()
+    wait_until(lambda: pool.closed)
+    assert stop.is_alive(), "what the queue holds may still be sent"
+    sink.gate.set()
+    stop.join(10)
+    account = check_account(wrapper, pool, sink)
+    assert late == [[]] and account.sent > 0 and 5 <= account.abandoned <= 4 * (5 + 1)
 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest"])

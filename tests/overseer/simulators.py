@@ -47,6 +47,17 @@ class Unmakeable(gymnasium.Env):
         raise RuntimeError("the engine is not here")
 
 
+class Flaky(Guess):
+    """Cannot be made the first `failures` times; each time leaves a file in `folder`."""
+
+    def __init__(self, folder: str, failures: int = 1) -> None:
+        super().__init__()
+        tries = len(os.listdir(folder))
+        if tries < failures:
+            open(os.path.join(folder, str(tries)), "x").close()
+            raise RuntimeError("its port is taken")
+
+
 class Shown(gymnasium.Env):
     """Shows an image that grows brighter for five steps."""
 
@@ -64,3 +75,20 @@ class Shown(gymnasium.Env):
 
     def _image(self) -> np.ndarray:
         return np.full((32, 32, 3), 40 * self._steps, np.uint8)
+
+
+class Troubled(Shown):
+    """Shows the same, and dies or hangs at its eighth step; the first `times` times, each of which leaves a file."""
+
+    def __init__(self, folder: str, how: str, times: int = 1) -> None:
+        self._folder, self._how, self._times, self._total = folder, how, times, 0
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._total += 1
+        before = len(os.listdir(self._folder))
+        if self._total == 8 and before < self._times:
+            open(os.path.join(self._folder, str(before)), "x").close()
+            if self._how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        return super().step(action)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from penstock.overseer import fleet_autotune
+from penstock.overseer import FleetRunConfig, fleet_autotune
 from penstock.overseer.fleet_autotune import AutotuneReport, Measurement, Shape, autotune, neighbours
 from tests.overseer.test_fleet_config import build
 
+FLAT = {"observation_shape": [4], "dtype": "float32"}
 SHAPE = Shape(workers=1, envs_per_worker=8, envs_per_process=2, batch_size=4, max_wait_ms=0.0)
 
 
@@ -53,6 +54,38 @@ def test_the_recipe_and_better_shapes_are_measured_within_the_time(monkeypatch):
     console = Console(file=io.StringIO(), width=120)
     report.print(console)
     assert "fleet.envs_per_worker=4" in console.file.getvalue()
+
+
+def slow_to_reset(seconds: float, **limits: float) -> FleetRunConfig:
+    task = {"id": "synthetic", "kwargs": {"reset_s": seconds, "episode_steps": 1 << 30, **FLAT}}
+    fleet = {"tasks": {"pole": task}, "envs_per_worker": 2, "limits": limits}
+    return build({"fleet": fleet, "model": {"hidden_sizes": [4]}})
+
+
+def test_nothing_is_measured_before_every_simulator_has_stepped(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)
+    report = autotune(slow_to_reset(3.0), seconds=0.01)
+    assert not report.best.failure and report.best.steps_per_s > 50
+
+
+def test_simulators_that_never_step_are_a_finding_and_nothing_is_proposed(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)
+    report = autotune(slow_to_reset(60.0, spawn_timeout_s=30, reset_timeout_s=1, max_failures_in_row=2), seconds=0.01)
+    assert report.best.steps_per_s == 0 and "given up" in report.best.failure
+    assert report.to_json()["proposal"] is None
+    console = Console(file=io.StringIO(), width=200)
+    report.print(console)
+    assert "no shape could be measured: " in console.file.getvalue() and "try:" not in console.file.getvalue()
+
+
+def test_no_step_in_the_time_that_is_measured_is_a_finding(monkeypatch):
+    monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
+    monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.1)
+    slow = {"id": "synthetic", "kwargs": {"step_s": 2.0, **FLAT}}
+    config = build({"fleet": {"tasks": {"pole": slow}, "envs_per_worker": 1}, "model": {"hidden_sizes": [4]}})
+    report = autotune(config, seconds=0.01)
+    assert "no simulator stepped within the 0.1 s that were measured" in report.best.failure
 
 
 def test_a_shape_that_fails_is_a_finding(monkeypatch):

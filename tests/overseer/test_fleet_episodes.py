@@ -31,6 +31,9 @@ def test_each_task_plays_its_number_of_episodes_whatever_the_simulators(episodes
     results = play_episodes(pool, FakeRunner(len(tasks)), fleet, episodes, threading.Event(), steps.append)
     assert {task: stats.groups for task, stats in results.items()} == dict.fromkeys("abc", episodes)
     assert {stats.response_tokens for stats in results.values()} == {10.0}
+    for stats in results.values():
+        assert 0 < stats.metrics["discounted_return_mean"] < stats.reward_mean
+        assert stats.metrics["episodes_per_s"] > 0
     assert pool.steps_taken - len(tasks) <= sum(steps) <= pool.steps_taken
 
 

@@ -1,6 +1,7 @@
 """Which versions are evaluated, against an evaluation that plays nothing."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -137,10 +138,13 @@ def test_an_evaluation_that_fails_is_told_and_the_next_one_is_played(rehearsal):
 
 
 def test_results_as_metrics():
-    assert metrics_of({"pole": STATS}) == {
+    stats = replace(STATS, metrics={"discounted_return_mean": 9.0, "episodes_per_s": 0.5})
+    assert metrics_of({"pole": stats}) == {
         "eval/pole/return_mean": 15.0,
         "eval/pole/return_min": 10.0,
         "eval/pole/return_max": 20.0,
         "eval/pole/length_mean": 12.5,
         "eval/pole/episodes": 2.0,
+        "eval/pole/discounted_return_mean": 9.0,
+        "eval/pole/episodes_per_s": 0.5,
     }

@@ -14,9 +14,17 @@ from rich.console import Console
 from penstock.dashboard import print_status, read_run_status
 from penstock.overseer import FleetRunConfig, evaluate_fleet, fleet_conductor, print_summary, train
 from penstock.overseer.config_loading import build_config
-from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
-from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed
+from penstock.rundir import (
+    fragments_from_table,
+    read_events,
+    read_json_lines,
+    read_metrics,
+    read_parquet,
+    read_status,
+)
+from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, fold
 from tests.overseer.conftest import merged
+from tests.overseer.simulators import Guess
 
 GUESS = "tests.overseer.simulators:Guess"
 TINY: dict[str, Any] = {
@@ -67,7 +75,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     account = status["account"]
     assert account["started"] == sum(count for place, count in account.items() if place != "started")
     assert account["acting"] == account["buffered"] == account["waiting"] == 0
-    assert account["sent"] >= 12 * 8
+    assert account["sent"] + account["sent_faults"] == status["ledger"]["started"] * 8, "one book continues the other"
 
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -76,6 +84,9 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
         assert all(0 <= row[f"time/idle/{role}"] <= 1 for role in ("learner", "inference"))
     tests = [row for row in read_metrics(run_dir / "metrics.jsonl") if "eval/guess/return_mean" in row]
     assert [row["step"] for row in tests] == [0, 3]
+    for row in tests:
+        assert 0 < row["eval/guess/discounted_return_mean"] <= row["eval/guess/return_mean"]
+        assert row["eval/guess/episodes_per_s"] > 0 and row["eval/guess/episodes"] == 4
 
     events = list(read_events(run_dir / "events.jsonl"))
     assert (events[0]["event"], events[-1]["event"], events[-1]["still_running"]) == ("start", "end", [])
@@ -92,6 +103,28 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     for words in ("Return of episodes", "untrained", "finished at step 3/3", "penstock eval", "tasks ", "fragments "):
         assert words in text
     assert "serve" not in text and "prompts" not in text and "lessons" not in text
+
+
+def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: Path):
+    train(tiny({"steps": 4, "fleet": {"workers": 2}, "evaluation": {"before": False}}), run_dir, quiet=True)
+    events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_started"]
+    started = {(event["worker"], event["process"]): event for event in events}
+    assert {(f"fleet-{worker}", process) for worker in (0, 1) for process in (0, 1)} <= started.keys()
+    assert all(event["seed"] == fold(3, "simulators", 0, 0) for event in events if event["worker"] != "evaluator-0")
+    stored = [
+        record.rollout
+        for path in sorted((run_dir / "fragments").glob("*.parquet"))
+        for record in fragments_from_table(read_parquet(path))
+    ]
+    firsts = [fragment for fragment in stored if fragment.group_id.endswith(f"-{fragment.slot}-0")]
+    assert firsts
+    for fragment in firsts:
+        worker = fragment.metadata.worker_id.partition(".")[0]
+        event = started[worker, fragment.slot // 2]
+        env = Guess()
+        shown = [env.reset(seed=event["first_seeds"][event["slots"].index(fragment.slot)])[0]]
+        shown += [env.step(int(action))[0] for action in fragment.actions[""]]  # 8 of an episode's 10 steps
+        np.testing.assert_array_equal(fragment.observations[""], np.stack(shown))
 
 
 def test_a_policy_learns_what_it_is_shown(run_dir: Path):
@@ -119,7 +152,7 @@ def test_a_stop_request_leaves_a_checkpoint_that_a_resume_goes_on_from(run_dir: 
     assert [event["lineage"] for event in events if event["event"] == "start"] == [0, 1]
     assert [event["changes"] for event in events if event["event"] == "resume"] == [{"steps": [50, 4]}]
     last = json.loads((run_dir / "checkpoints" / "step-4" / "state.json").read_text())["states"]
-    counted = [states["statistics"][0][2] for states in (before, last)]
+    counted = [states["statistics"][0][1] for states in (before, last)]
     assert 0 < counted[0] < counted[1]
     ids = [row["rollout_id"] for row in read_json_lines(run_dir / "fates.jsonl") if row["fate"] == "trained"]
     assert len(ids) == len(set(ids)) == 16

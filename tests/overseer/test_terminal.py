@@ -14,6 +14,11 @@ def test_sparklines_span_their_own_range(values: list[float], line: str):
     assert sparkline(values) == line
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_sparklines_leave_out_what_is_not_finite(broken: float):
+    assert sparkline([0.0, broken, 0.5, 1.0]) == "▁▅█" and sparkline([broken]) == ""
+
+
 def test_long_histories_are_averaged_into_the_width():
     assert sparkline([0.0, 0.0, 1.0, 1.0, 0.0, 1.0], width=3) == "▁█▅"
     assert len(sparkline([float(i) for i in range(1000)])) == 60

@@ -31,14 +31,14 @@ from penstock.types import InvalidRolloutError, NoProgressError, Stopped, Supers
 class Served:
     """A service over a store of two fragments per batch, of which four may wait; and its two clients."""
 
-    def __init__(self, path, fault: Callable[[str], str | None] = lambda method: None):
+    def __init__(self, path, fault: Callable[[str], str | None] = lambda method: None, **more):
         config = FragmentReplayConfig(fragments_per_batch=2, max_waiting=4, max_age_s=None)
         self.store = RolloutStore(RunDirectory.create(path, {}), config.store, experience=FRAGMENTS)
         admission = OpenAdmission(self.store.open_ledger())
         self.buffer = ReplayBuffer(config.buffer_config(), self.store, FragmentBatchMaker("oldest", 1), admission)
         self.refused = []
         self.service = FragmentService(
-            0, self.buffer, OpenBatchSource(self.buffer, 2), on_refusal=lambda *told: self.refused.append(told)
+            0, self.buffer, OpenBatchSource(self.buffer, 2), on_refusal=lambda *told: self.refused.append(told), **more
         )
         self.loop = Loop()
         self.wire = Wire(self.service, self.loop, fault)
@@ -134,10 +134,24 @@ def test_a_full_buffer_answers_at_once_and_is_asked_again_until_there_is_room(se
 
 
 def test_a_buffer_that_stays_full_is_an_error_within_the_limit(served):
-    sink = RemoteFragments(served.wire, "rollout-0", limit_s=0.1)
-    with pytest.raises(NoProgressError, match="rollout-0 waited 0 s to hand fragments over: replay-0 is full"):
+    sink = RemoteFragments(served.wire, "rollout-0", limit_s=60.0, full_limit_s=0.1)
+    with pytest.raises(NoProgressError, match=r"waited 0 s \(replay.max_waiting_s\) to hand .*: replay-0 is full"):
         sink.add_batches([a_batch(*fragments(5))])
     assert sink.blocked_s >= 0.1
+
+
+def test_each_fragment_that_the_buffer_takes_is_told_of_once(tmp_path):
+    calls, told = iter(range(1000)), []
+    served = Served(
+        tmp_path / "run", lambda method: ("request", "answer", None)[next(calls) % 3],
+        on_delivery=lambda fragment: told.append(fragment.group_id),
+    )  # fmt: skip
+    served.sink.add_batches([a_batch(*fragments(3))])
+    message = bytes(memoryview(fragments_to_buffer(groups_of(*fragments(5)))))
+    assert served.service.deliver("rollout-0", message) == "full"
+    assert told == [f"cart-w0-0-{number}" for number in range(4)], "the last one had no room, the others came again"
+    assert served.service.metrics()["replay/repeated_messages"] > 0
+    served.close()
 
 
 def test_answers_that_are_lost_lose_and_repeat_nothing(tmp_path):

@@ -88,6 +88,15 @@ def test_events_carry_their_details(tmp_path):
     log.close()
 
 
+def test_an_event_with_a_number_that_is_not_finite_is_written_with_null(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.0)
+    log.append("evaluation", reward={"pole": float("nan"), "cart": 2.0})
+    assert read_events(tmp_path / "events.jsonl") == [
+        {"time": 1.0, "event": "evaluation", "reward": {"pole": None, "cart": 2.0}}
+    ]
+    log.close()
+
+
 def test_threads_do_not_tear_one_anothers_lines(tmp_path):
     log = JsonLinesLog(tmp_path / "log.jsonl")
 
@@ -108,8 +117,8 @@ def test_threads_do_not_tear_one_anothers_lines(tmp_path):
 
 def test_a_value_that_json_does_not_know_is_refused_and_leaves_no_line(tmp_path):
     log = JsonLinesLog(tmp_path / "log.jsonl")
-    with pytest.raises(ValueError):
-        log.append({"a": 1}, {"a": float("inf")})
+    with pytest.raises(TypeError):
+        log.append({"a": 1}, {"a": object()})
     log.close()
     assert json.loads("[]") == list(read_json_lines(log.path))
 

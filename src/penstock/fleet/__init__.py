@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy_runner import JaxPolicyRunner
     from penstock.fleet.pool import SimulatorPool
-    from penstock.fleet.reports import FleetReports
+    from penstock.fleet.reports import CountedSink, FleetReports
     from penstock.fleet.rollout_worker import RolloutWorker
     from penstock.fleet.runner import Pending, PolicyRunner, Simulators
     from penstock.fleet.serial import SerialPool
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "Arrival": "arrivals",
+    "CountedSink": "reports",
     "Decision": "arrivals",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
@@ -55,12 +56,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Arrival", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetReports", "FleetWorker",
-    "FragmentCutter",
-    "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation", "PolicyRunner", "RolloutManager",
-    "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig", "SimulatorLimits",
-    "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerCondition",
-    "WorkerReport", "evaluate_policy",
+    "Arrival", "CountedSink", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetReports",
+    "FleetWorker", "FragmentCutter", "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation",
+    "PolicyRunner", "RolloutManager", "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig",
+    "SimulatorLimits", "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "UserPolicyRunner", "VideoConfig",
+    "WorkerCondition", "WorkerReport", "evaluate_policy",
 ]  # fmt: skip
 
 

@@ -78,6 +78,26 @@ class StepAccount:
         final = self.sent + self.sent_faults + self.stale + self.dropped + self.abandoned
         return self.started == self.in_flight + final and min(self.to_values().values()) >= 0
 
+    def with_delivered(self, sent: int, sent_faults: int) -> "StepAccount":
+        """The same, where the replay buffer has got more than the worker has told so far.
+
+        Such steps were in flight, or given up because the worker did not live to see them arrive; those that it never
+        told of at all are started with that.
+
+        Args:
+            sent: Trainable steps that the buffer got from this life.
+            sent_faults: Steps that it got, marked as faults.
+        """
+        places = self.to_values()
+        places["sent"], places["sent_faults"] = max(sent, self.sent), max(sent_faults, self.sent_faults)
+        untold = places["sent"] + places["sent_faults"] - self.sent - self.sent_faults
+        for place in (*reversed(IN_FLIGHT), "abandoned"):
+            found = min(untold, places[place])
+            places[place] -= found
+            untold -= found
+        places["started"] += untold
+        return StepAccount(**places)
+
     def ended(self) -> "StepAccount":
         """The account of a worker that is no more: what was in flight is abandoned."""
         return StepAccount(

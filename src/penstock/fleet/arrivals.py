@@ -69,9 +69,10 @@ class StepRows:
 
     @property
     def cut(self) -> np.ndarray:
-        """Truncated only because the process is to be replaced (`restart_interval_s`), bool [n].
+        """The episode that ended is no whole one, bool [n]: for statistics only, it is learned from like any other.
 
-        It is learned from like any truncation, but is no whole episode.
+        It was truncated because the process is to be replaced (`restart_interval_s`), or it began with random steps
+        (`decorrelate_steps`).
         """
         return self.rows["cut"]
 

@@ -1,4 +1,4 @@
-"""How whole episodes went: rewards, lengths, counts and rates, by task, training and test apart.
+"""How whole episodes of training went: rewards, lengths, counts and rates, by task.
 
 Two halves. In a worker, an `EpisodeTracker` reads inference batches, vectorised over slots, and keeps a record of each
 episode that ended. In the manager, `EpisodeStatistics` takes records of all workers, as often as they may be
@@ -6,10 +6,11 @@ delivered: an episode is named by (worker, incarnation, slot, episode) and count
 in order and the highest one counted is remembered.
 
 Reward sums and lengths are the simulator's own (raw rewards); discounted returns are of the rewards that the policy
-gets, which a wrapper may have clipped. An episode that a fault or a planned restart cut is only counted as such.
+gets, which a wrapper may have clipped. An episode that a fault cut, or that is not whole for another reason, is only
+counted as such.
 
-Not covered: comparing policies (`evaluate_policy` plays whole episodes without bias to short ones; means over
-whatever ended lately, as here, prefer them).
+Not covered: tests. `evaluate_policy` plays whole episodes of one version without bias to short ones, and sums them up
+by itself; means over whatever ended lately, as here, mix versions and prefer short episodes.
 """
 
 import threading
@@ -22,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from penstock.fleet.arrivals import StepBatch
-from penstock.types import Mode
 
 MOST_KEPT = 65_536
 """Episodes that a worker keeps for a manager that does not ask; older ones are given up, and counted."""
@@ -40,7 +40,8 @@ class Episode:
         discounted_reward: Sum of γ^t r_t of the rewards that the policy got.
         length: Steps.
         fault: A fault cut it: the numbers above are not its own.
-        cut: A planned restart cut it (`restart_interval_s`): the numbers above are those up to there.
+        cut: It is not whole: a planned restart cut it (`restart_interval_s`), or it began with random steps
+            (`decorrelate_steps`). The numbers above are those of the rest.
     """
 
     slot: int
@@ -174,16 +175,15 @@ class EpisodeStatistics:
         self._window, self._clock = window, clock
         self._lock = threading.Lock()
         self._counted: dict[tuple[str, int, int], int] = {}
-        self._records: dict[tuple[Mode, str], _TaskRecord] = {}
+        self._records: dict[str, _TaskRecord] = {}
 
-    def add(self, worker_id: str, incarnation: int, episodes: Iterable[Episode], mode: Mode = "train") -> int:
+    def add(self, worker_id: str, incarnation: int, episodes: Iterable[Episode]) -> int:
         """Takes episodes of one worker in, in the order in which each slot played them.
 
         Args:
             worker_id: Whose.
             incarnation: Which life of it.
             episodes: Those that were counted before are passed over.
-            mode: Training or test; a worker plays in one of them.
 
         Returns:
             How many were counted.
@@ -195,24 +195,24 @@ class EpisodeStatistics:
                 if episode.number <= self._counted.get(key, -1):
                     continue
                 self._counted[key] = episode.number
-                record = self._records.setdefault((mode, episode.task), _TaskRecord(self._window))
+                record = self._records.setdefault(episode.task, _TaskRecord(self._window))
                 record.add(episode, now)
                 counted += 1
         return counted
 
-    def count(self, task: str, mode: Mode = "train") -> int:
+    def count(self, task: str) -> int:
         """Whole episodes of a task so far."""
         with self._lock:
-            record = self._records.get((mode, task))
+            record = self._records.get(task)
             return 0 if record is None else record.count
 
     def state(self) -> list[list[Any]]:
         """Counts and the latest episodes, as JSON values; who reported them is not kept, since workers begin anew."""
         with self._lock:
             return [
-                [mode, task, record.count, record.faulty, record.steps]
+                [task, record.count, record.faulty, record.steps]
                 + [[[each.reward, each.discounted_reward, each.length] for each in record.latest], record.cut]
-                for (mode, task), record in self._records.items()
+                for task, record in self._records.items()
             ]
 
     def restore(self, state: Iterable[Sequence[Any]]) -> None:
@@ -220,18 +220,20 @@ class EpisodeStatistics:
         with self._lock:
             self._counted.clear()
             self._records.clear()
-            for mode, task, count, faulty, steps, latest, *cut in state:  # older checkpoints did not count those
+            for row in state:
+                values = row[1:] if isinstance(row[1], str) else row  # older checkpoints said "train" first
+                task, count, faulty, steps, latest, *cut = values  # and the oldest did not count those
                 record = _TaskRecord(self._window, int(count), int(faulty), int(steps), int(cut[0]) if cut else 0)
                 episodes = [Episode(0, 0, task, float(r), float(d), int(length)) for r, d, length in latest]
                 record.latest.extend(episodes[-self._window :])
-                self._records[mode, task] = record
+                self._records[task] = record
 
     def metrics(self) -> dict[str, float]:
-        """``fleet/<task>/…`` of training, ``eval/<task>/…`` of tests; means over the latest episodes."""
+        """``fleet/<task>/…``; means over the latest episodes."""
         now = self._clock()
         with self._lock:
             return {
-                f"{'fleet' if mode == 'train' else 'eval'}/{task}/{name}": value
-                for (mode, task), record in self._records.items()
+                f"fleet/{task}/{name}": value
+                for task, record in self._records.items()
                 for name, value in record.metrics(now).items()
             }

@@ -30,21 +30,25 @@ class PolicyEvaluation:
 
     Attributes:
         returns: float64 [N], sums of raw rewards.
+        discounted_returns: float64 [N], sums of γ^t r_t of the rewards that the policy got.
         lengths: int64 [N], steps.
         slots: int64 [N].
         tasks: N names.
         faulty_episodes: Played besides these, and cut by a fault.
         cut_episodes: Likewise, and cut by a planned restart of their process.
-        episodes: The same as records, for `EpisodeStatistics`.
+        episodes: The same as records.
+        seconds: That it took.
     """
 
     returns: np.ndarray
+    discounted_returns: np.ndarray
     lengths: np.ndarray
     slots: np.ndarray
     tasks: tuple[str, ...]
     faulty_episodes: int
     cut_episodes: int
     episodes: tuple[Episode, ...]
+    seconds: float
 
 
 def evaluate_policy(
@@ -86,9 +90,9 @@ def evaluate_policy(
             handler(batch)
 
     worker = RolloutWorker(pool, runner, config, take)
-    deadline = clock() + timeout_s
+    began = clock()
     while (owed := tally.owed) > 0:
-        if clock() > deadline:
+        if clock() - began > timeout_s:
             raise NoProgressError(
                 f"{tally.wanted - owed} of {tally.wanted} episodes were over after {timeout_s:g} s; slots that owe "
                 f"some: {tally.slots_that_owe()[:8]}"
@@ -96,7 +100,7 @@ def evaluate_policy(
         worker.run_once(POLL_S)
         tally.give_over(pool.given_up())
     worker.finish()
-    return tally.evaluation()
+    return tally.evaluation(clock() - began)
 
 
 def _quotas(tasks: Sequence[str], episodes: int) -> list[int]:
@@ -158,17 +162,19 @@ class _Tally:
     def slots_that_owe(self) -> list[int]:
         return [slot for slot in range(len(self._tasks)) if self._owes(slot)]
 
-    def evaluation(self) -> PolicyEvaluation:
+    def evaluation(self, seconds: float) -> PolicyEvaluation:
         pairs = zip(self._played, self._quotas, strict=True)
         episodes = [episode for played, quota in pairs for episode in played[:quota]]
         return PolicyEvaluation(
             returns=np.array([episode.reward for episode in episodes], np.float64),
+            discounted_returns=np.array([episode.discounted_reward for episode in episodes], np.float64),
             lengths=np.array([episode.length for episode in episodes], np.int64),
             slots=np.array([episode.slot for episode in episodes], np.int64),
             tasks=tuple(episode.task for episode in episodes),
             faulty_episodes=self._faulty,
             cut_episodes=self._cut,
             episodes=tuple(episodes),
+            seconds=seconds,
         )
 
     def _owes(self, slot: int) -> int:

@@ -70,6 +70,7 @@ class RolloutManager:
         broadcaster: Where `update_model` publishes, once for all workers; None: they have their own source.
         log: Takes what `log_statistics` gathered.
         on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
+        reports: Adds up what workers tell; None: one of its own.
         most_restarts: Of one worker in its life, after failures.
     """
 
@@ -81,6 +82,7 @@ class RolloutManager:
         broadcaster: WeightSink | None = None,
         log: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         on_event: OnEvent = lambda kind, values: None,
+        reports: FleetReports | None = None,
         most_restarts: int = 3,
     ) -> None:
         self._config, self._make_worker, self._broadcaster = config, make_worker, broadcaster
@@ -91,7 +93,7 @@ class RolloutManager:
         self._members: dict[str, _Member] = {}
         self._lives: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
-        self._reports = FleetReports(config.stats_window)
+        self._reports = reports or FleetReports(config.stats_window)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ class RolloutManager:
 
     @property
     def statistics(self) -> EpisodeStatistics:
-        """Of episodes; tests may be added by whoever plays them."""
+        """Of training episodes."""
         return self._reports.statistics
 
     def start(self) -> None:
@@ -186,7 +188,7 @@ class RolloutManager:
             return self._reports.latest()
 
     def metrics(self) -> dict[str, float]:
-        """``fleet/…`` numbers of all workers together, and ``eval/…`` of tests."""
+        """``fleet/…`` numbers of all workers together."""
         with self._lock:
             self._read_all()
             return self._reports.metrics()

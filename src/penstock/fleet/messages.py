@@ -30,7 +30,7 @@ _MOST_TRACEBACK = 8000  # characters, from the end
 
 
 @dataclass(frozen=True, slots=True)
-class SimulationSpec:
+class EnvWorkerSpec:
     """What one simulator process runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class SimulationSpec:
         return asdict(self)
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "SimulationSpec":
+    def from_values(cls, values: Mapping[str, Any]) -> "EnvWorkerSpec":
         """Reads `to_values` back."""
         return cls(**{**values, "slots": tuple(values["slots"])})
 

@@ -41,7 +41,7 @@ from penstock.fleet.descendants import (
     owner_of,
     subtree,
 )
-from penstock.fleet.messages import SimulationSpec
+from penstock.fleet.messages import EnvWorkerSpec
 
 MOST_REQUEST_BYTES = 1 << 18
 _LAST_WORDS_BYTES = 4096
@@ -165,7 +165,7 @@ class Nursery:
             os.dup2(output, 2)
             self._forget_descriptors(output)
             os.environ[OWNER_VARIABLE] = _owner(ticket, nursery)
-            code = _simulate(SimulationSpec.from_values(spec), channel)
+            code = _simulate(EnvWorkerSpec.from_values(spec), channel)
         except BaseException:  # nothing may return into the nursery's loop
             traceback.print_exc()
         finally:
@@ -244,18 +244,18 @@ class Nursery:
             self._woken()
 
 
-def _simulate(spec: SimulationSpec, channel: int) -> int:
+def _simulate(spec: EnvWorkerSpec, channel: int) -> int:
     from penstock.environments.simulators import make_simulator
-    from penstock.fleet.simulation import run_simulation
+    from penstock.fleet.env_worker import run_env_worker
 
     with socket.socket(fileno=channel) as to_parent:
-        return int(run_simulation(spec, to_parent, make_simulator))
+        return int(run_env_worker(spec, to_parent, make_simulator))
 
 
 def _modules_of(ids: list[str]) -> Iterator[tuple[str, str]]:
     """Which module to load for which id."""
     yield "simulators", "penstock.environments.simulators.registry"
-    yield "simulation", "penstock.fleet.simulation"
+    yield "env_worker", "penstock.fleet.env_worker"
     for name in ids:
         family, colon, _ = name.partition(":")
         builtin = f"penstock.environments.simulators.{family}"

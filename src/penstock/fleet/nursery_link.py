@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.fleet.messages import SimulationSpec, packet_socketpair
+from penstock.fleet.messages import EnvWorkerSpec, packet_socketpair
 from penstock.types import RunFailed
 
 _MOST_ANSWER_BYTES = 1 << 16
@@ -77,7 +77,7 @@ class NurseryLink:
         """Of the nursery."""
         return self._child.pid
 
-    def spawn(self, ticket: int, spec: SimulationSpec, channel: socket.socket) -> bool:
+    def spawn(self, ticket: int, spec: EnvWorkerSpec, channel: socket.socket) -> bool:
         """Asks for a simulator process.
 
         Args:

@@ -24,7 +24,7 @@ from penstock.fleet.config import FleetConfig
 from penstock.fleet.descendants import end_descendants_of_nursery, kill_group
 from penstock.fleet.descriptor_watch import DescriptorWatch
 from penstock.fleet.film_area import FilmArea
-from penstock.fleet.messages import SimulationSpec, episode_seed
+from penstock.fleet.messages import EnvWorkerSpec, episode_seed
 from penstock.fleet.nursery_link import NURSERY_END_S, NurseryAnswer, NurseryLink
 from penstock.fleet.process_end import end_in_words
 from penstock.fleet.process_slot import ProcessSlot, Stage
@@ -47,7 +47,8 @@ class SimulatorPool:
         worker_id: Of the rollout worker; a part of every seed.
         seed: Of the run.
         on_event: Told of ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
-            ``simulator_failed``, ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls.
+            ``simulator_failed``, ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls; each
+            names the `worker_id` as ``worker``.
         worker_index: Which of the fleet's workers, for its part of the tasks.
 
     Attributes:
@@ -60,10 +61,10 @@ class SimulatorPool:
         self, config: FleetConfig, worker_id: str, seed: int, on_event: EventHandler = lambda name, fields: None,
         worker_index: int = 0,
     ) -> None:  # fmt: skip
-        self._config, self._worker_id, self._seed, self._on_event = config, worker_id, seed, on_event
+        self._config, self._worker_id, self._seed = config, worker_id, seed
+        self._on_event: EventHandler = lambda name, fields: on_event(name, {"worker": worker_id, **fields})
         by_process = assign_tasks(config, worker_index)
-        rows = config.envs_per_process
-        self._rows = rows
+        rows = self._rows = config.envs_per_process
         self.tasks = tuple(task for task in by_process for _ in range(rows))
         self.env_names = tuple(config.tasks[task].id for task in self.tasks)
         self.num_slots = len(self.tasks)
@@ -74,16 +75,14 @@ class SimulatorPool:
         )
         self._watch: DescriptorWatch[Arrival] = DescriptorWatch()
         self._tickets: dict[int, ProcessSlot] = {}
-        self._next_ticket = 0
+        self._next_ticket = self._live_slots = 0
         self._nursery: NurseryLink | None = None
-        self._nursery_due_s = 0.0
+        self._nursery_due_s = self._next_look_s = 0.0
         self._nursery_record = RestartRecord(config.limits)
         limits = config.limits
         shortest_s = min(limits.spawn_timeout_s, limits.reset_timeout_s, limits.step_timeout_s)
         self._look_interval_s = min(0.25, shortest_s / 5)
-        self._next_look_s = 0.0
         self._held: list[Arrival] = []
-        self._live_slots = 0
         self._fatal: Exception | None = None
         self._closed = False
 
@@ -199,6 +198,7 @@ class SimulatorPool:
         self._closed = True
         self._agreed.close()
         for process in self._processes:
+            self._announce(process, time.monotonic())
             process.close()
         deadline_s = time.monotonic() + _CLOSE_S
         while self._tickets and self._nursery is not None and (left_s := deadline_s - time.monotonic()) > 0:
@@ -227,8 +227,7 @@ class SimulatorPool:
                 elif asked < _MOST_ASKED and self._spawn(process, now_s):
                     asked += 1
                 continue
-            if not process.announced and process.stage is Stage.UP and process.pid is not None:
-                self._announce(process, now_s)
+            self._announce(process, now_s)
             if (late := process.overdue(now_s)) is not None and process.stage is Stage.ASKED:
                 self._lose_nursery(late)
                 break
@@ -264,20 +263,19 @@ class SimulatorPool:
         return True
 
     def _announce(self, process: ProcessSlot, now_s: float) -> None:
-        process.announced = True
-        slots = process.slots.tolist()
-        self._on_event(
-            "simulator_started",
-            {
-                "process": process.number, "task": process.task, "life": process.life, "pid": process.pid,
-                "seconds": now_s - process.begun_s, "slots": slots,
-                "first_seeds": [episode_seed(self._seed, self._worker_id, slot, process.life, 0) for slot in slots],
-            },
-        )  # fmt: skip
+        """Tells of a process that is up, once; before it is ended at the latest, so that its seeds are known."""
+        if process.announced or process.stage is not Stage.UP or process.pid is None:
+            return
+        process.announced, slots = True, process.slots.tolist()
+        self._on_event("simulator_started", {
+            "process": process.number, "task": process.task, "life": process.life, "pid": process.pid,
+            "seconds": now_s - process.begun_s, "seed": self._seed, "slots": slots,
+            "first_seeds": [episode_seed(self._seed, self._worker_id, slot, process.life, 0) for slot in slots],
+        })  # fmt: skip
 
-    def _spec(self, process: ProcessSlot) -> SimulationSpec:
+    def _spec(self, process: ProcessSlot) -> EnvWorkerSpec:
         task, limits = self._config.tasks[process.task], self._config.limits
-        return SimulationSpec(
+        return EnvWorkerSpec(
             self._worker_id, self._seed, process.number, process.life, tuple(process.slots.tolist()), process.task,
             task.id, task.kwargs, limits.max_fast_resets, limits.restart_interval_s, self._config.decorrelate_steps,
             self._config.video.every_episodes > 0,

@@ -3,9 +3,10 @@
 Every step that enters the queue is in exactly one place of its account: waiting (in the queue or being sent), sent and
 trainable, sent but faulty, cut off as stale, dropped by policy, or abandoned at the end.
 
-A full queue blocks the simulators (`block`) or loses its oldest fragment (`drop_oldest`); both are counted. Steps by
-versions further back than `max_staleness` are cut off just before sending. A sink that raises ends the loop with that
-error; what it did not take is abandoned.
+A full queue blocks the simulators (`block`) or loses its oldest fragment (`drop_oldest`); both are counted. Where the
+worker is to end nothing waits for room any more: a fragment that finds none is abandoned. Steps by versions further
+back than `max_staleness` are cut off just before sending. A sink that raises ends the loop with that error; what it did
+not take is abandoned.
 
 Not covered: the thread (`RolloutWorkerWrapper`), and what the sink does with fragments.
 """
@@ -82,13 +83,14 @@ class FragmentQueue:
         self._counts = SendCounts()
         self._blocked_s = 0.0
         self._blocked_since: float | None = None
+        self._blocks = True
         self._closed = False
 
     def put(self, unsent: UnsentFragment) -> bool:
         """Queues a fragment.
 
         Returns:
-            False where the queue was closed: the fragment is abandoned.
+            False where the queue was closed, or was full and does not block any more: the fragment is abandoned.
 
         Raises:
             NoProgressError: there was no room for too long. The fragment is abandoned.
@@ -103,7 +105,7 @@ class FragmentQueue:
                     f"the queue of {self._capacity} fragments stayed full for {self._timeout_s:g} s "
                     "(fleet.send_timeout_s): the replay buffer takes nothing; see that the learner runs"
                 )
-            if self._closed:
+            if self._closed or not self._has_room:
                 self._settle(unsent.fragment.length, "abandoned")
                 return False
             self._waiting.append(unsent)
@@ -127,6 +129,12 @@ class FragmentQueue:
         """The sink has so many more fragments."""
         with self._changed:
             self._counts.fragments_sent += fragments
+
+    def stop_blocking(self) -> None:
+        """From here on `put` waits for nothing, nor does one that waits already. What waits can still be taken."""
+        with self._changed:
+            self._blocks = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Nothing can be put any more; waiters wake. What waits can still be taken."""
@@ -163,17 +171,22 @@ class FragmentQueue:
                 "fleet/fragments_dropped": float(self._counts.fragments_dropped),
             }
 
+    @property
+    def _has_room(self) -> bool:
+        return len(self._waiting) < self._capacity
+
     def _make_room(self) -> None:
-        while len(self._waiting) >= self._capacity:
+        while not self._has_room:
             self._settle(self._waiting.popleft().fragment.length, "dropped")
             self._counts.fragments_dropped += 1
 
     def _wait_for_room(self) -> bool:
-        if len(self._waiting) < self._capacity or self._closed:
+        """Whether the wait is over in time: there is room, or none is waited for any more."""
+        if self._has_room or self._closed or not self._blocks:
             return True
         self._blocked_since = self._clock()
         try:
-            return self._changed.wait_for(lambda: len(self._waiting) < self._capacity or self._closed, self._timeout_s)
+            return self._changed.wait_for(lambda: self._has_room or self._closed or not self._blocks, self._timeout_s)
         finally:
             self._blocked_s += self._clock() - self._blocked_since
             self._blocked_since = None

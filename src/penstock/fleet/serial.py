@@ -16,7 +16,7 @@ from penstock.fleet.arrivals import Arrival, Leaves
 from penstock.fleet.assignment import assign_tasks
 from penstock.fleet.block import Block, block_bytes, create_memory
 from penstock.fleet.config import FleetConfig
-from penstock.fleet.messages import SimulationSpec
+from penstock.fleet.messages import EnvWorkerSpec
 from penstock.fleet.simulator_row import Maker, SimulatorRow
 from penstock.fleet.spaces import spaces_of
 from penstock.types import RunFailed, Spaces
@@ -44,7 +44,7 @@ class SerialPool:
         rows = config.envs_per_process
         by_process = assign_tasks(config, worker_index)
         self._specs = [
-            SimulationSpec(
+            EnvWorkerSpec(
                 worker_id, seed, number, 0, tuple(range(number * rows, (number + 1) * rows)), task,
                 config.tasks[task].id, config.tasks[task].kwargs, config.limits.max_fast_resets, None,
                 config.decorrelate_steps,
@@ -109,7 +109,7 @@ class SerialPool:
 class _Group:
     """What one process would hold."""
 
-    def __init__(self, spec: SimulationSpec, make: Maker) -> None:
+    def __init__(self, spec: EnvWorkerSpec, make: Maker) -> None:
         self._spec = spec
         self._rows = [SimulatorRow(spec, row, make) for row in range(len(spec.slots))]
         env = self._rows[0].env

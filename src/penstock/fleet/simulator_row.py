@@ -3,7 +3,8 @@
 Autoreset mode: SAME_STEP. The step that ends an episode leaves the episode's last observation in `final_observations`
 and the next episode's first one in `observations`. A step is a fault where the simulator says so (``info["error"]``)
 or where its reward is not a finite float32; a fault that ends an episode is a truncation without a known last
-observation, never a termination. Statistics count ``info["raw_reward"]`` where there is one.
+observation, never a termination. Statistics count ``info["raw_reward"]`` where there is one; what a fault was rewarded
+counts nowhere, nor does a raw reward that is not a finite float32.
 """
 
 import time
@@ -14,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SINCE, Block, Phase
-from penstock.fleet.messages import SimulationSpec, episode_seed
+from penstock.fleet.messages import EnvWorkerSpec, episode_seed
 from penstock.fleet.spaces import make_reader, make_writer
 from penstock.types import fold, generator
 
@@ -36,7 +37,7 @@ class SimulatorRow:
         env: The simulator.
     """
 
-    def __init__(self, spec: SimulationSpec, row: int, make: Maker) -> None:
+    def __init__(self, spec: EnvWorkerSpec, row: int, make: Maker) -> None:
         self._spec = spec
         self._row = row
         self._make = make
@@ -46,6 +47,7 @@ class SimulatorRow:
         self._length = 0
         self._marked = True  # its flags in the block are not all false
         self._ended = False
+        self._shortened = False  # the episode began with random steps
         self.env = make(spec.id, spec.kwargs)
 
     def bind(self, block: Block) -> None:
@@ -67,12 +69,15 @@ class SimulatorRow:
         observation, _ = self.env.reset(seed=seed)
         self._resets = 0 if self._resets is None else self._resets + 1
         self._episode += 1
-        self._return, self._length, self._ended = 0.0, 0, False
+        self._return, self._length, self._ended, self._shortened = 0.0, 0, False, False
         self._write(self._row, observation)
         self._block.first[self._row] = self._marked = True
 
     def decorrelate(self, most_steps: int) -> None:
-        """Takes a random number of random steps in [0, most_steps), so that simulators do not run in lockstep."""
+        """Takes a random number of random steps in [0, most_steps), so that simulators do not run in lockstep.
+
+        The episode that is left is marked `cut` where it ends: it is no whole one for statistics.
+        """
         spec, slot = self._spec, self._spec.slots[self._row]
         seed = fold(spec.seed, spec.worker_id, "decorrelate", slot)
         self.env.action_space.seed(seed & 0x7FFFFFFF)
@@ -83,6 +88,7 @@ class SimulatorRow:
                 self.begin_episode()
             else:
                 self._write(self._row, observation)
+        self._shortened = True
 
     def step(self) -> bool:
         """Takes the action in the block.
@@ -104,13 +110,13 @@ class SimulatorRow:
         reward = float(reward)
         raw = float(told.get("raw_reward", reward)) if told else reward
         self._length += 1
-        self._return += raw
         fault = bool(told) and "error" in told and _is_error(told["error"])
-        if not -_MOST_REWARD <= reward <= _MOST_REWARD:
+        if fault or not -_MOST_REWARD <= reward <= _MOST_REWARD:
             fault, reward = True, 0.0
-        self._rewards[row] = reward
-        if fault:
             self._block.faults[row] = self._marked = True
+        elif -_MOST_REWARD <= raw <= _MOST_REWARD:  # or the return would be no number for the rest of the episode
+            self._return += raw
+        self._rewards[row] = reward
         if terminated or truncated:
             self._end(observation, bool(terminated), bool(truncated), fault)
             return True
@@ -132,6 +138,7 @@ class SimulatorRow:
         block, row = self._block, self._row
         self._ended = self._marked = True
         block.terminated[row] = terminated and not fault
+        block.cut[row] = self._shortened
         block.truncated[row] = truncated or fault
         if not fault:
             self._write_final(row, observation)

@@ -165,13 +165,14 @@ class RolloutWorkerWrapper:
     def stop(self, timeout_s: float) -> list[str]:
         """Ends it: no new action, what is in inference is finished, the queue is sent within the limit.
 
-        Steps that are then still in flight are abandoned. May be called again.
+        Steps that are then still in flight are abandoned, and at once those of a fragment for which a full queue has no
+        room: simulators that it blocked end without it. May be called again.
 
         Returns:
             The names of threads that did not end in time; empty in good order.
         """
         deadline = time.monotonic() + timeout_s
-        self._stopping.set()
+        self._ask_to_stop()
         with self._starting:
             threads = self._threads
         for thread in threads:  # the rollout thread comes first: it closes the queue, which ends the sender
@@ -241,9 +242,13 @@ class RolloutWorkerWrapper:
         except BaseException as error:  # kept, and told to whoever supervises
             self._fail(error)
         finally:
-            self._stopping.set()
+            self._ask_to_stop()
             if name != "weights":  # nobody puts any more, or nobody takes
                 self._queue.close()
+
+    def _ask_to_stop(self) -> None:
+        self._stopping.set()
+        self._queue.stop_blocking()  # or a full queue would hold the simulators' thread
 
     def _fail(self, error: BaseException) -> None:
         with self._ending:

@@ -1,8 +1,9 @@
 """Finds a good shape for a fleet by measuring: workers × simulators × simulators per process × batch × wait.
 
 Every shape runs for a few seconds with the recipe's own simulators and network, without a learner, so that what is
-measured is what the machine can roll out at most. One thing is varied at a time, best first, until nothing is faster or
-the time is over. Not covered: how a learner shares the machine, and several machines.
+measured is what the machine can roll out at most; steps are counted from when every simulator has stepped. One thing is
+varied at a time, best first, until nothing is faster or the time is over. Not covered: how a learner shares the
+machine, and several machines.
 """
 
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -22,11 +24,11 @@ from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy
-from penstock.overseer.fleet_simulators import probe_spaces
-from penstock.types import PenstockError, fold
+from penstock.overseer.fleet_simulators import probe_spaces, start_pool
+from penstock.types import NoProgressError, PenstockError, RunFailed, fold
 
 WARM_UP_S, MEASURE_S = 1.0, 2.0
-"""After the simulators came up: not counted, and counted."""
+"""After every simulator has stepped: not counted, and counted."""
 SHORT_WAIT_MS, MOST_WAIT_MS = 2.0, 50.0
 LEAST_GAIN = 1.05
 """A shape must be faster by this to be preferred; less is noise."""
@@ -87,7 +89,7 @@ class AutotuneReport:
     Attributes:
         recipe: The shape that the recipe has.
         measurements: At least one, of the recipe's shape.
-        seconds: That all took.
+        seconds: That all took; starts of simulators, too.
     """
 
     recipe: Shape
@@ -101,11 +103,16 @@ class AutotuneReport:
         fastest = max(self.measurements, key=lambda measured: measured.steps_per_s)
         return fastest if fastest.steps_per_s > LEAST_GAIN * first.steps_per_s else first
 
+    @property
+    def proposal(self) -> str | None:
+        """The best shape as overrides of a recipe; None where no shape could be measured."""
+        return None if self.best.failure else self.best.shape.words()
+
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "best": asdict(self.best),
-            "proposal": self.best.shape.words(),
+            "proposal": self.proposal,
             "measurements": [asdict(measured) for measured in self.measurements],
             "seconds": self.seconds,
         }
@@ -138,8 +145,11 @@ class AutotuneReport:
                 f"{shape.max_wait_ms:g}", *numbers, style="bold green" if measured is self.best else None,
             )  # fmt: skip
         console.print(table)
+        if self.proposal is None:
+            console.print(f"no shape could be measured: {self.best.failure}", soft_wrap=True, highlight=False)
+            return
         console.print(f"measured for {self.seconds:.0f} s, without a learner; try:", highlight=False)
-        console.print(f"  {self.best.shape.words()}", soft_wrap=True, highlight=False, style="cyan")
+        console.print(f"  {self.proposal}", soft_wrap=True, highlight=False, style="cyan")
 
 
 def autotune(
@@ -215,6 +225,8 @@ def measure(config: FleetRunConfig, policy: ControlPolicy, shape: Shape) -> Meas
     try:
         for worker in workers:
             worker.start(stopping, counting)
+        for worker in workers:
+            worker.wait_for_everyone()
         time.sleep(WARM_UP_S)
         counting.set()
         began = time.perf_counter()
@@ -222,16 +234,19 @@ def measure(config: FleetRunConfig, policy: ControlPolicy, shape: Shape) -> Meas
         counting.clear()
         elapsed_s = time.perf_counter() - began
     except PenstockError as error:
-        return Measurement(shape, failure=" ".join(str(error).split())[:80])
+        return Measurement(shape, failure=_line(error))
     finally:
         stopping.set()
         for worker in workers:
             worker.close()
+    steps = sum(worker.steps for worker in workers)
     failure = next((worker.failure for worker in workers if worker.failure), "")
+    if not steps and not failure:
+        failure = f"no simulator stepped within the {elapsed_s:.1f} s that were measured"
     metrics = workers[0].monitor.metrics()
     return Measurement(
         shape,
-        0.0 if failure else sum(worker.steps for worker in workers) / elapsed_s,
+        0.0 if failure else steps / elapsed_s,
         metrics.get("fleet/batch_slots_mean", 0.0),
         1000 * metrics.get("fleet/inference_p50_s", 0.0),
         failure,
@@ -250,14 +265,16 @@ class _MeasuredWorker:
         )
         self._thread: threading.Thread | None = None
         self._counting = threading.Event()
+        self._stepped = np.zeros(fleet.envs_per_worker, np.bool_)
+        self._everyone = threading.Event()  # has stepped, or the thread has ended
         self.monitor = PipelineMonitor(fleet.most_in_batch)
         self.steps = 0
         self.failure = ""
 
     def start(self, stopping: threading.Event, counting: threading.Event) -> None:
-        """Returns when simulators are up and the policy is compiled."""
+        """Returns when one simulator of each task is made and the policy is compiled."""
         self._counting = counting
-        self._pool.start(self._fleet.limits.spawn_timeout_s)
+        start_pool(self._pool, self._fleet)
         self._runner.compile()
         worker = RolloutWorker(self._pool, self._runner, self._fleet, self._count, self.monitor)
 
@@ -265,12 +282,35 @@ class _MeasuredWorker:
             try:
                 worker.run(stopping)
             except PenstockError as error:
-                self.failure = " ".join(str(error).split())[:80]
+                self.failure = _line(error)
+            finally:
+                self._everyone.set()
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
+    def wait_for_everyone(self) -> None:
+        """Returns when every simulator has stepped once, or the thread has failed.
+
+        Raises:
+            RunFailed: a simulator was given up.
+            NoProgressError: they did not within the time for making and resetting one.
+        """
+        limits = self._fleet.limits
+        limit_s = limits.spawn_timeout_s + limits.reset_timeout_s
+        deadline = time.monotonic() + limit_s
+        while not self._everyone.wait(POLL_S):
+            for slot, reason in self._pool.given_up().items():
+                raise RunFailed(f"simulator {slot} was given up: {reason}")
+            if time.monotonic() > deadline:
+                waiting = np.flatnonzero(~self._stepped)
+                raise NoProgressError(f"{len(waiting)} simulators did not step within {limit_s:g} s: {waiting[:8]}")
+
     def _count(self, batch: StepBatch) -> None:
+        if not self._everyone.is_set():
+            self._stepped[batch.slots[batch.acted]] = True
+            if self._stepped.all():
+                self._everyone.set()
         if self._counting.is_set():
             self.steps += len(batch.slots)
 
@@ -279,3 +319,7 @@ class _MeasuredWorker:
         if self._thread is not None:
             self._thread.join(self._fleet.limits.step_timeout_s)
         self._pool.close()
+
+
+def _line(error: PenstockError) -> str:
+    return " ".join(str(error).split())[:80]

@@ -61,6 +61,10 @@ def _stats(task: str, played: PolicyEvaluation) -> RolloutBatchStats:
     chosen = np.array([name == task for name in played.tasks], np.bool_)
     returns, lengths = played.returns[chosen], played.lengths[chosen]
     count = len(returns)
+    metrics: dict[str, float] = {}
+    if count:
+        metrics["discounted_return_mean"] = float(played.discounted_returns[chosen].mean())
+        metrics["episodes_per_s"] = count / max(played.seconds, 1e-9)
     return RolloutBatchStats(
         lesson_id=task,
         groups=count,
@@ -72,4 +76,5 @@ def _stats(task: str, played: PolicyEvaluation) -> RolloutBatchStats:
         truncated_fraction=0.0,
         rewards=tuple(returns.tolist()),
         prompts=tuple(str(index) for index in range(count)),
+        metrics=metrics,
     )

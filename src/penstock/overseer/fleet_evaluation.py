@@ -5,7 +5,8 @@ Simulators' seeds are those of the run's own evaluations: two checkpoints play t
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.fleet.space_agreement import same_form
@@ -24,6 +25,7 @@ def evaluate_fleet(
     tasks: Sequence[str] | None = None,
     episodes: int | None = None,
     video_dir: Path | None = None,
+    on_report: Callable[[FleetEvaluationReport], object] | None = None,
 ) -> FleetEvaluationReport:
     """Plays a recipe's tasks with a checkpoint's policy.
 
@@ -32,13 +34,22 @@ def evaluate_fleet(
         config: The recipe; its model section gives way to the checkpoint.
         tasks: Which tasks; all by default.
         episodes: Per task; by default as the recipe says.
-        video_dir: Film one more episode of each task into this folder.
+        video_dir: Film one more episode of each task into this folder; what fails there is told on standard error.
+        on_report: Told of the report before anything is filmed.
 
     Raises:
-        ConfigError: an unknown task, a simulator that cannot be made, or a policy that was made for other spaces.
+        ConfigError: an unknown task, a simulator that cannot be made, a policy that was made for other spaces, or films
+            that cannot be written.
+        RunFailed: every simulator of a task was given up.
+        NoProgressError: the episodes were not over in time.
         CheckpointError: there is no control policy.
     """
     config = _chosen(config, tasks)
+    if video_dir is not None:
+        from penstock.overseer.fleet_video import film_path
+
+        for task in config.fleet.tasks:
+            film_path(video_dir, task)  # sees that it can be written
     model_dir = control_model_directory(checkpoint)
     policy = load_control_policy(model_dir)
     started = time.perf_counter()
@@ -55,14 +66,16 @@ def evaluate_fleet(
         results = play_episodes(pool, runner, fleet, wanted, threading.Event())
     finally:
         pool.close()
-    videos: tuple[Path, ...] = ()
-    if video_dir is not None:
-        from penstock.overseer.fleet_video import film_episodes
-
-        videos = film_episodes(policy, config, video_dir)
     reports = {task: TaskReport.of(stats) for task, stats in results.items()}
     seconds = time.perf_counter() - started
-    return FleetEvaluationReport(model_dir, reports, config.evaluation.deterministic, seconds, videos)
+    report = FleetEvaluationReport(model_dir, reports, config.evaluation.deterministic, seconds)
+    if on_report is not None:
+        on_report(report)
+    if video_dir is None:
+        return report
+    from penstock.overseer.fleet_video import film_episodes
+
+    return replace(report, videos=film_episodes(policy, config, video_dir))
 
 
 def control_model_directory(checkpoint: Path | str) -> Path:

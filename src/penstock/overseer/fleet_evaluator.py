@@ -139,7 +139,7 @@ class FleetEvaluator:
 
 
 def metrics_of(results: Mapping[str, RolloutBatchStats]) -> dict[str, float]:
-    """Flattens results to ``eval/<task>/<name>`` metrics."""
+    """Flattens results of one evaluation to ``eval/<task>/<name>`` metrics."""
     return {
         f"eval/{task}/{name}": value
         for task, stats in results.items()
@@ -149,5 +149,6 @@ def metrics_of(results: Mapping[str, RolloutBatchStats]) -> dict[str, float]:
             "return_max": max(stats.rewards, default=0.0),
             "length_mean": stats.response_tokens,
             "episodes": float(stats.groups),
+            **stats.metrics,
         }.items()
     }

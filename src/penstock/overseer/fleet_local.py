@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import FragmentBatchMaker
-from penstock.fleet import RolloutManager, RolloutWorkerWrapper
+from penstock.fleet import CountedSink, FleetReports, RolloutManager, RolloutWorkerWrapper
 from penstock.learner import Checkpoint, ControlLearner
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -93,8 +93,10 @@ def wire_fleet(
     weights = InProcessBroadcaster()
     evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
 
-    make_worker = _WorkerMaker(config, directory, start.lineage, learner, buffer, weights, on_event)
-    manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event)
+    reports = FleetReports(config.fleet.stats_window)
+    sink = CountedSink(buffer, reports.note_delivery)
+    make_worker = _WorkerMaker(config, directory, start.lineage, learner, sink, weights, on_event)
+    manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event, reports=reports)
     loop = TrainingLoop(
         learner,
         learner.named_arrays,
@@ -125,7 +127,7 @@ class _WorkerMaker:
     directory: RunDirectory
     lineage: int
     learner: ControlLearner
-    buffer: ReplayBuffer
+    sink: CountedSink
     weights: InProcessBroadcaster
     on_event: OnEvent
 
@@ -138,7 +140,7 @@ class _WorkerMaker:
         pool = worker_pool(config, number, self.lineage, incarnation, on_event)
         filmed = filmed_pool(pool, config, self.directory, f"{worker}-{incarnation}", on_event)
         return RolloutWorkerWrapper(
-            worker, incarnation, config.fleet, filmed or pool, runner, self.buffer, self.weights, on_event=on_event,
+            worker, incarnation, config.fleet, filmed or pool, runner, self.sink, self.weights, on_event=on_event,
             on_batch=(filmed.note,) if filmed else (),
         )  # fmt: skip
 

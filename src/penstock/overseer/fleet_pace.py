@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from penstock.overseer.bottleneck import BUSY, BUSY_SUPPLIER
 
 COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
-"""What only grows, but where a worker ends, whose own is no longer in the sum."""
+"""What only grows, but where the replay buffer of many processes is begun anew, and counts from there."""
 
 
 class FleetPace:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from penstock.fleet.policy_call import compute_inline
 from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.model.control import ControlPolicy, make_control_policy
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -13,7 +14,8 @@ FIRST_VERSION = WeightVersion(0, 0)
 
 
 def make_policy(config: FleetRunConfig, spaces: Spaces) -> ControlPolicy:
-    """As initialised from the run's seed."""
+    """As initialised from the run's seed; a fleet's first use of JAX in any process."""
+    compute_inline()
     return make_control_policy(config.model, spaces, config.seed)
 
 

@@ -55,7 +55,7 @@ class FleetEvaluationReport:
         checkpoint: The model directory.
         tasks: By name, in the recipe's order.
         deterministic: Whether actions were the most probable ones, not sampled.
-        seconds: Wall seconds, the simulators' start included.
+        seconds: Wall seconds, the simulators' start included, without films.
         videos: Films that were made.
     """
 
@@ -76,11 +76,14 @@ class FleetEvaluationReport:
         }
 
     def print(self, console: Console) -> None:
-        """Prints a table, and where the films are."""
+        """Prints a table."""
         how = "the most probable actions" if self.deterministic else "sampled actions"
         title = f"{self.checkpoint}: {how}, estimates with 95% intervals"
         console.print(title, soft_wrap=True, highlight=False)
         console.print(self._table())
+
+    def print_films(self, console: Console) -> None:
+        """Prints where the films are."""
         for path in self.videos:
             console.print(f"video  {path}", soft_wrap=True, highlight=False)
 

@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.fleet import FilmedPool, SimulatorPool
-from penstock.fleet.config import FleetConfig, SimulatorLimits
+from penstock.fleet.config import FleetConfig
 from penstock.fleet.video import require_film_packages
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.rundir import RunDirectory
-from penstock.types import ConfigError, PenstockError, Spaces, fold
+from penstock.types import ConfigError, RunFailed, Spaces, fold
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
 EVALUATOR_ID = "evaluator-0"
+
+PROBE_FAILURES = 5
+"""Starts in a row that may fail before a run is refused; 3 s pass between them, as back-off is by default."""
 
 
 def worker_pool(
@@ -84,44 +87,53 @@ def open_evaluation_pool(config: FleetRunConfig, on_event: OnEvent | None = None
     """The simulators of an evaluation, started; each begins its first episode.
 
     Raises:
-        ConfigError: a simulator cannot be made.
+        ConfigError: a simulator cannot be made as configured.
+        RunFailed: those of a task failed for good.
+        NoProgressError: it took too long.
     """
     seed = fold(config.seed, "simulators", EVALUATOR_ID)
     pool = SimulatorPool(evaluation_fleet(config), EVALUATOR_ID, seed, on_event or _nobody)
-    return _started(pool, config)
+    try:
+        start_pool(pool, config.fleet)
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def start_pool(pool: SimulatorPool, fleet: FleetConfig) -> None:
+    """Starts a pool within the time that its limits give to making and resetting simulators.
+
+    Raises:
+        ConfigError: a simulator cannot be made as configured, or tasks have different spaces.
+        RunFailed: those of a task failed for good.
+        NoProgressError: it took too long.
+    """
+    pool.start(fleet.limits.spawn_timeout_s + fleet.limits.reset_timeout_s)
 
 
 def probe_spaces(config: FleetRunConfig) -> Spaces:
     """What the policy sees and does: one simulator of each task is made, asked, and ended.
 
+    A start that fails is tried again as in the run, but not as often: after `PROBE_FAILURES` in a row it is bad input.
+
     Raises:
         ConfigError: a simulator cannot be made, or tasks differ in their spaces; names the task.
     """
-    limits = SimulatorLimits(spawn_timeout_s=config.fleet.limits.spawn_timeout_s, max_restarts=0)
+    fleet = config.fleet
+    most = min(PROBE_FAILURES, fleet.limits.max_failures_in_row or PROBE_FAILURES)
     changes = {
-        "workers": 1, "envs_per_worker": len(config.fleet.tasks), "envs_per_process": 1, "batch_size": None,
-        "limits": limits,
+        "workers": 1, "envs_per_worker": len(fleet.tasks), "envs_per_process": 1, "batch_size": None,
+        "limits": fleet.limits.model_copy(update={"max_failures_in_row": most}),
     }  # fmt: skip
-    pool = SimulatorPool(config.fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), _nobody)
+    pool = SimulatorPool(fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), _nobody)
     try:
-        return _started(pool, config).spaces
+        start_pool(pool, fleet)
+        return pool.spaces
+    except RunFailed as error:
+        raise ConfigError(f"fleet.tasks: no simulator could be made: {error}") from error
     finally:
         pool.close()
-
-
-def _started(pool: SimulatorPool, config: FleetRunConfig) -> SimulatorPool:
-    try:
-        pool.start(config.fleet.limits.spawn_timeout_s)
-    except ConfigError:
-        pool.close()
-        raise
-    except PenstockError as error:
-        pool.close()
-        raise ConfigError(f"fleet.tasks: no simulator could be made: {error}") from error
-    except BaseException:
-        pool.close()
-        raise
-    return pool
 
 
 def _nobody(kind: str, fields: Mapping[str, Any]) -> None:

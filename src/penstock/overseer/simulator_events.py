@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-ORDINARY_EVENTS = frozenset({"simulator_started", "nursery_ready"})
-"""Told once for each process; events.jsonl has those of later lives only."""
 TOLD_FAILURES = {"simulator_failed": "a simulator failed", "simulator_quarantined": "a simulator was given up"}
 
 
 def is_news(kind: str, fields: Mapping[str, Any]) -> bool:
-    """Whether an event of workers and simulators belongs into events.jsonl."""
-    return kind not in ORDINARY_EVENTS or bool(fields.get("life"))
+    """Whether an event of workers and simulators belongs into events.jsonl: all do, but nurseries without troubles."""
+    return kind != "nursery_ready" or bool(fields["troubles"])
 
 
 def failure_in_words(kind: str, fields: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ The view reads a `Progress` record that the overseer fills; it decides nothing. 
 (a pipe, a log file), one plain line per update is printed instead.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -112,7 +113,11 @@ class Progress:
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """Draws values as a row of block characters over their own range; more of them than `width` are averaged."""
+    """Draws values as a row of block characters over their own range; more of them than `width` are averaged.
+
+    Values that are not finite are left out.
+    """
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     columns = min(width, len(values))

@@ -22,6 +22,7 @@ from penstock.types import (
     FragmentExample,
     InvalidRolloutError,
     RolloutGroup,
+    SampleFragment,
     SchemaVersionError,
     TrainingBatch,
     TransferError,
@@ -76,6 +77,7 @@ class FragmentService:
         batches: Where the learner's batches come from, over the same buffer.
         states: Gives what else belongs into the checkpoint, by name.
         on_refusal: Told of messages that could not be read, by worker, and why.
+        on_delivery: Told of every fragment that the buffer took; of one that was sent twice once.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class FragmentService:
         *,
         states: Callable[[], dict[str, Any]] = dict,
         on_refusal: Callable[[str, str], None] = lambda worker, reason: None,
+        on_delivery: Callable[[SampleFragment], None] = lambda fragment: None,
     ) -> None:
         self._buffer = buffer
         self._more_states = states
-        self._on_refusal = on_refusal
+        self._on_refusal, self._on_delivery = on_refusal, on_delivery
         self._learner = LearnerDesk(lineage, buffer, batches, self._states)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -133,6 +136,8 @@ class FragmentService:
             self._count("repeated")
             return True
         self._count("fragments" if taken else "full")
+        for fragment in group.rollouts if taken else ():
+            self._on_delivery(fragment)
         return taken
 
     def _count(self, what: str, by: int = 1) -> None:

@@ -34,7 +34,8 @@ class RemoteFragments:
     Args:
         caller: Reaches the service.
         worker: Name of the rollout worker.
-        limit_s: So long the service may be out of reach, and so long it may be full.
+        limit_s: So long the service may be out of reach.
+        full_limit_s: So long it may be full.
         message_bytes: See `MESSAGE_BYTES`.
 
     Attributes:
@@ -44,21 +45,22 @@ class RemoteFragments:
     """
 
     def __init__(
-        self, caller: Caller, worker: str, *, limit_s: float = LIMIT_S, message_bytes: int = MESSAGE_BYTES
-    ) -> None:
+        self, caller: Caller, worker: str, *, limit_s: float = LIMIT_S, full_limit_s: float = LIMIT_S,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:  # fmt: skip
         self.waiting = False
         self.blocked_s = 0.0
         self.sent_bytes = 0
         self._calls = PersistentCaller(caller, SERVICE, limit_s)
         self._worker = worker
-        self._limit_s = limit_s
+        self._full_limit_s = full_limit_s
         self._message_bytes = message_bytes
 
     def add_batches(self, batches: Sequence[RolloutBatch[Any]]) -> None:
         """See `RolloutSink.add_batches`; returns when the service has all of them.
 
         Raises:
-            NoProgressError: the service is full, or out of reach, for `limit_s`.
+            NoProgressError: the service is full for `full_limit_s`, or out of reach for `limit_s`.
             SupersededError: this worker was replaced.
             TransferError: a message was damaged on its way again and again.
             InvalidRolloutError: a fragment has no metadata, or is not valid.
@@ -91,10 +93,10 @@ class RemoteFragments:
             if self._calls.call("has_room", timeout_s=CALL_S):
                 return
             waited_s = time.monotonic() - started
-            if waited_s > self._limit_s:
+            if waited_s > self._full_limit_s:
                 raise NoProgressError(
-                    f"{self._worker} waited {waited_s:.0f} s to hand fragments over: {SERVICE} is full "
-                    "(replay.max_waiting); see that the learner runs"
+                    f"{self._worker} waited {waited_s:.0f} s (replay.max_waiting_s) to hand fragments over: {SERVICE} "
+                    "is full (replay.max_waiting); see that the learner runs"
                 )
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

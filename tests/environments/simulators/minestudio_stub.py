@@ -140,6 +140,13 @@ class RewardCallback:
         self.scale = scale
 
 
+class JudgeResetCallback:
+    """As MineStudio's: it calls a time limit a termination."""
+
+    def __init__(self, time_limit: int = 600):
+        self.time_limit = time_limit
+
+
 _folder: Path | None = None
 
 

@@ -105,6 +105,15 @@ def test_a_step_limit_truncates(engine):
     simulator.close()
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"time_limit": 50}])
+def test_the_callback_that_calls_a_time_limit_a_termination_is_refused(engine, kwargs):
+    path = "minestudio.callbacks_stub.JudgeResetCallback"
+    remedy = f"leave it out, and set max_episode_steps: {kwargs.get('time_limit', 600)}"
+    with pytest.raises(ConfigError, match=f"callback '{path}' ends an episode at its time limit .*{remedy}"):
+        make_simulator("minecraft", {"callbacks": [{"path": path, "kwargs": kwargs}]})
+    assert stub.MinecraftSim.made == []
+
+
 def test_a_lost_connection_is_a_fault_of_that_step_only(simulator):
     simulator.reset(seed=0)
     simulator.step(ACTION)
@@ -185,12 +194,18 @@ def test_arguments_reach_the_simulator(engine):
 
 
 @pytest.fixture(scope="module")
-def package():
-    """Syntax tree of the installed package's module; it is not imported, which would load torch and Java bindings."""
+def package_folder():
+    """Where the installed package lies."""
     found = importlib.util.find_spec("minestudio")
     if found is None or not found.submodule_search_locations:
         pytest.skip("minestudio is not installed")
-    source = Path(found.submodule_search_locations[0]) / "simulator" / "entry.py"
+    return Path(found.submodule_search_locations[0])
+
+
+@pytest.fixture(scope="module")
+def package(package_folder):
+    """Syntax tree of the installed package's module; it is not imported, which would load torch and Java bindings."""
+    source = package_folder / "simulator" / "entry.py"
     return {node.name: node for node in ast.parse(source.read_text("utf-8")).body if hasattr(node, "name")}
 
 
@@ -232,6 +247,14 @@ def test_the_stub_has_the_packages_spaces(package, action_type):
     sim.action_type, sim.obs_size = action_type, (16, 32)
     assert sim.action_space == (agent if action_type == "agent" else env)
     assert sim.observation_space == observation
+
+
+def test_the_package_still_has_the_callback_that_is_refused(package_folder):
+    source = package_folder / "simulator" / "callbacks" / "judgereset.py"
+    (made,) = [node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+    assert made.name == stub.JudgeResetCallback.__name__
+    assert [one.arg for one in methods(made)["__init__"].args.args] == ["self", "time_limit"]
+    assert "truncated = True" not in ast.unparse(made) and "terminated = True" in ast.unparse(made)
 
 
 def test_the_engine_is_looked_for_where_the_package_looks(package):

@@ -6,7 +6,8 @@ What is put right here:
 - `reset` takes no seed. Here the first reset's seed chooses the world, unless the config names one.
 - `step` empties the action that it is given. Here it gets a copy.
 - It says both ``terminated`` and ``truncated`` where an episode is over. Here that is a termination; a step limit
-  (`max_episode_steps` of `make_simulator`) truncates.
+  (`max_episode_steps` of `make_simulator`) truncates. Its `JudgeResetCallback` would call a time limit a termination,
+  after which nothing is bootstrapped: it is refused.
 - After a lost connection it shows a *random* observation, and ``info["error"]``, which then stays in every later info.
   Here that step is truncated and a fault, and only that one.
 - The engine is a shell, a Java process and more, in a session of their own. Here `close` kills all of them.
@@ -33,6 +34,7 @@ from penstock.environments.simulators.processes import ProcessMark, descendants,
 from penstock.types import ConfigError, EnvironmentFailure
 
 _ENGINE = Path("engine") / "build" / "libs" / "mcprec-6.13.jar"
+_TIME_LIMIT = "JudgeResetCallback"  # ends an episode at its `time_limit` with `terminated`, and without `truncated`
 
 
 class MinecraftSimulator(gymnasium.Env[Any, Any]):
@@ -54,7 +56,7 @@ class MinecraftSimulator(gymnasium.Env[Any, Any]):
         close_timeout_s: The engine may take so long to end by itself.
 
     Raises:
-        ConfigError: the engine is missing, or a callback cannot be made.
+        ConfigError: the engine is missing, or a callback cannot be made or used.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
@@ -160,6 +162,12 @@ def _callback(one: str | Mapping[str, Any]) -> Any:
     path, arguments = (one, {}) if isinstance(one, str) else (one["path"], dict(one.get("kwargs", {})))
     make = load_attribute(path, "minecraft: callbacks")
     try:
-        return make(**arguments)
+        made = make(**arguments)
     except TypeError as error:
         raise ConfigError(f"minecraft: callback {path!r} refused {arguments}: {error}") from error
+    if any(kind.__name__ == _TIME_LIMIT for kind in type(made).__mro__):
+        raise ConfigError(
+            f"minecraft: callback {path!r} ends an episode at its time limit as if the task were over, so that nothing "
+            f"would be learned of what follows: leave it out, and set max_episode_steps: {made.time_limit}"
+        )
+    return made

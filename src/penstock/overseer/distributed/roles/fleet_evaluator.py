@@ -58,7 +58,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 
     def _run(self) -> None:
         seen: WeightVersion | None = None
-        while not self.stopping.is_set():
+        while not (self.stopping.is_set() or self.draining):
             try:
                 version = self._feed.wait_for(seen, POLL_S) if self._feed.training else None
                 if version is None:
@@ -107,6 +107,9 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         self._evaluator.stop()
         self._feed.close()
         super().stop(timeout_s)
+
+    def _has_work(self) -> bool:
+        return self._one_at_a_time.locked()
 
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if is_news(kind, fields):

@@ -2,7 +2,7 @@
 
 It is made from the run's files: those of a new run, or those of the checkpoint that this lineage begins with. Workers
 report here, because the statistics of their episodes belong into the same checkpoint; a worker that the view no longer
-names is over, and what it had in flight is abandoned.
+names is over, and what it had in flight is abandoned. What it delivered is counted here, whatever it reported.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,14 @@ from penstock.fleet import FleetReports, WorkerReport
 from penstock.learner.checkpoint_files import read_states
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
+from penstock.overseer.distributed.roles.activity import Handling
 from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.replay import FRAGMENTS, FragmentService, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
 
-SERVED = (
-    "checkpoint_saved", "checkpoint_states", "deliver", "finish_update", "has_room", "next_batch", "set_current_step",
-)  # fmt: skip
+SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", "set_current_step")
 """Methods of the service that others call as they are."""
 
 
@@ -33,7 +32,15 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         config, replay = settings.config, settings.config.replay
         clock = SteadyClock()
         self.now = clock.now
-        self._store = RolloutStore(settings.directory, replay.store, clock.now, FRAGMENTS, on_damage=self._on_damage)
+        self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
+        self._store = RolloutStore(
+            settings.directory,
+            replay.store,
+            clock.now,
+            FRAGMENTS,
+            on_damage=self._on_damage,
+            writing=self.activity.busy,
+        )
         self._ledger = self._store.open_ledger(settings.lineage)
         limits = replay.buffer_config()
         self._buffer = ReplayBuffer(
@@ -51,6 +58,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             OpenBatchSource(self._buffer, replay.fragments_per_batch),
             states=lambda: {"statistics": self._reports.statistics.state()},
             on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
+            on_delivery=self._reports.note_delivery,
         )
         if settings.checkpoint is not None:
             states = read_states(settings.checkpoint)
@@ -59,7 +67,9 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self._workers: dict[str, Identity] = {}
         self._ended: set[str] = set()
         for method in SERVED:
-            setattr(self, method, getattr(self._service, method))
+            setattr(self, method, self._handling.of(getattr(self._service, method)))
+        self.deliver = self._receiving.of(self._service.deliver)
+        self.next_batch = self._service.next_batch  # its caller waits in it: no work
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -81,6 +91,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
 
     def admit(self) -> None:
         """The learner trains; fragments are taken at any time."""
+        self.activity.begin()
         self.doing = "serving"
 
     def take_report(self, worker: str, incarnation: int, report: WorkerReport) -> None:
@@ -100,13 +111,16 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.around.event("files_damaged", path=place, reason=reason)
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        # Neither busy nor idle is counted: the buffer serves others at every moment.
         statistics, tasks = self._reports.statistics, self.config.fleet.tasks
+        metrics = {**self._service.metrics(), **self._reports.metrics()}
+        owes = self._receiving.under_way > 0 or metrics["replay/overdue_groups"] > 0
         return Condition(
             self.state,
             self.doing,
-            None,
-            metrics={**self._service.metrics(), **self._reports.metrics()},
+            float(self._receiving.done) if owes else None,
+            busy_s,
+            idle_s,
+            metrics=metrics,
             facts=self._facts(
                 lineage=self.settings.lineage,
                 ledger=self._ledger.snapshot(),

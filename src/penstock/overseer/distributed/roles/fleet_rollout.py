@@ -45,7 +45,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         config, me, lineage = settings.config, around.identity, settings.lineage
         self._replay = around.caller("replay-0")
         self._clock = RunClock(self._replay)
-        self._sink = RemoteFragments(self._replay, me.name)
+        self._sink = RemoteFragments(self._replay, me.name, full_limit_s=config.replay.max_waiting_s)
         self._feed = WeightFeed(around, settings, in_training=True)
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
         self._runner = make_worker_runner(make_policy(config, spaces), config, me.index, before, me.incarnation)

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase, block_bytes, create_memory
 from penstock.fleet.camera import Camera, filmed_maker
-from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, Failure, SimulationSpec
+from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, EnvWorkerSpec, Failure
 from penstock.fleet.simulator_row import Maker, SimulatorRow
 from penstock.fleet.spaces import PolicyActionError, spaces_of
 from penstock.types import ConfigError, fold
@@ -38,7 +38,7 @@ class ExitCode(IntEnum):
     RETIRED = 75
 
 
-def run_simulation(spec: SimulationSpec, channel: socket.socket, make: Maker) -> ExitCode:
+def run_env_worker(spec: EnvWorkerSpec, channel: socket.socket, make: Maker) -> ExitCode:
     """Runs a simulator process to its end.
 
     Args:
@@ -49,21 +49,21 @@ def run_simulation(spec: SimulationSpec, channel: socket.socket, make: Maker) ->
     Returns:
         What the process should exit with. Exceptions were told to the parent.
     """
-    simulation = Simulation(spec, channel, make)
+    worker = EnvWorker(spec, channel, make)
     code = ExitCode.FAILED
     try:
-        simulation.make()
-        code = simulation.serve()
+        worker.make()
+        code = worker.serve()
     except (BrokenPipeError, ConnectionResetError):
         code = ExitCode.CLOSED  # the parent has gone
     except BaseException as error:  # whatever a simulator raises, SystemExit too: it is told, and the process ends
         with suppress(OSError):
-            channel.send(simulation.failure(error).packet())
-    simulation.close()
+            channel.send(worker.failure(error).packet())
+    worker.close()
     return code
 
 
-class Simulation:
+class EnvWorker:
     """The simulators of one process.
 
     Args:
@@ -72,7 +72,7 @@ class Simulation:
         make: What makes a simulator.
     """
 
-    def __init__(self, spec: SimulationSpec, channel: socket.socket, make: Maker) -> None:
+    def __init__(self, spec: EnvWorkerSpec, channel: socket.socket, make: Maker) -> None:
         self._spec = spec
         self._channel = channel
         self._make = filmed_maker(make) if spec.filmed else make

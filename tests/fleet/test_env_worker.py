@@ -11,6 +11,7 @@ import pytest
 from tests.fleet.toys import Counter
 
 from penstock.fleet.block import Block
+from penstock.fleet.env_worker import ExitCode, run_env_worker
 from penstock.fleet.messages import (
     ARRIVED,
     CLOSE,
@@ -18,11 +19,10 @@ from penstock.fleet.messages import (
     READY,
     RETIRING,
     STEP,
+    EnvWorkerSpec,
     Failure,
-    SimulationSpec,
     packet_socketpair,
 )
-from penstock.fleet.simulation import ExitCode, run_simulation
 from penstock.types import Spaces
 
 
@@ -41,11 +41,11 @@ class _Talker:
         mine, other = packet_socketpair()
         self.channel, self.codes = mine, []
         mine.settimeout(5.0)
-        spec = SimulationSpec("w0", 1, 0, 0, tuple(range(rows)), "t", "toy", **fields)
-        spec = SimulationSpec.from_values(json.loads(json.dumps(spec.to_values())))
+        spec = EnvWorkerSpec("w0", 1, 0, 0, tuple(range(rows)), "t", "toy", **fields)
+        spec = EnvWorkerSpec.from_values(json.loads(json.dumps(spec.to_values())))
         self._other = other
         self._thread = threading.Thread(
-            target=lambda: self.codes.append(run_simulation(spec, other, lambda id, kwargs: make(**kwargs)))
+            target=lambda: self.codes.append(run_env_worker(spec, other, lambda id, kwargs: make(**kwargs)))
         )
         self._thread.start()
 
@@ -121,6 +121,19 @@ def test_a_replacement_cuts_the_other_episodes_with_their_last_observations(talk
     assert block.final_observations[""][:, 1:].tolist() == [[3.0, 9.0], [3.0, 12.0]]
     assert block.lengths.tolist() == [3, 3] and block.returns.tolist() == [2.25, 3.0]
     assert talker.end() == [ExitCode.RETIRED]
+
+
+def test_the_episode_that_began_with_random_steps_is_no_whole_one_but_ends_as_any_other(talk):
+    talker = talk(rows=2, decorrelate_steps=4, kwargs={"terminate_after": 6})
+    block, ends = talker.ready(2), {0: [], 1: []}
+    for _ in range(18):
+        assert talker.step(1, 1) == ARRIVED
+        for row in np.flatnonzero(block.first).tolist():
+            ends[row].append((bool(block.cut[row]), int(block.lengths[row])))
+            assert block.terminated[row] and block.has_final[row] and not block.truncated[row]
+        assert not block.cut[~block.first].any()
+    for told in ends.values():
+        assert told[0][0] and 2 < told[0][1] <= 6 and told[1:] == [(False, 6)] * len(told[1:])
 
 
 @pytest.mark.parametrize("how", ["token", "socket"])
