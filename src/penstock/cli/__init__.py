@@ -1,0 +1,107 @@
+"""The command line.
+
+Exit codes: 0 success; 1 a failed run or check; 2 bad input, with one line on standard error; 130 interrupted.
+``PENSTOCK_TRACEBACK=1`` shows the traceback behind any of them. Whatever a command needs is imported inside it, so
+that ``penstock --help`` takes a fraction of a second. Nothing is computed here: commands read their words, call
+`penstock.overseer`, `penstock.inference` or `penstock.dashboard`, and print what comes back.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from penstock.cli import machine, policies, runs
+
+__all__ = ["main"]
+
+_LONGEST_MESSAGE = 600
+
+_app = typer.Typer(
+    name="penstock",
+    help="Asynchronous reinforcement learning for language models and simulator agents.",
+    epilog="Start with: penstock train cats",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+for _module in (policies, runs, machine):
+    _app.add_typer(_module.commands)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: The words after ``penstock``; None takes the process's.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return int(_app(args=arguments, prog_name="penstock", standalone_mode=False) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            import traceback
+
+            from penstock.dashboard.safe_text import printable
+
+            print(printable(traceback.format_exc(), newlines=True), file=sys.stderr, end="")
+        line, code = _explained(error)
+        print(f"penstock: {line}", file=sys.stderr)
+        return code
+
+
+@_app.callback(invoke_without_command=True)
+def _penstock(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> int:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        print(f"penstock {installed_version('penstock')}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+    return 0
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """One line about an error, and the exit code."""
+    usage = getattr(error, "format_message", None)  # of the command-line parser's own errors
+    if usage is not None:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "penstock"
+        return f"{_one_line(usage())} (see {command} --help)", 2
+    from penstock.types import (
+        CheckpointError,
+        ConfigError,
+        PenstockError,
+        SchemaVersionError,
+        Stopped,
+        UnreachableError,
+    )
+
+    message = _one_line("; ".join([str(error), *getattr(error, "__notes__", [])]))
+    if isinstance(error, ConfigError | CheckpointError | SchemaVersionError):
+        return message, 2
+    if isinstance(error, Stopped):
+        return f"stopped: {message}", 130
+    if isinstance(error, UnreachableError):
+        return message, 1
+    if isinstance(error, PenstockError):
+        return f"the run failed: {message}", 1
+    return f"unexpected {type(error).__name__}: {message} (PENSTOCK_TRACEBACK=1 shows where)", 1
+
+
+def _one_line(text: str) -> str:
+    """A message in one line that cannot act on the terminal: it may quote what a run, or its policy, wrote."""
+    from penstock.dashboard.safe_text import printable
+
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"

@@ -1,0 +1,221 @@
+"""Commands that make a policy or use one: train, eval, serve."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.words import Checkpoint, Overrides
+
+commands = typer.Typer()
+
+
+@commands.command(epilog="Example: penstock train cats steps=50 learner.optimizer.learning_rate=1e-3")
+def train(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE", help="A packaged recipe (see penstock recipes) or a YAML file.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where to write; by default runs/<recipe>-<time>. Never overwritten.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint: penstock train --resume RUN_DIR [KEY=VALUE]... "
+            "The run's own recorded configuration is used.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config, a memory estimate and the components.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view, only the summary.")] = False,
+) -> int:
+    """Train a policy."""
+    from penstock.overseer.config_loading import load_config, split_words
+
+    names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
+    if resume:
+        source, directory = _resumed(names, run_dir)
+    else:
+        source, directory = _only(names, "the recipe", "penstock train cats steps=50"), run_dir
+    config = load_config(source, changes)
+    if dry_run:
+        from penstock.overseer.plan import describe_plan
+
+        print(describe_plan(config))
+        return 0
+    from rich.console import Console
+
+    from penstock.overseer import print_summary, train
+
+    summary = train(config, run_dir=directory, resume=resume, recipe=source, quiet=quiet)
+    print_summary(summary, Console())
+    return 0 if summary.complete else 130
+
+
+@commands.command(
+    "eval",
+    short_help="Evaluate a checkpoint.",
+    epilog="Example: penstock eval runs/cats-1/checkpoints/step-60 --recipe cats --n 128",
+)
+def evaluate(
+    checkpoint: Checkpoint,
+    overrides: Overrides = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Whose lessons; by default those of the checkpoint's own run.")
+    ] = None,
+    lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson or task; may be repeated.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson, or episodes per task.")] = None,
+    generations: Annotated[int, typer.Option(min=1, help="Responses per prompt: the largest k of pass@k.")] = 1,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="Parquet file for the rollouts; by default evaluations/<checkpoint>-<time>.")
+    ] = None,
+    video: Annotated[
+        Path | None, typer.Option(help="Folder for a film of one episode per task; control policies only.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators."""
+    from penstock.overseer.config_loading import load_config
+
+    _refuse_run_directory(checkpoint)
+    config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
+    from penstock.overseer import FleetRunConfig
+
+    if isinstance(config, FleetRunConfig):
+        from penstock.overseer import evaluate_fleet
+
+        _refuse_given({"--generations": generations != 1, "--rollouts": rollouts is not None}, "a language policy's")
+        if not json:
+            from rich.console import Console
+
+            console = Console()
+            evaluate_fleet(checkpoint, config, lesson, n, video, lambda report: report.print(console)).print_films(
+                console
+            )
+            return 0
+        report = evaluate_fleet(checkpoint, config, lesson, n, video)
+    else:
+        from penstock.overseer import evaluate
+
+        _refuse_given({"--video": video is not None}, "a control policy's")
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
+        report = evaluate(checkpoint, config, lesson, n, generations, path)
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(report.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        report.print(Console())
+    return 0
+
+
+@commands.command(epilog="Example: penstock serve runs/cats-1/checkpoints/step-60 --port 8000")
+def serve(
+    checkpoint: Checkpoint,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; other machines need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that clients must send; or set PENSTOCK_TOKEN.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM, to speak HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
+) -> int:
+    """Serve a checkpoint by an OpenAI-compatible API."""
+    from penstock.inference.config import ServeConfig
+    from penstock.overseer.config_loading import apply_overrides, build_config
+
+    _refuse_run_directory(checkpoint)
+    _refuse_token(overrides or [])
+    settings: dict[str, Any] = {
+        "host": host, "port": port, "token": _token(token_file), "model_name": name,
+        "tls_cert": tls_cert, "tls_key": tls_key,
+    }  # fmt: skip
+    config = build_config(ServeConfig, apply_overrides(settings, overrides or []))
+    from functools import partial
+
+    from penstock.inference import serve
+
+    serve(str(checkpoint), config, announce=partial(print, flush=True))
+    return 0
+
+
+def _only(names: Sequence[str], what: str, example: str) -> str:
+    from penstock.types import ConfigError
+
+    if not names:
+        raise ConfigError(f"{what} is missing; for example: {example}")
+    if len(names) > 1:
+        extra = ", ".join(repr(name) for name in names[1:])
+        raise ConfigError(f"{extra} beside {names[0]!r} is not of the form key=value; for example: {example}")
+    return names[0]
+
+
+def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
+    """The recorded config as a recipe, and the run directory; a recipe's name beside it says nothing new."""
+    example = "penstock train --resume runs/cats-1"
+    directory = run_dir if run_dir is not None else Path(_only(names[-1:], "the run directory", example))
+    from penstock.rundir import RunDirectory
+
+    return str(RunDirectory.open_existing(directory).config_path), directory
+
+
+def _refuse_run_directory(path: Path) -> None:
+    from penstock.types import ConfigError
+
+    steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
+    if steps:
+        newest = path / "checkpoints" / f"step-{max(steps)}"
+        raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")
+
+
+def _recorded_config(checkpoint: Path) -> str:
+    from penstock.types import ConfigError
+
+    for folder in checkpoint.resolve().parents:
+        if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
+            return str(folder.parent / "config.yaml")
+    raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
+
+
+def _refuse_given(given: dict[str, bool], whose: str) -> None:
+    from penstock.types import ConfigError
+
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{option} is for {whose} evaluation only: leave it out")
+
+
+def _token(path: Path | None) -> str | None:
+    """The server's token; never taken from the command line, which every user of the machine can read."""
+    if path is None:
+        return os.environ.get("PENSTOCK_TOKEN")
+    try:
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        from penstock.types import ConfigError
+
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+
+
+def _refuse_token(overrides: Sequence[str]) -> None:
+    from penstock.types import ConfigError
+
+    if any(word.partition("=")[0].strip() == "token" for word in overrides):
+        raise ConfigError(
+            "token on the command line can be read by every user of this machine: put it in a file (--token-file), or "
+            "in PENSTOCK_TOKEN"
+        )

@@ -1,0 +1,95 @@
+"""Commands about a run that goes on, or has ended: rollouts, status, scale."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+commands = typer.Typer()
+
+
+@commands.command(
+    short_help="Look at a run's rollouts.",
+    epilog="""\b
+Example: penstock rollouts runs/cats-1 --step 40
+         penstock rollouts runs/cats-1 --show cats-0-7/2 --color advantage
+         penstock rollouts runs/cats-1 --sql "select state, count(*) from rollouts group by 1"
+         penstock rollouts runs/cats-1 --export hf --select pairs --out cat_pairs
+         penstock rollouts runs/cartpole-1 --sql "select task, avg(episode_reward) from fragments group by 1\"""",
+)
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    step: Annotated[int | None, typer.Option(help="Groups that this update trained, or that ended at it.")] = None,
+    lesson: Annotated[str | None, typer.Option(help="Groups of this lesson.")] = None,
+    fate: Annotated[
+        str | None, typer.Option(help="Groups with a rollout that is trained, waiting, training, stale_step, …")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most groups or rows; else what fits the screen.")] = None,
+    show: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Show a rollout, or all of a group; its beginning will do."),
+    ] = None,
+    color: Annotated[str | None, typer.Option(help="Its tokens by logprob (default), advantage or none.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show its tokens as a table of numbers.")] = False,
+    sql: Annotated[str | None, typer.Option(metavar="QUERY", help="Query rollouts, turns, batches and more.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
+    export: Annotated[str | None, typer.Option(help="Write a data set: jsonl, parquet or hf.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to; never overwritten.")] = None,
+    select: Annotated[str | None, typer.Option(help="Of which rollouts: all (default), best of group, pairs.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Leave out what was rewarded less.")] = None,
+    min_margin: Annotated[float | None, typer.Option(help="Leave out pairs whose rewards differ by less.")] = None,
+) -> int:
+    """Look at a run's rollouts: groups by step, conversations token by token, queries, data sets."""
+    from rich.console import Console
+
+    from penstock.dashboard import RolloutsRequest, show_rollouts
+
+    request = RolloutsRequest(
+        run_dir, step=step, lesson=lesson, fate=fate, limit=limit, show=show, color=color, tokens=tokens, sql=sql,
+        json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin,
+    )  # fmt: skip
+    show_rollouts(request, Console())
+    return 0
+
+
+@commands.command(short_help="Show what runs, lags and waits.", epilog="Example: penstock status runs/cats-1")
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Show what runs, lags and waits in a run: components, weights, throughput, rollouts, the bottleneck."""
+    from rich.console import Console
+
+    from penstock.dashboard import print_status, print_status_json, read_run_status
+
+    status = read_run_status(run_dir)
+    if json:
+        print_status_json(status)
+    else:
+        print_status(status, Console())
+    return 0
+
+
+@commands.command(
+    short_help="Add or remove workers while a run goes on.", epilog="Example: penstock scale runs/cats-1 rollout=8"
+)
+def scale(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of a run under runtime: ray that goes on.")],
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="ROLE=NUMBER", help="rollout or inference, and how many there shall be.")
+    ],
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the overseer's answer.")] = 30.0,
+) -> int:
+    """Add or remove rollout workers or inference servers while a run goes on; who leaves finishes its work first."""
+    from penstock.dashboard import read_run_status
+    from penstock.overseer.distributed.scaling import ask_to_scale, parse_sizes
+    from penstock.types import ConfigError
+
+    wanted, status = parse_sizes(sizes), read_run_status(run_dir)
+    if status.runtime != "ray":
+        raise ConfigError(f"{run_dir} runs in one process (runtime: {status.runtime}): only runtime: ray can be scaled")
+    if not status.alive:
+        raise ConfigError(f"{run_dir} is {status.state}: only a run that goes on can be scaled")
+    for role, count in wanted.items():
+        print(ask_to_scale(run_dir, role, count, timeout))
+    return 0
