@@ -215,6 +215,9 @@ class FarmLauncher:
 
         return TimedHandle(handle, self.beats_s.append, kill)
 
+    def check_room(self, newcomers: Sequence[tuple[Identity, RoleConfig]], others: Sequence[RoleConfig]) -> None:
+        """See `Launcher.check_room`: a farm has room for all."""
+
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the farms; the launcher of the others belongs to somebody else."""
         for farm in self._farms:

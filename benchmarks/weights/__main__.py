@@ -59,9 +59,9 @@ def measure_transports(options: argparse.Namespace, marks: Marks) -> None:
 
 
 def measure_deltas(options: argparse.Namespace, marks: Marks) -> None:
-    print("\nDeltas of recorded runs, bfloat16, from `publish` to arrays in another process")
+    print("\nDeltas of recorded runs of the recipe cats, bfloat16, from `publish` to arrays in another process")
     for rate in RATES:
-        found = deltas.measure(options.model, rate, options.updates)
+        found = deltas.measure(training.record(options.model, rate, options.updates))
         deltas.print_deltas(rate, found)
         if rate == min(RATES):
             marks.at_least(f"learning rate {rate:g}: bytes whole / delta", deltas.bytes_ratio(found), FEWER_BYTES)

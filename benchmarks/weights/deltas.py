@@ -1,16 +1,16 @@
 """What deltas save: bytes against the share of elements that changed, and time over a slow network.
 
-Two runs are recorded, with a fine-tuning learning rate and a large one. Over the slow network whole arrays and deltas
-of the same publications are timed from `publish` to arrays in another process, everything included, in turn.
+Two training runs were recorded, with a fine-tuning learning rate and a large one. Over the slow network whole arrays
+and deltas of the same publications are timed from `publish` to arrays in another process, everything included, in turn.
 """
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.weights import training
 from benchmarks.weights.fetching_process import TOKEN, Fetcher
 from benchmarks.weights.slow_link import SlowLink
 from penstock.types import WeightVersion
@@ -30,8 +30,8 @@ class Update:
     seconds: dict[str, float]
 
 
-def measure(size: training.Size, learning_rate: float, updates: int, bits_per_s: float = GIGABIT) -> list[Update]:
-    """Publishes a recorded run, whole and as deltas, through a slow link each.
+def measure(publications: Sequence[dict[str, np.ndarray]], bits_per_s: float = GIGABIT) -> list[Update]:
+    """Publishes what a run published again, whole and as deltas, through a slow link each.
 
     The first version, which all get whole, is left out.
     """
@@ -46,14 +46,14 @@ def measure(size: training.Size, learning_rate: float, updates: int, bits_per_s:
             broadcasters[encoding] = broadcaster
             links.append(link)
             fetcher(do="open", name=encoding, endpoint=endpoint, config=config.model_dump())
-        for step, arrays in enumerate(training.record(size, learning_rate, updates)):
+        for step, arrays in enumerate(publications):
             turn = ("full", "delta") if step % 2 else ("delta", "full")
             seconds = {
                 encoding: _hand_over(broadcasters[encoding], fetcher, encoding, step, arrays) for encoding in turn
             }
             if step:
                 numbers = broadcasters["delta"].metrics()
-                share, full = numbers["weights/changed_share"], numbers["weights/bytes_full"]
+                share, full = numbers["weights/changed_share"], numbers["weights/bytes_published"]
                 found.append(Update(share, full, numbers["weights/bytes_delta"], seconds))
     finally:
         for link in links:

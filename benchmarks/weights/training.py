@@ -1,80 +1,68 @@
-"""Weights of a small language model while it is trained, as the learner would publish them: one set per update.
+"""Weights of a real run as its learner publishes them, one set per update: `penstock train cats` with a larger model.
 
-A residual network over token embeddings learns the next token of a synthetic language with AdamW. Master weights are
-float32 and the published ones bfloat16, as in a mixed-precision run. The language is drawn anew for the part that is
-recorded, so that there is something to learn, as in fine-tuning.
+Rollouts, advantages, loss and AdamW are Penstock's own, in this process and one after the other (a staleness budget of
+zero), so that a run is the same every time. Master weights are float32 and the published ones bfloat16. The recipe's
+model is made wider so that a version is worth sending, and its batches smaller so that the recording is over soon.
 """
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+
+from penstock import load_config, train
+from penstock.types import WeightVersion
+from penstock.weights import InProcessBroadcaster
+from penstock.weights.host import host_arrays
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model: 2 * vocabulary * width + 8 * layers * width² parameters."""
+    """Of the recipe's model, and of its batches in groups of eight rollouts."""
 
-    vocabulary: int = 8192
-    width: int = 512
-    layers: int = 4
-    batch_tokens: int = 256
-
-
-TINY = Size(vocabulary=256, width=64, layers=2, batch_tokens=64)
+    hidden: int = 512
+    intermediate: int = 1536
+    layers: int = 5
+    heads: int = 8
+    groups: int = 4
 
 
-def record(size: Size, learning_rate: float, updates: int, warm_up: int = 5) -> Iterator[dict[str, np.ndarray]]:
+TINY = Size(hidden=32, intermediate=64, layers=2, heads=2, groups=2)
+
+
+def record(size: Size, learning_rate: float, updates: int) -> list[dict[str, np.ndarray]]:
     """Published weights before the first update and after each: bfloat16 arrays by name.
 
     Args:
-        size: Of the model.
-        learning_rate: Of the recorded updates.
-        updates: How many are recorded.
-        warm_up: Updates with a learning rate of 1e-3 that come before, so that the weights are not those of a draw.
+        size: Of the run.
+        learning_rate: Of all its updates; there is no warm-up.
+        updates: How many.
     """
-    params = _initial(size)
-    rng = np.random.default_rng(0)
-    for rate, count, language in ((1e-3, warm_up, 1), (learning_rate, updates, 2)):
-        optimizer = optax.adamw(rate)
-        state = optimizer.init(params)
-        successor = np.random.default_rng(language).permutation(size.vocabulary)
-        if rate == learning_rate and count == updates:
-            yield published(params)
-        for _ in range(count):
-            tokens = rng.integers(0, size.vocabulary, size.batch_tokens)
-            gradients = _gradients(params, jnp.asarray(tokens), jnp.asarray(successor[tokens]))
-            changes, state = optimizer.update(gradients, state, params)
-            params = optax.apply_updates(params, changes)
-            if language == 2:
-                yield published(params)
+    published: list[dict[str, np.ndarray]] = []
+    publish = InProcessBroadcaster.publish
 
+    def recording(self: InProcessBroadcaster, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        published.append(host_arrays(arrays, bfloat16=True))
+        publish(self, version, arrays)
 
-def published(params: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(array.astype(jnp.bfloat16)) for name, array in params.items()}
-
-
-def _initial(size: Size) -> dict[str, jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(0), 2 + 2 * size.layers))
-    shapes = {"embedding": (size.vocabulary, size.width), "head": (size.width, size.vocabulary)}
-    for layer in range(size.layers):
-        shapes[f"layers.{layer}.up"] = (size.width, 4 * size.width)
-        shapes[f"layers.{layer}.down"] = (4 * size.width, size.width)
-    return {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-
-
-@jax.jit
-def _gradients(params: dict[str, jax.Array], tokens: jax.Array, targets: jax.Array) -> dict[str, jax.Array]:
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
-        hidden = params["embedding"][tokens]
-        for layer in range(sum(name.endswith(".up") for name in params)):
-            normed = hidden * jax.lax.rsqrt(jnp.mean(hidden**2, -1, keepdims=True) + 1e-6)
-            hidden = hidden + jax.nn.silu(normed @ params[f"layers.{layer}.up"]) @ params[f"layers.{layer}.down"]
-        logits = hidden @ params["head"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    return jax.grad(loss)(params)
+    words = [
+        f"steps={updates + 1}",
+        f"model.init.hidden_size={size.hidden}",
+        f"model.init.intermediate_size={size.intermediate}",
+        f"model.init.num_hidden_layers={size.layers}",
+        f"model.init.num_attention_heads={size.heads}",
+        f"model.init.num_key_value_heads={size.heads // 2}",
+        f"replay.groups_per_batch={size.groups}",
+        "replay.staleness_budget=0",
+        "curriculum.eval_n_examples=1",
+        f"inference.max_slots={8 * size.groups}",
+        f"learner.optimizer.learning_rate={learning_rate}",
+        "learner.optimizer.warmup_steps=0",
+    ]
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(InProcessBroadcaster, "publish", recording):
+        train(load_config("cats", words), Path(folder) / "run", recipe="cats", quiet=True)
+    return published[: updates + 1]

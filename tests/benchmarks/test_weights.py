@@ -58,18 +58,25 @@ def test_the_warm_up_is_left_out():
     assert measured.median("x") == 2.0 and measured.rate("x") == pytest.approx(0.0005)
 
 
-def test_few_elements_change_at_a_small_learning_rate_and_most_at_a_large_one():
-    found = {rate: deltas.measure(training.TINY, rate, updates=2, bits_per_s=1e10) for rate in benchmark.RATES}
+@pytest.fixture(scope="module")
+def recorded():
+    return {rate: training.record(training.TINY, rate, updates=2) for rate in benchmark.RATES}
+
+
+def test_few_elements_change_at_a_small_learning_rate_and_most_at_a_large_one(recorded):
+    found = {rate: deltas.measure(recorded[rate], bits_per_s=1e10) for rate in benchmark.RATES}
     small, large = found[1e-6], found[1e-3]
-    assert len(small) == len(large) == 2 and small[0].bytes_full == 2 * 98_304
+    assert len(small) == len(large) == 2 and small[0].bytes_full == 61_632
     assert all(update.changed_share < 0.1 for update in small) and all(update.changed_share > 0.3 for update in large)
     assert deltas.bytes_ratio(small) > 10 > deltas.bytes_ratio(large) > 1
     assert small[0].seconds.keys() == {"full", "delta"}
 
 
-def test_a_run_is_the_same_every_time_and_begins_with_the_weights_before_it():
-    runs = [list(training.record(training.TINY, 1e-3, updates=2)) for _ in range(2)]
-    assert len(runs[0]) == 3
+def test_a_run_is_the_same_every_time_and_begins_with_the_weights_before_it(recorded):
+    runs = [recorded[1e-3], training.record(training.TINY, 1e-3, updates=2)]
+    assert len(runs[0]) == len(runs[1]) == 3
+    for name, array in runs[0][0].items():
+        assert array.tobytes() == recorded[1e-6][0][name].tobytes()
     for first, second in zip(*runs, strict=True):
         assert all(first[name].tobytes() == second[name].tobytes() for name in first)
     assert any(runs[0][0][name].tobytes() != runs[0][1][name].tobytes() for name in runs[0][0])
@@ -103,7 +110,8 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
         measured.add(name, value)
     updates = [deltas.Update(0.01, 100.0, 5.0, {"full": 0.3, "delta": 0.1})]
     monkeypatch.setattr(handover, "measure", lambda nbytes, rounds, repeats: measured)
-    monkeypatch.setattr(deltas, "measure", lambda size, rate, updates_: updates)
+    monkeypatch.setattr(training, "record", lambda size, rate, updates_: [])
+    monkeypatch.setattr(deltas, "measure", lambda publications: updates)
     assert benchmark.main(["--sizes", "25"]) == 1
     printed = capsys.readouterr().out
     assert "Flight is 1.00 of raw Flight, thrown away" in printed
@@ -119,8 +127,9 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
 
 def test_what_the_machine_has_no_memory_for_is_skipped_aloud(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "available_bytes", lambda: 1e9)
+    monkeypatch.setattr(training, "record", lambda *arguments: [])
     monkeypatch.setattr(
-        deltas, "measure", lambda *arguments: [deltas.Update(0.01, 100.0, 5.0, {"full": 3, "delta": 1})]
+        deltas, "measure", lambda publications: [deltas.Update(0.01, 100.0, 5.0, {"full": 3, "delta": 1})]
     )
     assert benchmark.main(["--sizes", "2000"]) == 0
     assert "2,000 MB: skipped, 20.0 GB are not there" in capsys.readouterr().out

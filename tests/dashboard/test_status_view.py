@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from penstock.dashboard import RunStatus, print_status, print_status_json
+from penstock.dashboard.run_status import components
 
 CONTENT: dict[str, Any] = {
     "phase": "training", "step": 12, "steps": 50, "lineage": 1, "waiting_for": "the learner waits for 3 groups",
@@ -54,6 +55,18 @@ def test_what_only_a_living_run_does_is_not_said_of_one_that_is_over():
     assert server[:2] == ["inference-0#2", "ended"] and "serving" not in server
 
 
+@pytest.mark.parametrize("state", ["dead", "failed"])
+def test_what_a_lost_run_was_at_is_shown_as_the_last_known(state):
+    lines = [line.rstrip() for line in shown(CONTENT, state, "its process 77 is gone").splitlines()]
+    assert "last phase    training" in lines
+    assert "last waiting  the learner waits for 3 groups" in lines
+    assert not any(line.startswith(("phase", "waiting")) for line in lines)
+    (header,) = [line for line in lines if line.startswith("component")]
+    assert header.endswith("last doing")
+    (worker,) = [line.split() for line in lines if line.startswith("rollout-3")]
+    assert worker == "rollout-3#0 ended 0 group 7".split()
+
+
 @pytest.mark.parametrize("whose", ["groups", "simulators"])
 def test_failures_are_counted_with_the_last_reason(whose):
     text = shown({whose: {"failed": 1234, "last_failure": "it was ended by SIGKILL"}})
@@ -78,3 +91,12 @@ def test_the_json_form_is_one_object(capsys):
     print_status_json(RunStatus(Path("runs/x"), "dead", "gone", 3.0, "ray", CONTENT))
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "dead" and told["components"]["inference-0"]["lag_steps"] == 1
+
+
+@pytest.mark.parametrize("odd", [10**400, float("nan"), float("inf"), True, "7"])
+def test_what_is_no_number_is_left_out(odd):
+    worker = {"state": "running", "busy_s": odd, "idle_s": 1.0}
+    text = shown({"step": 3, "numbers": {"inference/tokens_per_s": odd}, "components": {"inference-0": worker}})
+    assert "tokens/s" not in text and "inference-0#0" in text and "100%" in text
+    found = components({"step": 3, "components": {"inference-0": {"version": [0, odd]}}})
+    assert found["inference-0"]["lag_steps"] == 0

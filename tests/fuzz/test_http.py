@@ -9,7 +9,7 @@ import struct
 import httpx
 import jax
 import pytest
-from tests.fuzz.fuzzing import FEW, LIMIT_S, damaged, fuzz, json_bytes
+from tests.fuzz.fuzzing import COUNTS, LIMIT_S, damaged, fuzz, json_bytes
 
 from penstock.inference import EngineConfig, HttpServer, InferenceEngine, create_app
 from penstock.model.language import Decoder, ModelConfig
@@ -82,7 +82,7 @@ def make_request(rng):
     return rng.choice(METHODS), path, headers, body
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+@pytest.mark.parametrize("count", COUNTS)
 def test_every_request_gets_an_answer(app, engine, count):
     with asyncio.Runner() as runner:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://penstock")
@@ -104,7 +104,7 @@ def test_every_request_gets_an_answer(app, engine, count):
     engine.raise_if_failed()
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+@pytest.mark.parametrize("count", COUNTS)
 def test_bytes_that_are_no_http_close_or_are_answered(app, count, caplog):
     """Each connection is closed by the client's end; the server must not keep it, and must go on serving."""
     body = json.dumps(BODIES["/v1/completions"][0]).encode()

@@ -78,8 +78,9 @@ def test_requests_are_answered_in_order_over_connections_that_stay(start, make_p
     assert len(server.connections) <= 8
     assert {h["authorization"] for h in server.headers} == {"Bearer a secret"}
     assert pool.metrics() == {
-        "inference_client/requests_total": 16.0, "inference_client/retries_total": 0.0,
-        "inference_client/refusals_total": 0.0, "inference_client/wait_s_total": pytest.approx(0, abs=1.0),
+        "inference_client/requests_total": 16.0, "inference_client/answers_total": 16.0,
+        "inference_client/retries_total": 0.0, "inference_client/refusals_total": 0.0,
+        "inference_client/wait_s_total": pytest.approx(0, abs=1.0),
         "inference_client/waiting": 0.0, "inference_client/servers": 1.0,
         "inference_client/outstanding_tokens/inference-0": 0.0,
     }  # fmt: skip

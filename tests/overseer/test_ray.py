@@ -278,6 +278,11 @@ def test_reservations_add_up_and_end_with_the_component(launcher, spawned):
     running(first)
     with pytest.raises(ConfigError, match="of the cluster's 2 the run's other components reserve 1.5: .* has no room"):
         launcher.spawn(NAMES(), plain_component.make, {}, RoleConfig(num_cpus=1), View())
+    quarter = RoleConfig(num_cpus=0.25)
+    two = [(Identity("rollout", index, 0), quarter) for index in (901, 902)]
+    launcher.check_room(two, [])
+    with pytest.raises(ConfigError, match=r"the run's other components reserve 2: rollout-902 has no room"):
+        launcher.check_room(two, [quarter])
     first.kill(10)
     running(spawned(roles=RoleConfig(num_cpus=1)))
 

@@ -1,5 +1,6 @@
 """Whole runs on a real Ray cluster; each in a driver process of its own, as a user starts them."""
 
+import json
 import os
 import signal
 import socket
@@ -137,8 +138,10 @@ def test_a_dead_driver_takes_its_components_along(tmp_path: Path):
     wait_until(lambda: not any(alive(pid) for pid in pids), "end of the components", 60.0)
 
 
-def run_on_cluster(tmp_path: Path, head: str, then: str, address: str, *words: str, recipe: str = "cats") -> Path:
-    """A run on a cluster of this machine's own; the head and further nodes as Python source."""
+def run_on_cluster(
+    tmp_path: Path, head: str, then: str, address: str, *words: str, recipe: str = "cats", after: str = ""
+) -> Path:
+    """A run on a cluster of this machine's own; the head, further nodes, and what follows it as Python source."""
     run_dir = tmp_path / "run"
     script = f"""
 import sys
@@ -147,6 +150,7 @@ cluster = Cluster(initialize_head=True, head_node_args={head})
 {then}
 from penstock.cli import main
 code = main(["train", "{recipe}", "-q", *{[*QUICK, *words]!r}, f"ray.address={address}", "--run-dir={run_dir}"])
+{after}
 cluster.shutdown()
 sys.exit(code)
 """
@@ -156,7 +160,10 @@ sys.exit(code)
 
 
 def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
-    """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross."""
+    """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross.
+
+    At staleness zero the server may leave no version out.
+    """
     here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay", "curriculum")]
     there = [f"roles.{role}.resources.there=1" for role in ("inference", "rollout", "evaluator")]
     run_dir = run_on_cluster(
@@ -164,30 +171,47 @@ def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
         '{"num_cpus": 4, "resources": {"here": 100}}',
         'cluster.add_node(num_cpus=4, resources={"there": 100})',
         "{cluster.address}",
-        "steps=12", "rollout.workers=2", "weights.transport=arrow_flight", *here, *there,
+        "steps=6", "async=false", "rollout.workers=2", "weights.transport=arrow_flight", *here, *there,
     )  # fmt: skip
-    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-12" / "model" / "model.safetensors")
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-6" / "model" / "model.safetensors")
     size = sum(array.nbytes for array in arrays.values())
     rows = updates(run_dir)
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert rows[-1]["weights/bytes_served"] >= rows[-1]["inference/weight_swaps_total"] * size > 0
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert all(row["replay/staleness_max"] == 0 for row in rows)
+    assert rows[-1]["weights/bytes_served"] >= 6 * size > 0  # versions 0 to 5
     status = read_status(run_dir / "status.json")
     assert status is not None and status["numbers"]["rollout_storage/received_bytes"] > 0
     assert closes(status["ledger"])
 
 
+NODES_OF_ACTORS = """
+import json, ray
+from ray._private.state import actors
+ray.init(cluster.address, log_to_driver=False)
+with open({path!r}, "w") as file:
+    json.dump([(one["Name"], one["Address"]["NodeID"]) for one in actors().values()], file)
+ray.shutdown()
+"""
+
+
 def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path: Path):
-    """Learner and replay on one node, two rollout workers with their simulators and the evaluator on the other."""
+    """Learner, replay and a rollout worker on one node, the evaluator and the other rollout worker on the other one."""
     here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay")]
-    there = [f"roles.{role}.resources.there=1" for role in ("rollout", "evaluator")]
+    there = ["roles.evaluator.resources.there=1", "roles.rollout.resources.simulators=1"]  # each node has room for one
+    path = tmp_path / "nodes.json"
     run_dir = run_on_cluster(
         tmp_path,
-        '{"num_cpus": 4, "resources": {"here": 100}}',
-        'cluster.add_node(num_cpus=4, resources={"there": 100})',
+        '{"num_cpus": 4, "resources": {"here": 100, "simulators": 1}}',
+        'cluster.add_node(num_cpus=4, resources={"there": 100, "simulators": 1})',
         "{cluster.address}",
         "steps=25", "fleet.workers=2", "fleet.envs_per_worker=16", "weights.transport=arrow_flight",
         "evaluation.episodes=16", "evaluation.simulators=16", *here, *there, recipe="cartpole",
+        after=NODES_OF_ACTORS.format(path=str(path)),
     )  # fmt: skip
+    nodes = [(name.partition("#")[0], node) for name, node in json.loads(path.read_text())]
+    place = dict(nodes)
+    assert len(nodes) == len(place) == 5 and place["rollout-0"] != place["rollout-1"]
+    assert {place["learner-0"], place["evaluator-0"]} == {place["rollout-0"], place["rollout-1"]}
     arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-25" / "model" / "model.safetensors")
     size = sum(array.nbytes for array in arrays.values())
     rows = updates(run_dir)
@@ -199,6 +223,7 @@ def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path:
     assert closes(status["ledger"]) and status["ledger"]["trained"] == 25 * 32
     account = status["account"]
     assert closes(account) and account["acting"] == account["buffered"] == account["waiting"] == 0
+    assert account["sent"] + account["sent_faults"] == status["ledger"]["started"] * 64
     events = list(read_events(run_dir / "events.jsonl"))
     workers = [event["component"] for event in events if event["event"] == "worker_ended"]
     assert sorted(workers) == ["rollout-0", "rollout-1"]

@@ -8,7 +8,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.overseer.distributed.answers import Answer
 from penstock.overseer.distributed.component import Factory
 from penstock.overseer.distributed.host import Host
 from penstock.overseer.distributed.records import Identity, Report, View
-from penstock.types import Stopped, UnreachableError
+from penstock.types import ConfigError, Stopped, UnreachableError
 
 STOP_S = 5.0
 
@@ -122,11 +122,13 @@ class ThreadLauncher:
     Attributes:
         handles: Every incarnation that was ever started, in order.
         settings: What each was started with.
+        room: So many more may be added while the run goes on; None for no limit.
     """
 
     def __init__(self) -> None:
         self.handles: dict[Identity, ThreadHandle] = {}
         self.settings: dict[Identity, Mapping[str, Any]] = {}
+        self.room: int | None = None
         self._refused: dict[str, int] = {}
 
     def spawn(
@@ -142,6 +144,10 @@ class ThreadLauncher:
         handle.host = Host(identity, factory, copy.deepcopy(settings), copy.deepcopy(view), self._reach)
         handle.host.start()
         return handle
+
+    def check_room(self, newcomers: Sequence[tuple[Identity, RoleConfig]], others: Sequence[RoleConfig]) -> None:
+        if self.room is not None and len(newcomers) + len(others) > self.room:
+            raise ConfigError(f"there is no room for {newcomers[-1][0].name}")
 
     def close(self, timeout_s: float) -> None:
         for handle in self.handles.values():

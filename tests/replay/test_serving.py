@@ -57,6 +57,30 @@ def test_what_a_dead_server_still_says_holds_nothing_up():
     assert serving.hold("inference-1", 5, 0, 5)
 
 
+def test_nobody_waits_for_a_server_that_is_held_back_while_another_serves():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 2)
+    serving.hold("inference-1", 1, 0, 2)
+    serving.hold("inference-0", 1, 0, 2, held_back=True)
+    serving.hold("inference-1", 1, 0, 4)
+    assert issuer.serving_step == 4
+    serving.hold("inference-0", 1, 0, 2, held_back=False)  # it catches up; nothing is taken back
+    serving.hold("inference-1", 1, 0, 5)
+    assert issuer.serving_step == 4
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step == 5
+
+
+def test_a_server_that_is_held_back_and_serves_alone_sets_the_pace():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 2, held_back=True)
+    assert issuer.serving_step == 2
+    serving.hold("inference-1", 1, 0, 4)
+    assert issuer.serving_step == 4
+
+
 def test_a_server_that_joins_late_takes_nothing_back():
     issuer = issuer_at(5)
     serving = ServingVersions(issuer, needs_clearance=False)
@@ -83,3 +107,12 @@ def test_where_evaluations_come_first_a_version_serves_when_it_is_cleared():
     assert issuer.serving_step == 5
     serving.clear(0, 4)  # repeated late
     assert issuer.serving_step == 5
+
+
+def test_where_evaluations_come_first_all_servers_count():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=True)
+    serving.hold("inference-0", 1, 0, 3, held_back=True)
+    serving.hold("inference-1", 1, 0, 5)
+    serving.clear(0, 5)
+    assert issuer.serving_step == 3

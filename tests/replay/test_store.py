@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import duckdb
@@ -46,6 +47,24 @@ def test_files_have_the_names_of_the_documentation(run, directory):
     assert parts and all(name.startswith("part-") and name.endswith(".parquet") for name in parts)
     assert len(batches) == 3 and {path.rsplit("_", 1)[0].count("_") for path in batches} == {1}
     assert {update.batch.batch_id + ".parquet" for update in run.trained} == set(batches)
+
+
+def test_whoever_counts_the_time_is_told_of_each_write(sim, directory):
+    writes = []
+
+    def files():
+        return len(list(directory.rollouts.iterdir())), len(list(directory.batches.iterdir()))
+
+    @contextmanager
+    def counted():
+        writes.append(files())
+        yield
+        writes.append(files())
+
+    store = RolloutStore(directory, writing=counted)
+    store.seal(records(sim, "easy-0-0"))
+    store.write_batch("batch_1", [example("easy-0-0/0")], 0, 0)
+    assert writes == [(0, 0), (1, 0), (1, 0), (1, 1)]
 
 
 def test_groups_come_back_whole_and_by_name(run, directory):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock.types import WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
@@ -22,17 +23,21 @@ def test_the_example_runs():
     names["broadcaster"].close()
 
 
-def test_every_metric_of_the_table_is_measured_and_the_other_way_round():
-    rows = dict(re.findall(r"^\| (learner|learner, Flight|client|client, Flight) \| (.*) \|$", PAGE, re.MULTILINE))
-    named = {where: {f"weights/{name}" for name in re.findall(r"`(\w+)`", text)} for where, text in rows.items()}
-    config = WeightsConfig(encoding="delta")
-    broadcaster = open_broadcaster(config, "job", "t", "unused")
+@pytest.mark.parametrize("transport", ["arrow_flight", "shared_memory", "checkpoint"])
+def test_every_metric_of_the_table_is_measured_and_the_other_way_round(transport, tmp_path):
+    table = re.findall(r"^\| ((?:learner|client)(?:, [\w ]+)?) \| (.*) \|$", PAGE, re.MULTILINE)
+    rows = {where: {f"weights/{name}" for name in re.findall(r"`(\w+)`", text)} for where, text in table}
+    more = "Flight" if transport == "arrow_flight" else "memory and files"
+    config = WeightsConfig.model_validate({"encoding": "delta", "transport": transport})
+    broadcaster = open_broadcaster(config, f"job of {tmp_path}", "t", str(tmp_path))
     client = open_client(broadcaster.endpoint(), config, "t", "c")
     for step in range(2):
         broadcaster.publish(WeightVersion(0, step), {"w": np.zeros(5000, np.float32)})
         client.fetch(WeightVersion(0, step))
-    assert named["learner"] | named["learner, Flight"] == broadcaster.metrics().keys()
-    assert named["client"] | named["client, Flight"] == client.metrics().keys()
+    published, fetched = broadcaster.metrics().keys(), client.metrics().keys()
+    assert rows["learner"] | rows[f"learner, {more}"] == published
+    assert rows["client"] | rows.get(f"client, {more}", set()) == fetched
+    assert not published & fetched, "one would overwrite the other in a line of metrics"
     client.close()
     broadcaster.close()
 

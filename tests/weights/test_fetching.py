@@ -142,13 +142,17 @@ def test_a_broadcaster_that_cannot_be_reached_is_waited_for():
     reader, seen = FakeReader(announced(1)), []
     client = client_of(reader)
     reader.reachable = False
+    assert client.failure is None
     assert client.wait_for(None, timeout_s=0.01) is None
+    assert client.failure == "nobody answers"
     waiter = threading.Thread(target=lambda: seen.append(client.wait_for(None, 30.0)))
     waiter.start()
     reader.reachable = True
     waiter.join(30.0)
     assert seen == [WeightVersion(0, 1)]
-    assert client.metrics()["weights/unreachable"] >= 1
+    assert client.metrics()["weights/unreachable"] >= 1 and client.failure is None
+    reader.reachable = False
+    assert client.latest() == WeightVersion(0, 1) and client.failure == "nobody answers"
 
 
 def test_the_same_version_of_another_incarnation_is_news_only_after_a_fetch():

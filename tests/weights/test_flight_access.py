@@ -119,6 +119,12 @@ def test_nobody_there_is_unreachable():
     assert isinstance(local_error(failure.value, "there"), UnreachableError)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:\x00", "\ud800:1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(WeightsError, match="is no address of a weight server"):
+        open_channel(address, False, Access("t"), 1 << 20)
+
+
 def test_addresses():
     assert join_address("127.0.0.1", 8) == "127.0.0.1:8" and join_address("::1", 8) == "[::1]:8"
     assert host_of("10.0.0.7:8") == "10.0.0.7" and host_of("[::1]:8") == "::1"

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.types import UnreachableError, WeightsError
 from penstock.weights.flight_access import Access, serving_options
-from penstock.weights.flight_channel import Channel
+from penstock.weights.flight_channel import Channel, Fetch
 from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
@@ -19,6 +19,7 @@ from penstock.weights.flight_messages import (
     OfferAnswer,
     StreamTicket,
 )
+from penstock.weights.streams import Piece
 
 ACCESS = Access("token")
 LIMIT_S = 20.0
@@ -83,6 +84,7 @@ def test_nothing_to_fetch_asks_for_nothing():
 
 other = pa.schema([pa.field("bytes", pa.int8(), nullable=False)])
 two = pa.schema([pa.field("a", pa.uint8()), pa.field("b", pa.uint8())])
+named = pa.schema([pa.field("other", pa.uint8(), nullable=False)])
 null = pa.RecordBatch.from_arrays([pa.array([1, None], pa.uint8())], names=["bytes"])
 
 
@@ -94,15 +96,39 @@ null = pa.RecordBatch.from_arrays([pa.array([1, None], pa.uint8())], names=["byt
         ([batch(b"ab"), batch(b"c")], SCHEMA, "more than"),
         ([batch(b"abc")], SCHEMA, "other things"),
         ([batch(b"ab", other)], other, "other things"),
+        ([batch(b"ab", named)], named, "other things"),  # Arrow cannot even read a name that is not UTF-8
         ([pa.RecordBatch.from_arrays([pa.array([1, 2], pa.uint8())] * 2, schema=two)], two, "other things"),
         ([null], null.schema, "other things"),
     ],
-    ids=["nothing", "short", "more", "long", "type", "columns", "nulls"],
+    ids=["nothing", "short", "more", "long", "type", "name", "columns", "nulls"],
 )
 def test_other_bytes_than_were_due_are_refused(batches, schema, message):
     with Server(batches, schema) as server:
         with pytest.raises(WeightsError, match=message):
             fetch(server, [2])
+
+
+class Forged(list):
+    """A column, and the batch of it, as Arrow makes them of a forged message; by itself it makes none such."""
+
+    null_count, offset = 0, 0
+
+    def __init__(self, length, body):
+        super().__init__([0] * length)
+        self.body = body
+
+    def buffers(self):
+        return [None, self.body]
+
+    def column(self, index):
+        return self
+
+
+@pytest.mark.parametrize("body", [pa.py_buffer(b"a"), pa.py_buffer(b""), None], ids=["short", "empty", "none"])
+def test_a_message_that_says_more_than_it_holds_is_refused(body):
+    fetch = Fetch("there", [np.zeros(2, np.uint8)], 0.0, threading.Event())
+    with pytest.raises(WeightsError, match="sent other things than 2 bytes"):
+        fetch._place(Forged(2, body), Piece(0, 0, 2))
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import pyarrow.flight as flight
 import pytest
 from tests.waiting import wait_until
 
-from penstock.types import WeightsError, WeightVersion
+from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, flight_client, flight_service, open_broadcaster, open_client
+from penstock.weights.flight_channel import Channel
+from penstock.weights.flight_messages import OfferAnswer
 from penstock.weights.relay import Relay
 
 SIZE = 300_000
@@ -120,6 +122,27 @@ def test_a_dead_parent_leads_to_the_root(job):
     kill(job.clients[1])
     job.fetch(2, 1)
     assert job.number(2, "parent_failures") == 1 and job.served() - before == SIZE * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("parent", "why"), [("127.0.0.1:99999", "is no address"), ("127.0.0.1:1", "is dead"), (None, "none came free")]
+)
+@pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
+def test_a_root_that_leads_nowhere_ends_the_fetch_at_its_limit(job, monkeypatch, parent, why):
+    asked = Channel.ask
+
+    def ask(self, name, request, kind, timeout_s):
+        answer = asked(self, name, request, kind, timeout_s)
+        return answer.model_copy(update={"parent": parent}) if kind is OfferAnswer else answer
+
+    monkeypatch.setattr(Channel, "ask", ask)
+    monkeypatch.setattr(job.clients[0]._reader, "_direct", None)
+    monkeypatch.setattr(job.clients[0]._fetching, "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
+    job.publish(1)
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match=rf"no place in the fan-out tree .* in 0.5 s: .*{why}"):
+        job.fetch(0, 1)
+    assert time.monotonic() - began < 10.0
 
 
 def test_a_parent_that_stalls_is_left(job, monkeypatch):

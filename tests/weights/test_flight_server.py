@@ -162,12 +162,12 @@ def test_the_lag_of_the_slowest_client_is_measured(root):
     root.put(4)
     root.offer("a", 4)
     root.finished("a", 4, None)
-    assert root.store.metrics()["weights/lag"] == 3.0 and root.store.metrics()["weights/clients"] == 2.0
+    assert root.store.metrics()["weights/slowest_lag"] == 3.0 and root.store.metrics()["weights/clients"] == 2.0
     root.now += 59.0
     root.wait()  # as client c
     root.now += 2.0
     root.wait()
-    assert root.store.metrics()["weights/lag"] == 0.0 and root.store.metrics()["weights/clients"] == 1.0
+    assert root.store.metrics()["weights/slowest_lag"] == 0.0 and root.store.metrics()["weights/clients"] == 1.0
 
 
 def test_the_endpoint_names_where_clients_connect():

@@ -29,7 +29,7 @@ class FakeStore:
         return {"address": "here"}
 
     def metrics(self) -> dict[str, float]:
-        return {"weights/bytes": 7.0}
+        return {"weights/bytes_written": 7.0}
 
     def close(self) -> None:
         self.closed += 1
@@ -109,7 +109,7 @@ def test_numbers_of_the_store_are_among_its_own():
     broadcaster = broadcaster_of(FakeStore())
     broadcaster.publish(WeightVersion(0, 0), {"x": np.zeros(10, np.float32)})
     numbers = broadcaster.metrics()
-    assert numbers["weights/bytes"] == 7.0 and numbers["weights/bytes_full"] == 40.0
+    assert numbers["weights/bytes_written"] == 7.0 and numbers["weights/bytes_published"] == 40.0
     parts = ("host_copy_s", "digest_s", "encode_s", "serialise_s")
     assert numbers["weights/publish_s"] == pytest.approx(sum(numbers[f"weights/{part}"] for part in parts))
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of, publications
 
-from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
-from penstock.weights.fetching import Announcement
+from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
+from penstock.weights import WeightsConfig
+from penstock.weights.fetching import Announcement, FetchingClient
 from penstock.weights.manifest import Manifest
 from penstock.weights.marker import Marker, Offer
 from penstock.weights.shelf import ShelfReader
@@ -22,10 +23,11 @@ def marker_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -
 
 class FakeShelf:
     look_every_s = 0.001
+    may_hang = False
 
     def __init__(self, content: bytes | None) -> None:
         self.content = content
-        self.while_reading: Callable[[], None] = lambda: None
+        self.while_reading: Callable[[], object] = lambda: None
         self.missing = False
 
     def marker(self) -> bytes | None:
@@ -121,3 +123,41 @@ def test_closing_ends_a_wait_and_every_read():
     assert seen == [known]
     with pytest.raises(Stopped):
         reader.read(WeightVersion(0, 3), None, 1.0)
+
+
+def hanging_shelf(released: threading.Event) -> FakeShelf:
+    shelf = FakeShelf(marker_of(3))
+    shelf.may_hang = True
+    shelf.while_reading = lambda: released.wait(30.0)
+    return shelf
+
+
+def test_a_read_that_hangs_ends_at_the_fetchs_limit():
+    released = threading.Event()
+    reader = reader_of(hanging_shelf(released))
+    with pytest.raises(UnreachableError, match=r"reading WeightVersion\(lineage=0, step=3\) was not over within 0.1 s"):
+        reader.read(WeightVersion(0, 3), None, 0.1)
+    released.set()
+    assert reader.read(WeightVersion(0, 3), None, 30.0).manifest == manifest_of(3)
+
+
+def test_a_marker_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.MonkeyPatch):
+    released = threading.Event()
+    shelf = hanging_shelf(released)
+    monkeypatch.setattr(shelf, "marker", lambda: released.wait(30.0) and None)
+    monkeypatch.setattr("penstock.weights.shelf.MARKER_S", 0.05)
+    endpoint = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
+    client = FetchingClient(endpoint, WeightsConfig(transport="checkpoint"), lambda _: reader_of(shelf))
+    assert client.wait_for(None, 0.0) is None
+    assert client.failure == "reading the marker of weights was not over within 0.05 s"
+    monkeypatch.undo()
+    assert client.wait_for(None, 30.0) == WeightVersion(0, 3)
+    assert client.failure is None
+    released.set()
+
+
+def test_what_cannot_hang_is_read_in_the_callers_thread():
+    shelf, threads = FakeShelf(marker_of(3)), []
+    shelf.while_reading = lambda: threads.append(threading.current_thread())
+    reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+    assert threads == [threading.current_thread()]

@@ -162,7 +162,7 @@ def test_bytes_written_are_counted():
     store = ShelfStore(FakeShelf(), JOB, "t", keep=1)
     first, second = publications(2, deltas=True)
     offer(store, first)
-    assert store.metrics() == {"weights/bytes": 20_004.0}
+    assert store.metrics() == {"weights/bytes_written": 20_004.0}
     offer(store, second)
     delta = second.chains[first.manifest.content][0]
-    assert store.metrics() == {"weights/bytes": 20_004.0 + delta.nbytes}
+    assert store.metrics() == {"weights/bytes_written": 20_004.0 + delta.nbytes}

@@ -362,7 +362,7 @@ def test_both_sides_measure(crossing: Rig):
     full_bytes = sum(array.nbytes for array in arrays(0).values())
     published, fetched = broadcaster.metrics(), client.metrics()
     assert published["weights/publish_s"] > 0 and published["weights/serialise_s"] >= 0
-    assert published["weights/bytes_full"] == full_bytes
+    assert published["weights/bytes_published"] == full_bytes
     assert fetched["weights/bytes"] == fetched["weights/bytes_full"] == full_bytes
     assert fetched["weights/transfer_s"] > 0 and fetched["weights/mib_per_s"] > 0
     assert fetched["weights/lag"] == 3

@@ -4,6 +4,7 @@ A run that says it goes on is believed while its status.json is young and, on th
 What a process wrote that was killed in between is still shown, with its age.
 """
 
+import math
 import os
 import socket
 import time
@@ -108,8 +109,19 @@ def _limit_s(config: Mapping[str, Any]) -> float:
     return max(LEAST_S, INTERVALS * interval_s)
 
 
+def finite(value: Any) -> float | None:
+    """What a file says is a number, where it is a finite one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+
+
 def _number(value: Any, otherwise: float) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+    found = finite(value)
+    return otherwise if found is None else found
 
 
 def _process_lives(pid: int) -> bool:

@@ -75,7 +75,7 @@ class ServerPool:
         self._queue = RequestQueue(self._routing, clock)
         self._links: dict[tuple[str, int, str], Link] = {}
         self._numbers = itertools.count()
-        self._counts: Counter[str] = Counter({"requests": 0, "retries": 0, "refusals": 0})
+        self._counts: Counter[str] = Counter({"requests": 0, "answers": 0, "retries": 0, "refusals": 0})
         self._thread = LoopThread("pool of inference servers")
 
     @property
@@ -88,10 +88,16 @@ class ServerPool:
         """Those that live, as last told, by name."""
         return self._routing.servers
 
+    @property
+    def answers(self) -> int:
+        """Requests that were answered so far."""
+        return self._counts["answers"]
+
     def set_servers(self, servers: Sequence[Server]) -> None:
         """Tells which servers live now; returns at once, and may be called as often as one likes.
 
         What waits for a server that is not among them, or that another incarnation has replaced, is asked elsewhere.
+        One that does not accept any more answers what it was asked before.
         """
         given = tuple(servers)
         self._thread.call(lambda: self._take(given))
@@ -133,7 +139,8 @@ class ServerPool:
         """What requests wait for before they are even sent; None where none does."""
         if not self._queue.length:
             return None
-        return "room at the inference servers" if self.servers else "an inference server"
+        accepting = any(server.accepting for server in self.servers)
+        return "room at the inference servers" if accepting else "an inference server"
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread; whoever waits for an answer gets `Stopped`. May be called again.
@@ -174,7 +181,9 @@ class ServerPool:
                     server = await self._queue.admit(number, request.tokens, request.session, request.target)
                     trials.begin(server)
                     try:
-                        return await self._attempt(server, request)
+                        result = await self._attempt(server, request)
+                        self._counts["answers"] += 1
+                        return result
                     except Unanswered as failure:
                         trials.add(server, failure)
                         self._counts["retries"] += 1

@@ -1,11 +1,16 @@
 """Which part of a run sets its pace, in a sentence, from how idle each part was during an update.
 
 A pure function of numbers. The learner is the goal of all others: while it is busy, it sets the pace itself. While it
-waits, the busiest of those that it waits for does: the inference servers, else the rollout workers, else nobody has
-enough to do, and the admission of groups is too tight.
+waits, somebody that it waits for does: the inference servers where they are busy, else the replay buffer, else the
+rollout workers, who wait for both. Else nobody has enough to do, and the admission of groups is too tight.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness"]
+"""`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns."""
 
 BUSY = 0.10
 """A learner with less idle time than this sets the pace."""
@@ -13,9 +18,22 @@ BUSY_SUPPLIER = 0.25
 """Whoever supplies it is called busy below this."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What sets the pace.
+
+    Attributes:
+        part: Which part of the run; None where nothing is known of the learner.
+        words: The sentence, with its share and what helps.
+    """
+
+    part: Part | None = None
+    words: str = ""
+
+
 def find_bottleneck(
     idle: Mapping[str, float], gauges: Mapping[str, float], local: bool = False
-) -> tuple[str, dict[str, float]]:
+) -> tuple[Bottleneck, dict[str, float]]:
     """Names the bottleneck of one update.
 
     Args:
@@ -24,16 +42,18 @@ def find_bottleneck(
         local: Whether all runs in one process, which has one engine and one rollout worker.
 
     Returns:
-        The sentence, empty where nothing is known of the learner, and the metrics ``time/idle/<role>``.
+        The bottleneck, and the metrics ``time/idle/<role>``.
     """
     shares = {f"time/idle/{role}": share for role, share in sorted(idle.items())}
     if "learner" not in idle:
-        return "", shares
+        return Bottleneck(), shares
     learner = idle["learner"]
     if learner < BUSY:
         remedy = "give it a faster device" if local else "give it faster devices (roles.learner)"
-        return f"learner busy {1 - learner:.0%}: it sets the pace: {remedy}, or train on shorter rollouts", shares
-    return f"learner idle {learner:.0%}: {_why_it_waits(idle, gauges, local)}", shares
+        words = f"learner busy {1 - learner:.0%}: it sets the pace: {remedy}, or train on shorter rollouts"
+        return Bottleneck("learner", words), shares
+    part, why = _why_it_waits(idle, gauges, local)
+    return Bottleneck(part, f"learner idle {learner:.0%}: {why}"), shares
 
 
 def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str, float]:
@@ -54,15 +74,19 @@ def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str,
     return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}
 
 
-def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local: bool) -> str:
-    inference, rollout = idle.get("inference", 1.0), idle.get("rollout", 1.0)
+def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local: bool) -> tuple[Part, str]:
+    inference, replay, rollout = (idle.get(role, 1.0) for role in ("inference", "replay", "rollout"))
     if gauges.get("staleness_budget") == 0:
-        return "at staleness zero it takes turns with generation: raise replay.staleness_budget"
+        return "staleness", "at staleness zero it takes turns with generation: raise replay.staleness_budget"
     if inference < BUSY_SUPPLIER:
         remedy = "raise inference.max_slots, or add servers (runtime: ray, inference.servers)"
         if not local:
             remedy = "add inference servers (inference.servers)"
-        return f"generation is busy {1 - inference:.0%}: {remedy}"
+        return "inference", f"generation is busy {1 - inference:.0%}: {remedy}"
+    if replay < BUSY_SUPPLIER:
+        remedy = "give it a core and a fast disk of its own (roles.replay), or larger groups"
+        return "replay", f"the replay buffer is busy {1 - replay:.0%}: {remedy}"
     if rollout < BUSY_SUPPLIER:
-        return f"rollout workers are busy {1 - rollout:.0%}: add rollout workers (rollout.workers)"
-    return "generation has not enough to do: admit more groups (replay.staleness_budget, replay.groups_per_batch)"
+        return "rollout", f"rollout workers are busy {1 - rollout:.0%}: add rollout workers (rollout.workers)"
+    remedy = "admit more groups (replay.staleness_budget, replay.groups_per_batch)"
+    return "admission", f"generation has not enough to do: {remedy}"

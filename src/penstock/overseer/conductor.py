@@ -212,7 +212,8 @@ class Conductor(LocalRun[RunConfig, Start, Components]):
         before, self._engine_busy_s = self._engine_busy_s, parts.engine.busy_s
         idle = idle_shares(metrics, self._engine_busy_s - before)
         gauges = {"staleness_budget": float(self._config.replay.staleness_budget)}
-        self._bottleneck, shares = find_bottleneck(idle, gauges, local=True)
+        found, shares = find_bottleneck(idle, gauges, local=True)
+        self._bottleneck = found.words
         return shares
 
     def _save(self, step: int) -> None:

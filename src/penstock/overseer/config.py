@@ -51,6 +51,11 @@ class OverseerConfig(BaseModel):
     straggler_factor: float = Field(default=3.0, gt=1)
     replace_stragglers: bool = False
 
+    @property
+    def start_limit_s(self) -> float:
+        """Longest start of a component that answers meanwhile: loading and compiling take what they take."""
+        return max(self.start_timeout_s, self.no_progress_s)
+
 
 class RoleConfig(BaseModel):
     """Where the components of one role run under ``runtime: ray``.

@@ -68,8 +68,7 @@ def run_under_ray(
                 check_resume(checkpoint)
         states = None if checkpoint is None else read_states(checkpoint)
         try:
-            launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-            _check_addresses(hosts, launcher, config.overseer.stop_timeout_s)
+            launcher = _joined(config, directory, hosts)
         except ConfigError:
             if not resume:
                 shutil.rmtree(directory.path)  # nothing of a run is in it
@@ -85,12 +84,28 @@ def run_under_ray(
     return directory, conductor
 
 
-def _check_addresses(hosts: Mapping[str, str], launcher: RayLauncher, stop_timeout_s: float) -> None:
-    """Servers that only their own machine can reach are of no use to others."""
-    machines = launcher.machines
+def _joined(config: AnyConfig, directory: RunDirectory, hosts: Mapping[str, str]) -> RayLauncher:
+    """A launcher on the cluster of the config, whose machines reach one another."""
+    launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+    try:
+        _check_reach(launcher.machines, config.weights.transport, hosts)
+    except ConfigError:
+        launcher.close(config.overseer.stop_timeout_s)
+        raise
+    return launcher
+
+
+def _check_reach(machines: int, transport: str, hosts: Mapping[str, str]) -> None:
+    """Memory and servers that only their own machine can reach are of no use to others."""
+    if machines < 2:
+        return
+    if transport == "shared_memory":
+        raise ConfigError(
+            f"weights.transport is shared_memory, which no other machine can reach, and the cluster has {machines}: "
+            "set it to arrow_flight, with weights.host=0.0.0.0, or to checkpoint, with a folder that all reach"
+        )
     for name, host in hosts.items():
-        if machines > 1 and is_loopback(host):
-            launcher.close(stop_timeout_s)
+        if is_loopback(host) and (name != "weights.host" or transport == "arrow_flight"):
             raise ConfigError(
                 f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
                 "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -323,11 +323,8 @@ class RayLauncher:
             ConfigError: the cluster can never place it. Later incarnations wait for room instead: a machine may have
                 died, and may come back.
         """
-        with self._lock:
-            reserved = list(self._handles.values())
         if identity.incarnation == 0:
-            machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            check_fits(identity, resources, machines, reserved)
+            self.check_room([(identity, resources)], [])
         shows_gpus = resources.num_gpus > 0 or "CUDA_VISIBLE_DEVICES" in resources.env
         actor = self._actor_class.options(
             name=self._life.actor_name(identity),
@@ -342,6 +339,15 @@ class RayLauncher:
         with self._lock:
             self._handles[handle] = amounts(resources)
         return handle
+
+    def check_room(self, newcomers: Sequence[tuple[Identity, RoleConfig]], others: Sequence[RoleConfig]) -> None:
+        """Compares what they ask for with the cluster's machines; see `Launcher.check_room`."""
+        with self._lock:
+            reserved = [*self._handles.values(), *map(amounts, others)]
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for identity, resources in newcomers:
+            check_fits(identity, resources, machines, reserved)
+            reserved.append(amounts(resources))
 
     def close(self, timeout_s: float) -> None:
         """Ends every process it started; see `Launcher.close`. A second call does nothing."""

@@ -143,8 +143,7 @@ class ReplayBuffer:
         self._intake.deliver(group)
         if self._admission.paced or self._stock.waiting.rollouts >= self._outlet.awaited:
             self._changed.notify_all()
-        complete = self._config.synchronous and self._admission.next_turn() is None
-        return complete and self._admission.paced
+        return self._config.synchronous and self._admission.paced and self._admission.next_turn() is None
 
     def _after_taking(self, seal: bool) -> None:
         if seal or self._sealer.due:
@@ -311,6 +310,7 @@ class ReplayBuffer:
                 "replay/in_flight": float(counts["in_flight"]),
                 "replay/outstanding_groups": float(len(self._admission.outstanding)),
                 "replay/late_deliveries": float(self._admission.late_deliveries),
+                "replay/overdue_groups": float(self._sealer.overdue),
                 **self._room.metrics(),
                 **{f"replay/ledger/{state}": float(count) for state, count in counts.items()},
             }

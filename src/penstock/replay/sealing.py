@@ -69,6 +69,13 @@ class Sealer:
             waited = self._clock() - self._oldest
             return bool(self._group_ids) and (len(self._records) >= self._buffer_size or waited >= self._seal_s)
 
+    @property
+    def overdue(self) -> int:
+        """Groups whose file is due or being written; none while a full disk is waited for."""
+        with self._lock:
+            queued = len(self._group_ids)
+            return 0 if self._space.retry_in_s else len(self._unsealed) - (0 if self.due else queued)
+
     def seal(self, sealed: Callable[[list[str]], None], blocking: bool = True) -> None:
         """Writes what is queued, then calls `sealed` with the group ids, the lock held; nothing while the disk is full.
 

@@ -209,8 +209,15 @@ class ReplayService:
 
     # --- for inference servers and the evaluator -----------------------------------------------------------------
 
-    def server_holds(self, server: str, incarnation: int, lineage: int, step: int) -> bool:
+    def server_holds(self, server: str, incarnation: int, lineage: int, step: int, held_back: bool = False) -> bool:
         """A server holds a version now; tickets are stamped with the oldest that any server holds.
+
+        Args:
+            server: Which.
+            incarnation: Which life of it.
+            lineage: Of the version.
+            step: Of the version.
+            held_back: An evaluation keeps it there; nobody waits for it while there are other servers.
 
         Returns:
             Whether it counts; one of another lineage does not.
@@ -218,7 +225,7 @@ class ReplayService:
         Raises:
             SupersededError: a newer incarnation of the server has spoken.
         """
-        return self._serving.hold(server, incarnation, lineage, step)
+        return self._serving.hold(server, incarnation, lineage, step, held_back)
 
     def forget_server(self, server: str, incarnation: int) -> None:
         """An incarnation of a server is dead: nobody waits for its version any more."""

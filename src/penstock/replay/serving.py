@@ -1,4 +1,8 @@
-"""Which version serves, where there are several inference servers: the oldest that any of them holds."""
+"""Which version serves, where there are several inference servers: the oldest that any of them holds.
+
+One that an evaluation holds back does not count while others do: it is given no new groups once those have left its
+version. At staleness zero all count, since nothing is trained there while a version is evaluated.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from penstock.types import SupersededError
 class _Held:
     incarnation: int
     step: int
+    held_back: bool
 
 
 class ServingVersions:
@@ -32,8 +37,8 @@ class ServingVersions:
         self._dead: dict[str, int] = {}
         self._cleared: int | None = None
 
-    def hold(self, server: str, incarnation: int, lineage: int, step: int) -> bool:
-        """A server holds a version now.
+    def hold(self, server: str, incarnation: int, lineage: int, step: int, held_back: bool = False) -> bool:
+        """A server holds a version now; held back, it is kept there by an evaluation.
 
         Returns:
             Whether it counts; one of another lineage does not.
@@ -49,7 +54,7 @@ class ServingVersions:
                 raise SupersededError(f"{server}#{incarnation} was replaced by #{known.incarnation}")
             if lineage != self._issuer.lineage:
                 return False
-            self._held[server] = _Held(incarnation, step)
+            self._held[server] = _Held(incarnation, step, held_back)
             self._tell()
             return True
 
@@ -79,7 +84,8 @@ class ServingVersions:
     def _tell(self) -> None:
         if not self._held or (self._needs_clearance and self._cleared is None):
             return
-        step = min(held.step for held in self._held.values())
+        free = [held for held in self._held.values() if self._needs_clearance or not held.held_back]
+        step = min(held.step for held in free or self._held.values())
         if self._needs_clearance and self._cleared is not None:
             step = min(step, self._cleared)
         serving = self._issuer.serving_step

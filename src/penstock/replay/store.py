@@ -12,7 +12,8 @@ files.
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -99,6 +100,7 @@ class RolloutStore:
         grace_s: How long a file that was merged into another stays for those who read it.
         on_damage: Files and log lines that cannot be read any more are put aside in ``damaged/``, and this is told
             where, and why; for the run's one writer. None makes them errors.
+        writing: Entered around each write, by whoever counts the time.
 
     Raises:
         ConfigError: ``replay.store.url`` needs a package that is not installed, or is no URL that fsspec knows;
@@ -113,7 +115,9 @@ class RolloutStore:
         experience: ExperienceFormat = LANGUAGE,
         grace_s: float = GRACE_S,
         on_damage: OnDamage | None = None,
+        writing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._writing = writing
         self._directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
         self._config = config
         self._clock = clock
@@ -175,18 +179,20 @@ class RolloutStore:
         A write that failed may have made its file all the same. So the next part with the same groups, and perhaps
         more, takes that one's name, and no rollout is in two files.
         """
-        table = self._experience.to_table(records)
-        groups = frozenset(table.column("group_id").to_pylist())
-        tried = next((name for name, held in self._unsure.items() if held <= groups), None)
-        name = self._names.next() if tried is None else tried
-        self._unsure[name] = groups  # until it is certain
-        self._write(name, table)
-        del self._unsure[name]
+        with self._writing():
+            table = self._experience.to_table(records)
+            groups = frozenset(table.column("group_id").to_pylist())
+            tried = next((name for name, held in self._unsure.items() if held <= groups), None)
+            name = self._names.next() if tried is None else tried
+            self._unsure[name] = groups  # until it is certain
+            self._write(name, table)
+            del self._unsure[name]
 
     def write_batch(self, batch_id: str, examples: Sequence[TrainingExample], step: int, lineage: int) -> None:
         """Writes ``batches/<batch_id>.parquet``."""
-        table = self._experience.batch_to_table(examples, batch_id, step, lineage)
-        self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
+        with self._writing():
+            table = self._experience.batch_to_table(examples, batch_id, step, lineage)
+            self._write(f"{self._experience.batch_folder}/{batch_id}.parquet", table)
 
     def _write(self, name: str, table: pa.Table) -> None:
         self._inventory.begin()

@@ -34,6 +34,8 @@ class CheckpointFolder:
         ConfigError: the URL cannot be opened.
     """
 
+    may_hang = True
+
     def __init__(self, url: str, job: str) -> None:
         self._url = url
         self._folder = _folder_name(job)

@@ -119,17 +119,23 @@ class FetchingClient:
         self._change = threading.Lock()
         self._closed = threading.Event()
         self._newest: Announcement | None = None
+        self._failure: str | None = None
         self._held: _Held | None = None
         self._memory = WarmMemory()
         self._layout: Layout | None = None
         self._numbers: dict[str, float] = {"weights/fetches": 0.0, "weights/retries": 0.0, "weights/unreachable": 0.0}
 
+    @property
+    def failure(self) -> str | None:
+        """See `WeightClient.failure`."""
+        return self._failure
+
     def latest(self) -> WeightVersion | None:
         """See `WeightClient.latest`."""
         try:
-            self._newest = self._reader.newest()
-        except UnreachableError:
-            self._numbers["weights/unreachable"] += 1
+            self._newest, self._failure = self._reader.newest(), None
+        except UnreachableError as error:
+            self._note_failure(error)
         return None if self._newest is None else self._newest.version
 
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
@@ -191,12 +197,16 @@ class FetchingClient:
 
     def _look(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
         try:
-            self._newest = self._reader.wait(known, timeout_s)
-        except UnreachableError:
-            self._numbers["weights/unreachable"] += 1
+            self._newest, self._failure = self._reader.wait(known, timeout_s), None
+        except UnreachableError as error:
+            self._note_failure(error)
             self._closed.wait(min(timeout_s, _RECONNECT_S))
             return known
         return self._newest
+
+    def _note_failure(self, error: UnreachableError) -> None:
+        self._failure = str(error)
+        self._numbers["weights/unreachable"] += 1
 
     def _is_new(self, announced: Announcement, newer_than: WeightVersion | None) -> bool:
         if newer_than is None or announced.version > newer_than:

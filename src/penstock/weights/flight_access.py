@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pyarrow.flight as flight
 
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError
@@ -87,6 +88,9 @@ def open_channel(address: str, tls: bool, access: Access, max_message_bytes: int
         tls: Whether the server speaks TLS.
         access: Token and trust.
         max_message_bytes: Largest payload of a message that is accepted.
+
+    Raises:
+        WeightsError: that is no address.
     """
     options = [
         ("grpc.use_local_subchannel_pool", 1),
@@ -98,7 +102,10 @@ def open_channel(address: str, tls: bool, access: Access, max_message_bytes: int
     ]
     trust = {"tls_root_certs": access.roots, "override_hostname": access.server_name} if tls else {}
     sender = _TokenSender(access.token)
-    return flight.FlightClient(flight_uri(address, tls), middleware=[sender], generic_options=options, **trust)
+    try:
+        return flight.FlightClient(flight_uri(address, tls), middleware=[sender], generic_options=options, **trust)
+    except (pa.ArrowException, ValueError) as error:
+        raise WeightsError(f"{address!r:.300} is no address of a weight server: {error!s:.300}") from error
 
 
 def flight_uri(address: str, tls: bool) -> str:

@@ -20,6 +20,7 @@ from penstock.types import UnreachableError, WeightsError
 from penstock.weights.flight_access import Access, local_error, open_channel
 from penstock.weights.flight_messages import (
     OFFER_KEY,
+    SCHEMA,
     AnyMessage,
     FinishedAnswer,
     Message,
@@ -32,7 +33,6 @@ from penstock.weights.streams import Piece, cut
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
-_BYTES = pa.uint8()
 
 
 class Channel:
@@ -174,8 +174,11 @@ class Fetch:
             options = flight.FlightCallOptions(timeout=remaining_s)
             reader = connection.do_get(flight.Ticket(ticket.to_bytes()), options=options)
             self._register(reader)
+            schema = reader.schema
+            if not schema.equals(SCHEMA):
+                raise WeightsError(f"the weight server at {self._address} sent other things than bytes")
             if ticket.asks:
-                told = (reader.schema.metadata or {}).get(OFFER_KEY)
+                told = (schema.metadata or {}).get(OFFER_KEY)
                 self._offer.set_result(None if told is None else read_answer(OfferAnswer, told))
             for piece in pieces:
                 self._place(reader.read_chunk().data, piece)
@@ -241,10 +244,11 @@ class Fetch:
             wait(running, timeout=_LOOK_S)
 
     def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
-        column = batch.column(0) if batch is not None and batch.num_columns == 1 else None
-        if column is None or len(column) != piece.size or column.type != _BYTES or column.null_count:
+        column = None if batch is None else batch.column(0)
+        data = None if column is None or len(column) != piece.size or column.null_count else column.buffers()[1]
+        if column is None or data is None or data.size < column.offset + piece.size:  # Arrow looks at no buffer's size
             raise WeightsError(f"the weight server at {self._address} sent other things than {piece.size} bytes")
-        received = np.frombuffer(column.buffers()[1], np.uint8, piece.size, column.offset)
+        received = np.frombuffer(data, np.uint8, piece.size, column.offset)
         self._buffers[piece.index][piece.offset : piece.offset + piece.size] = received
         self._moved_at = time.monotonic()
 

@@ -121,15 +121,17 @@ class FlightReader:
                 if early is not None:
                     early.fetch.give_up()
                     early = None
+            why = "none came free"
             if offer.parent is not None:
                 try:
                     return self._from_parent(offer.parent, manifest, base, offer, deadline)
                 except (UnreachableError, WeightsError) as error:
                     _log.info("weights come from the root: %s", error)
                     self._numbers["weights/parent_failures"] += 1
-            elif time.monotonic() >= deadline:
+                    why = str(error)
+            if time.monotonic() >= deadline:
                 raise UnreachableError(
-                    f"no place in the fan-out tree to fetch {version} came free in {timeout_s:.0f} s"
+                    f"no place in the fan-out tree to fetch {version} was found in {timeout_s:.3g} s: {why}"
                 )
             again = offer.parent is not None
 
@@ -259,6 +261,7 @@ class FlightReader:
         if self._parent is None or self._parent.address != address:
             if self._parent is not None:
                 self._parent.close()
+                self._parent = None
             access = self._access.named(self._server_name)
             self._parent = Channel(address, self._tls, access, self._config.streams, self._config.chunk_bytes)
         return self._parent
@@ -289,6 +292,11 @@ class FlightClient:
         self._config, self._access, self._client_id = config, access, client_id
         self._reader: FlightReader | None = None
         self._fetching = FetchingClient(endpoint, config, self._open)
+
+    @property
+    def failure(self) -> str | None:
+        """See `WeightClient.failure`."""
+        return self._fetching.failure
 
     def latest(self) -> WeightVersion | None:
         """See `WeightClient.latest`."""

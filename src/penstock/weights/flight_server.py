@@ -104,7 +104,7 @@ class FlightStore:
             behind = [newest[1] - held[1] for held in self._held.values() if newest is not None]
         return self._service.metrics() | {
             "weights/clients": float(clients),
-            "weights/lag": float(max(behind, default=0)),
+            "weights/slowest_lag": float(max(behind, default=0)),
         }
 
     def close(self) -> None:

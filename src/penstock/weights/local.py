@@ -66,6 +66,11 @@ class InProcessBroadcaster:
                 )
             return self._arrays
 
+    @property
+    def failure(self) -> None:
+        """It is always reached."""
+        return None
+
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
         """Blocks until something newer than `newer_than` is there; None at the timeout.
 

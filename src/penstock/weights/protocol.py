@@ -64,6 +64,11 @@ class WeightClient(Protocol):
     One thread at a time waits and fetches; `connect` and `close` may come from others.
     """
 
+    @property
+    def failure(self) -> str | None:
+        """Why the broadcaster could not be reached when it was last asked, in words; None where it answered."""
+        ...
+
     def latest(self) -> WeightVersion | None:
         """The newest version as the broadcaster says now; the last known where it does not answer; None before any."""
         ...
@@ -72,7 +77,7 @@ class WeightClient(Protocol):
         """Blocks until there is something to fetch; None at the timeout.
 
         That is a version newer than `newer_than`, or the same version of a broadcaster that was started anew since
-        this client's last fetch. A broadcaster that cannot be reached is waited for.
+        this client's last fetch. A broadcaster that cannot be reached is waited for, and `failure` says why.
 
         Raises:
             Stopped: the client was closed.

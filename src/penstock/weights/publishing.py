@@ -111,7 +111,7 @@ class PublishingBroadcaster:
                 "weights/digest_s": digested - begun,
                 "weights/encode_s": encoded - digested,
                 "weights/serialise_s": ended - encoded + begun - copied,
-                "weights/bytes_full": float(manifest.nbytes),
+                "weights/bytes_published": float(manifest.nbytes),
             }
 
     def latest(self) -> WeightVersion | None:

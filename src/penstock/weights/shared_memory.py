@@ -135,6 +135,7 @@ class SharedMemoryShelf:
     """
 
     look_every_s = 0.002
+    may_hang = False
 
     def __init__(self, job: str) -> None:
         self._folder = job_folder(job)
@@ -155,7 +156,8 @@ class SharedMemoryShelf:
             if self._folder.is_dir():
                 return None
             raise UnreachableError(
-                f"no broadcaster of this job runs on this machine: {self._folder} is missing"
+                f"no broadcaster of this job runs on this machine: {self._folder} is missing (shared memory reaches "
+                "one machine only: where the learner runs on another, set weights.transport to arrow_flight)"
             ) from None
         return self._seen[1]
 

@@ -96,7 +96,7 @@ class ShelfStore:
         marker = Marker(self._job, (Offer(manifest, file, chains), *before))
         self._shelf.write_marker(marker.to_bytes(self._token))
         self._marker, self._files, self._messages = marker, marker.files, messages
-        self._numbers["weights/bytes"] = float(manifest.nbytes + written)
+        self._numbers["weights/bytes_written"] = float(manifest.nbytes + written)
         self._shelf.discard(taken - self._files)
 
     def endpoint(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from penstock.learner import read_states
 from penstock.overseer.distributed import conducting
 from penstock.overseer.distributed.conductor import DistributedConductor
 from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.records import Identity, Peer, View
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.evaluator import Evaluator
@@ -130,15 +131,6 @@ def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path)
     assert not any(secret.encode() in text for text in texts)
 
 
-def test_weights_cross_a_socket_at_every_update(run_dir: Path):
-    with running(run_dir, {"steps": 4}) as run:
-        run.end()
-    last = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row][-1]
-    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
-    size = sum(array.nbytes for array in arrays.values())
-    assert last["weights/bytes_served"] >= 3 * size  # two servers; a slow one may leave a version out
-
-
 @pytest.mark.parametrize("name", ["rollout-0", "inference-1", "curriculum-0", "evaluator-0"])
 def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
@@ -203,13 +195,18 @@ def test_a_stop_request_ends_the_run_with_a_checkpoint(run_dir: Path):
     assert newest == run.conductor.step >= 2
 
 
-def test_staleness_zero_trains_on_nothing_but_the_newest_version(run_dir: Path):
+def test_staleness_zero_trains_on_nothing_but_the_newest_version_which_every_server_fetched(run_dir: Path):
     with running(run_dir, {"steps": 4, "async": False}) as run:
         run.end()
     updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
     assert all(row["replay/staleness_max"] == 0 for row in updates)
     assert all(row["train/mismatch_max"] <= 1e-4 for row in updates)
+    arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
+    size = sum(array.nbytes for array in arrays.values())
+    assert updates[-1]["weights/bytes_served"] >= 2 * 4 * size  # versions 0 to 3, by two servers, over sockets
+    told = {"lag/inference-0", "lag/inference-1", "slowest_lag", "swap_s", "bytes_full", "bytes_published"}
+    assert {f"weights/{name}" for name in told} <= updates[-1].keys()
 
 
 def test_a_run_that_began_twice_can_be_resumed_and_says_at_once_how_far_it_is(run_dir: Path):
@@ -251,10 +248,47 @@ def test_a_lesson_with_workers_of_its_own_keeps_them(run_dir: Path):
         run.until(lambda: "rollout-1" in components(run), "second worker")
         with pytest.raises(ConfigError, match="rollout=1 is outside of 2"):
             ask_to_scale(run_dir, "rollout", 1, LIMIT_S)
+        run.launcher.room = 1
+        with pytest.raises(ConfigError, match="there is no room for rollout-3"):
+            ask_to_scale(run_dir, "rollout", 4, LIMIT_S)
+        assert "rollout-2" not in components(run)
+        assert "has begun" in ask_to_scale(run_dir, "rollout", 3, LIMIT_S)
+        run.until(lambda: "rollout-2" in components(run), "third worker")
 
 
 def components(run: Run) -> dict[str, Any]:
     return run.conductor.status()["components"]
+
+
+@pytest.mark.parametrize("name", ["inference-1", "evaluator-0"])
+def test_what_its_machine_tells_to_end_drains_and_is_replaced(run_dir: Path, name: str):
+    with running(run_dir, {"steps": 12}) as run:
+        run.until(lambda: run.conductor.step >= 2, "second update")
+        host = run.launcher.newest(name).host
+        assert host is not None
+        host.drain("SIGTERM")
+        run.until(lambda: run.launcher.incarnations(name) == [0, 1], "replacement")
+        run.end()
+    assert run.conductor.complete and not run.events("rewind")
+    (death,) = run.events("component_death")
+    assert (death["component"], death["reason"]) == (name, "it was told to end, and drained")
+
+
+def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run(run_dir, {})
+    conductor, held = run.conductor, {"url": "", "lineage": 0, "weights": "one"}
+    monkeypatch.setattr(conductor, "_learner_step", lambda: 3)
+
+    def served(*servers: dict[str, Any]) -> bool | None:
+        peers = [Peer(Identity("inference", i, 0), {**held, **server}) for i, server in enumerate(servers)]
+        learner = Peer(Identity("learner", 0, 0), {"weights": {"incarnation": "one"}})
+        monkeypatch.setattr(conductor.supervisor, "_view", View(1, 0, (learner, *peers)))
+        return conductor._served()
+
+    assert served({"step": 3}, {"step": 2}) is None
+    assert served({"step": 3}, {"step": 2, "draining": True}) is True
+    assert served({"step": 3, "draining": True}) is None
+    run.log.close()
 
 
 @pytest.mark.parametrize("name", ["learner-0", "replay-0"])

@@ -156,7 +156,7 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
     assert status["ledger"]["trained"] == 16 and closes(status["ledger"])
     account = status["account"]
     assert closes(account) and account["acting"] == account["buffered"] == account["waiting"] == 0
-    assert account["sent"] >= 16 * 8
+    assert account["sent"] + account["sent_faults"] == status["ledger"]["started"] * 8
     assert not run.events("component_death") and len(run.events("component_drained")) == 2
     rows = run.updates()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -182,7 +182,9 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     assert run.conductor.complete and run.conductor.lineage == 0 and not run.events("rewind")
     status = run.conductor.status()
     assert closes(status["ledger"]) and closes(status["account"])
-    assert status["account"]["abandoned"] > 0 and status["ledger"]["trained"] == 96
+    account = status["account"]
+    assert account["abandoned"] > 0 and status["ledger"]["trained"] == 96
+    assert account["sent"] + account["sent_faults"] == status["ledger"]["started"] * 8, "whatever its last report said"
     trained = run.trained()
     assert len(set(trained)) == len(trained) == 96
     assert status["numbers"]["fleet/worker_restarts"] == 1 and status["numbers"]["fleet/workers"] == 0
@@ -209,6 +211,16 @@ def test_each_worker_films_into_the_run_directory_and_leaves_no_draft_of_an_earl
     films_there = {str(path) for path in run.directory.videos.glob("*.mp4")}
     assert {event["path"] for event in written} <= films_there
     assert all(name.endswith("_return5.mp4") for name in films_there), "whole episodes"
+
+
+def test_a_worker_waits_for_room_no_longer_than_it_is_told_to(run_dir: Path):
+    with running(run_dir, {"steps": 100_000, "replay": {"max_waiting_s": 0.5}}) as run:
+        run.until(lambda: run.conductor.step >= 1, "first update")
+        run.launcher.freeze("learner-0")
+        run.until(lambda: bool(run.events("component_death")), "worker that waited too long")
+        run.launcher.thaw("learner-0")
+    death = run.events("component_death")[0]
+    assert death["component"].startswith("rollout-") and "replay.max_waiting_s" in death["reason"]
 
 
 @pytest.mark.parametrize("name", ["learner-0", "replay-0"])

@@ -8,7 +8,7 @@ def report(role: str, index: int = 0, incarnation: int = 0, **condition: object)
     return Report(Identity(role, index, incarnation), 1, "here", Condition("running", "working", **condition))  # type: ignore[arg-type]
 
 
-def test_counts_and_rates_add_up_times_take_the_slowest_and_shares_the_mean():
+def test_counts_and_rates_add_up_times_take_the_slowest_shares_the_mean_and_each_lag_stands():
     first = {"inference/tokens_per_s": 100.0, "inference/kv_used": 0.2, "weights/fetch_s": 0.5, "weights/lag": 0.0}
     second = {"inference/tokens_per_s": 50.0, "inference/kv_used": 0.4, "weights/fetch_s": 2.0, "weights/lag": 1.0}
     merged = merge([report("inference", 0, metrics=first), report("inference", 1, metrics=second)])
@@ -17,6 +17,8 @@ def test_counts_and_rates_add_up_times_take_the_slowest_and_shares_the_mean():
         "inference/kv_used": pytest.approx(0.3),
         "weights/fetch_s": 2.0,
         "weights/lag": 1.0,
+        "weights/lag/inference-0": 0.0,
+        "weights/lag/inference-1": 1.0,
     }
 
 

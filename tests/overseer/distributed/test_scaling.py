@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from penstock.overseer.distributed.scaling import ANSWER_KEPT_S, ScaleDesk, ask_to_scale, parse_sizes
 from penstock.types import ConfigError, UnreachableError
 
+LIMIT_S = 30.0
 ID = "0123456789abcdef" * 2
 
 
@@ -25,7 +27,7 @@ def asked(desk: ScaleDesk, run_dir: Path, count: int = 8) -> list[object]:
 
     def ask() -> None:
         try:
-            outcome.append(ask_to_scale(run_dir, "rollout", count, 30.0))
+            outcome.append(ask_to_scale(run_dir, "rollout", count, LIMIT_S))
         except ConfigError as error:
             outcome.append(error)
 
@@ -88,6 +90,85 @@ def test_links_and_other_files_are_not_read(tmp_path):
     desk.serve()
     assert "cannot be read" in (tmp_path / "requests" / f"scale-{ID}.answer.json").read_text()
     assert (tmp_path / "requests" / "notes.txt").exists() and (tmp_path / "secret").exists()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def unreadable(path: Path) -> None:
+    path.write_text('{"role": "rollout", "count": 8}')
+    path.chmod(0)
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, dangling, unreadable])
+def test_what_cannot_be_read_ends_no_run_and_holds_none_up(tmp_path, monkeypatch, put):
+    opened = os.open
+
+    def open_unless_unreadable(path, *arguments, **more):
+        """Root, as whom tests may run, reads everything."""
+        if Path(path).is_file() and not os.stat(path).st_mode & 0o400:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", open_unless_unreadable)
+    taken: list[int] = []
+    desk = ScaleDesk(tmp_path, lambda role, count: taken.append(count))
+    strange = tmp_path / "requests" / f"scale-{ID}.json"
+    put(strange)
+    (tmp_path / "requests" / f"scale-{ID[::-1]}.json").write_text('{"role": "rollout", "count": 3}')
+    for _ in range(2):
+        desk.serve()
+    answer = json.loads((tmp_path / "requests" / f"scale-{ID}.answer.json").read_text())
+    assert answer["accepted"] is False and f"scale-{ID}.json cannot be read: " in answer["message"]
+    assert taken == [3]
+    assert strange.is_dir() or not strange.is_symlink() and not strange.exists()
+    ScaleDesk(tmp_path, refuse).serve()
+
+
+def test_a_request_that_cannot_be_taken_away_is_not_done_time_and_again(tmp_path, monkeypatch):
+    taken: list[int] = []
+    desk = ScaleDesk(tmp_path, lambda role, count: taken.append(count))
+    request = tmp_path / "requests" / f"scale-{ID}.json"
+    request.write_text('{"role": "rollout", "count": 8}')
+
+    def refuse_to_delete(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse_to_delete)
+    for _ in range(3):
+        desk.serve()
+    assert taken == [] and "cannot be taken away" in (request.parent / f"scale-{ID}.answer.json").read_text()
+
+
+def test_a_file_in_place_of_the_folder_keeps_no_run_from_beginning(tmp_path):
+    (tmp_path / "requests").write_text("mine")
+    ScaleDesk(tmp_path, refuse).serve()
+    assert (tmp_path / "requests").read_text() == "mine"
+
+
+def test_folders_that_are_called_answers_are_left_where_they_are(tmp_path):
+    now = [0.0]
+    answer = tmp_path / "requests" / f"scale-{ID}.answer.json"
+    answer.mkdir(parents=True)
+    desk = ScaleDesk(tmp_path, refuse, lambda: now[0])
+    now[0] = answer.stat().st_mtime + ANSWER_KEPT_S + 1
+    desk.serve()
+    assert answer.is_dir()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"{}", b'{"accepted": true}', b'{"accepted": true, "message": 3}',
+     b'{"accepted": true, "message": "\\u001b[2J"}'],
+)  # fmt: skip
+def test_what_is_no_answer_is_refused(tmp_path, monkeypatch, content):
+    name = uuid.uuid4()
+    monkeypatch.setattr(uuid, "uuid4", lambda: name)
+    (tmp_path / "requests").mkdir()
+    (tmp_path / "requests" / f"scale-{name.hex}.answer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"answer.json is n"):
+        ask_to_scale(tmp_path, "rollout", 8, LIMIT_S)
 
 
 def test_answers_that_nobody_took_are_deleted_in_time(tmp_path):

@@ -65,29 +65,6 @@ def test_a_component_that_hangs_is_ended_and_replaced():
     assert world.told("component_death")[0]["reason"] == "no answer for 10 s (overseer.heartbeat_timeout_s)"
 
 
-def test_a_component_that_never_starts_is_given_more_time_than_one_that_falls_silent():
-    world = World()
-    world.autorun = False
-    world.add("inference-0")
-    world.advance(55.0)
-    assert world.told("component_death") == []
-    world.advance(10.0)
-    assert world.told("component_death")[0]["reason"] == (
-        "no answer within 60 s of its start (overseer.start_timeout_s)"
-    )
-
-
-def test_a_component_that_answers_but_stays_at_its_start_is_replaced():
-    world = World()
-    world.add("inference-0")
-    world.change("inference-0", state="starting", doing="compiling")
-    world.advance(98.0)
-    assert world.started("inference-0") == [0]
-    world.advance(6.0)
-    assert world.started("inference-0") == [0, 1]
-    assert "still at «compiling» 100 s after its start" in world.told("component_death")[0]["reason"]
-
-
 def test_a_component_that_says_it_failed_is_replaced_and_its_last_words_are_kept():
     world = World()
     world.add("curriculum-0")

@@ -25,7 +25,29 @@ def test_scaling_up_takes_the_lowest_free_indexes_and_down_drains_the_highest():
     assert len(world.told("component_removed")) == 3
 
 
-def test_what_was_asked_for_and_fits_nowhere_is_refused_and_the_run_goes_on():
+def test_what_there_is_no_room_for_is_refused_as_a_whole_to_whoever_asks():
+    world = World()
+    world.supervisor.scalable("rollout", lambda index: spec(f"rollout-{index}"))
+    world.add("rollout-0")
+    world.unplaceable = {"rollout-2"}
+    with pytest.raises(ConfigError, match="no room for rollout-2"):
+        world.supervisor.scale("rollout", 4, where_there_is_room=True)
+    world.advance(2.0)
+    assert world.supervisor.names("rollout") == ["rollout-0"]
+    assert world.told("scale") == world.told("scale_refused") == []
+
+
+def test_who_waits_for_a_start_takes_room_too():
+    world = World()
+    world.supervisor.scalable("rollout", lambda index: spec(f"rollout-{index}"))
+    world.add("rollout-0")
+    world.supervisor.scale("rollout", 2, where_there_is_room=True)
+    world.supervisor.scale("rollout", 4, where_there_is_room=True)
+    world.supervisor.scale("rollout", 1, where_there_is_room=True)
+    assert world.looked_for_room == [(["rollout-1"], 0), (["rollout-2", "rollout-3"], 1)]
+
+
+def test_what_was_accepted_and_then_fits_nowhere_is_told_and_the_run_goes_on():
     world = World()
     world.supervisor.scalable("rollout", lambda index: spec(f"rollout-{index}"))
     world.add("rollout-0")

@@ -88,6 +88,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.unplaceable: set[str] = set()
+        self.looked_for_room: list[tuple[list[str], int]] = []
         self.now = 0.0
         self.autorun = True
         self.spawned: list[Component] = []
@@ -110,6 +111,12 @@ class World:
         if self.autorun:
             self.spawned[-1].run()
         return self.spawned[-1]
+
+    def check_room(self, newcomers: Any, others: Any) -> None:
+        self.looked_for_room.append(([identity.name for identity, _ in newcomers], len(others)))
+        for identity, _ in newcomers:
+            if identity.name in self.unplaceable:
+                raise ConfigError(f"there is no room for {identity.name}")
 
     def close(self, timeout_s: float) -> None: ...
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic
 
 from penstock.learner import newest_good_checkpoint, read_states
@@ -67,7 +68,7 @@ class ProcessConductor(Generic[AnyConfig]):
         self._notices: list[str] = []
         self._deaths, self._newest_step = DeathToll(self._config.overseer.max_restarts), 0
         self._seen, self._look_due = Look(), 0.0
-        self._scale_desk = ScaleDesk(self._directory.path, self._supervisor.scale)
+        self._scale_desk = ScaleDesk(self._directory.path, partial(self._supervisor.scale, where_there_is_room=True))
         self._phases = 0
 
     # --- what the overseer asks ------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class DistributedConductor(ProcessConductor[RunConfig]):
 
     def _served(self) -> bool | None:
         view: View = self._supervisor.view
-        learner, servers = view.peer("learner-0"), view.of("inference")
+        learner = view.peer("learner-0")
+        servers = [peer for peer in view.of("inference") if not peer.address.get("draining")]
         if learner is None or "weights" not in learner.address or not servers:
             return None
         wanted = (self.lineage, self._learner_step(), learner.address["weights"]["incarnation"])

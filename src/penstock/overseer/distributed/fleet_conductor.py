@@ -5,13 +5,14 @@ while the learner trains, and are drained when it has reached its last step; whe
 are as many again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.overseer.distributed.conducting import ProcessConductor
 from penstock.overseer.distributed.fleet_plan import FleetPlan
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.look import Look
+from penstock.overseer.distributed.numbers import IdleShares
 from penstock.overseer.distributed.records import Message
 from penstock.overseer.distributed.script import Turns
 from penstock.overseer.fleet_config import FleetRunConfig
@@ -24,9 +25,16 @@ from penstock.overseer.run_log import RunLog
 class DistributedUpdates(FleetUpdates):
     """Updates whose other numbers come from the components' last reports."""
 
+    def __init__(self, log: RunLog, tasks: Collection[str]) -> None:
+        super().__init__(log, tasks)
+        self._idle = IdleShares()
+
     def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
         """One update; see `UpdateLog.add`."""
-        self.note(step, {**look.numbers(), **overseer, **metrics})
+        self._idle.look(look.reports.values())
+        idle = {**self._idle.of_roles, **self._idle.of_components}
+        shares = {f"time/idle/{name}": share for name, share in idle.items()}
+        self.note(step, {**look.numbers(), **shares, **overseer, **metrics})
 
 
 class DistributedFleetConductor(ProcessConductor[FleetRunConfig]):

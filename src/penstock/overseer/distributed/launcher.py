@@ -1,6 +1,6 @@
 """What starts components in processes of their own; implemented by `penstock.overseer.ray.RayLauncher`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -61,6 +61,18 @@ class Launcher(Protocol):
             settings: Its second argument.
             resources: Where it may run.
             view: What it sees at first.
+        """
+        ...
+
+    def check_room(self, newcomers: Sequence[tuple[Identity, RoleConfig]], others: Sequence[RoleConfig]) -> None:
+        """Looks whether there is room for components that are not started yet; changes nothing.
+
+        Args:
+            newcomers: Whose, and where they may run.
+            others: Of components that wait for their start too.
+
+        Raises:
+            ConfigError: there is none, as far as can be known now.
         """
         ...
 

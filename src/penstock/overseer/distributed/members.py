@@ -63,7 +63,7 @@ class Member:
         ending: While its process is being ended.
         report: The newest of the present incarnation.
         progress: The last counter that it gave; None before the first.
-        progress_at: When that last grew, or none was owed.
+        progress_at: When that last grew, or none was owed: while it waits for others, or starts.
         not_before: When it may be started again.
         wanted: A new incarnation was asked for, whatever became of the old one.
         given_up: Not to be started again.
@@ -128,24 +128,28 @@ class Member:
 
     def note_progress(self, progress: float | None, now_s: float) -> None:
         """Takes a counter; None says that it waits for others."""
-        if progress != self.progress:  # None never equals what is kept
+        if progress != self.progress or self.is_starting:  # None never equals what is kept
             self.progress_at = now_s
         if progress is not None:
             self.progress = progress
 
     def stuck_s(self, now_s: float) -> float:
-        """Seconds for which it has owed progress; 0 where it owes none."""
-        owes = self.phase == "living" and self.report is not None and self.report.condition.progress is not None
-        return now_s - self.progress_at if owes else 0.0
+        """Seconds for which it has owed progress; 0 where it owes none, as one that is starting."""
+        owes = self.report is not None and self.report.condition.progress is not None and not self.is_starting
+        return now_s - self.progress_at if owes and self.phase == "living" else 0.0
 
     def is_stuck(self, config: OverseerConfig, now_s: float) -> bool:
         """Whether it has owed progress for too long."""
         return self.stuck_s(now_s) > config.no_progress_s * STUCK_SHARE
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has a process that does not work yet, as far as it has said."""
+        return self.alive and (self.report is None or self.report.condition.state == "starting")
+
     def is_late_to_start(self, config: OverseerConfig, now_s: float) -> bool:
         """Whether it answers, but has been starting for too long."""
-        starting = self.report is not None and self.report.condition.state == "starting"
-        return starting and now_s - self.started_at > max(config.start_timeout_s, config.no_progress_s)
+        return self.report is not None and self.is_starting and now_s - self.started_at > config.start_limit_s
 
     def in_words(self, now_s: float) -> str:
         """What it is at, for people."""

@@ -9,14 +9,19 @@ from penstock.overseer.distributed.records import Identity, Report
 MEANS = frozenset({"inference/kv_used"})
 LARGEST = ("_s", "/lag", "_lag", "mib_per_s")
 """Names with these endings are times and the like: the slowest component's counts."""
+LAG = "weights/lag"
+"""Of each component, under its name, beside the largest."""
 
 
 def merge(reports: Iterable[Report]) -> dict[str, float]:
-    """Sums over components; the largest of times and lags; the mean of shares."""
+    """Sums over components; the largest of times and lags, and each lag; the mean of shares."""
     found: dict[str, list[float]] = defaultdict(list)
     for report in reports:
-        for name, value in report.condition.metrics.items():
+        metrics = report.condition.metrics
+        for name, value in metrics.items():
             found[name].append(value)
+        if LAG in metrics:
+            found[f"{LAG}/{report.identity.name}"].append(metrics[LAG])
     return {name: _merged(name, values) for name, values in found.items()}
 
 

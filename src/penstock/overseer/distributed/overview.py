@@ -19,9 +19,13 @@ def who_owes_progress(members: Collection[Member], now_s: float) -> str:
     return "nobody owes progress, all wait for one another: " + _some([m.in_words(now_s) for m in members])
 
 
-def counters(members: Collection[Member]) -> dict[str, float]:
-    """Incarnation → its progress, of all that ever owed some."""
-    return {str(m.identity): m.progress for m in members if m.progress is not None}
+def counters(members: Collection[Member], now_s: float) -> dict[str, float]:
+    """Incarnation → its progress, of all that ever owed some, or the seconds that it has been starting for.
+
+    A start is movement, since it has a limit of its own.
+    """
+    starting = {str(m.identity): now_s - m.started_at for m in members if m.is_starting}
+    return {str(m.identity): m.progress for m in members if m.progress is not None} | starting
 
 
 def describe(members: Collection[Member], now_s: float) -> dict[str, dict[str, Any]]:

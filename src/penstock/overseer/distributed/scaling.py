@@ -1,14 +1,15 @@
 """`penstock scale`: another process asks for more or fewer components of a role, by a file in the run directory.
 
 A request is ``requests/scale-<id>.json``, written whole or not at all; the overseer takes it at its next turn and
-leaves ``requests/scale-<id>.answer.json``, which the asker takes. Whoever may write in the run directory may ask. A
-request that nobody took within the asker's limit is withdrawn. Not covered: the next life of the run, which begins with
-the numbers of its configuration.
+leaves ``requests/scale-<id>.answer.json``, which the asker takes. Whoever may write in the run directory may ask, and
+nothing that is put there ends the run, or holds it up. A request that nobody took within the asker's limit is
+withdrawn. Not covered: the next life of the run, which begins with the numbers of its configuration.
 """
 
 import json
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def ask_to_scale(run_dir: Path, role: str, count: int, timeout_s: float) -> str:
         What the overseer said.
 
     Raises:
-        ConfigError: the overseer refused; the message says why.
+        ConfigError: the overseer refused; the message says why. Or what is there is no answer of it.
         UnreachableError: it did not answer in time; the request is withdrawn.
     """
     folder = run_dir / FOLDER
@@ -77,11 +78,14 @@ def ask_to_scale(run_dir: Path, role: str, count: int, timeout_s: float) -> str:
                 f"withdrawn: penstock status {run_dir} shows whether it lives"
             )
         time.sleep(_POLL_S)
-    told = json.loads(answer.read_bytes())
+    told = _content(answer)
     answer.unlink(missing_ok=True)
-    if not told["accepted"]:
-        raise ConfigError(told["message"])
-    return str(told["message"])
+    message = told.get("message") if isinstance(told, dict) else None
+    if not isinstance(message, str) or not message.isprintable():  # it is about to be printed
+        raise ConfigError(f"{answer} is no answer of an overseer")
+    if told.get("accepted") is not True:
+        raise ConfigError(message)
+    return message
 
 
 class ScaleDesk:
@@ -89,7 +93,7 @@ class ScaleDesk:
 
     Args:
         run_dir: Of the run. What was asked of an earlier life of it is deleted.
-        scale: (role, number) → done; raises ConfigError to refuse.
+        scale: (role, number) → begun; raises ConfigError to refuse, and has changed nothing then.
         clock: Unix seconds.
     """
 
@@ -99,10 +103,11 @@ class ScaleDesk:
         self._folder = run_dir / FOLDER
         self._scale = scale
         self._clock = clock
-        self._folder.mkdir(exist_ok=True)
+        with suppress(FileExistsError):  # whatever it is, nobody can ask then
+            self._folder.mkdir(exist_ok=True)
         for path in self._files():
             if _REQUEST.fullmatch(path.name) or _ANSWER.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+                _take_away(path)
 
     def serve(self) -> None:
         """Answers every request that is there; returns at once where there is none."""
@@ -116,53 +121,83 @@ class ScaleDesk:
     def _files(self) -> list[Path]:
         try:
             return sorted(self._folder.iterdir())
-        except FileNotFoundError:  # somebody deleted the folder; the next asker makes it again
+        except OSError:  # somebody deleted the folder; the next asker makes it again
             return []
 
     def _answer(self, path: Path, name: str) -> None:
+        answer = self._folder / f"scale-{name}.answer.json"
+        if answer.exists():
+            return  # what could not be taken away was answered before
         try:
-            role, count = _read(path)
+            role, count = _taken(path)
             self._scale(role, count)
             told = {"accepted": True, "message": f"{role}={count}: the overseer has begun to make it so"}
         except FileNotFoundError:
             return  # withdrawn just now
         except ConfigError as error:
             told = {"accepted": False, "message": str(error)}
-        path.unlink(missing_ok=True)
         with suppress(OSError):  # a full disk ends no run, and the asker has a limit of its own
-            write_atomically(self._folder / f"scale-{name}.answer.json", json.dumps(told), durable=False)
+            write_atomically(answer, json.dumps(told), durable=False)
 
     def _forget(self, answer: Path) -> None:
         try:
-            age_s = self._clock() - answer.stat().st_mtime
-        except FileNotFoundError:
+            age_s = self._clock() - answer.lstat().st_mtime
+        except OSError:
             return  # taken just now
         if age_s > ANSWER_KEPT_S:
-            answer.unlink(missing_ok=True)
+            _take_away(answer)
 
 
-def _read(path: Path) -> tuple[str, int]:
-    """Role and number.
+def _taken(path: Path) -> tuple[str, int]:
+    """Role and number; the request is gone then, as far as it can be taken away.
 
     Raises:
         ConfigError: it is no request.
         FileNotFoundError: it is not there any more.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path.name} cannot be read: {error}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        content = file.read(LARGEST_BYTES + 1)
-    if len(content) > LARGEST_BYTES:
-        raise ConfigError(f"{path.name} is larger than {LARGEST_BYTES} bytes: it is no request")
-    try:
-        asked: Any = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} is not JSON: {error}") from error
+        asked = _content(path)
+    finally:
+        gone = _take_away(path)
+    if not gone:  # it would be done again at every turn
+        raise ConfigError(f"{path.name} cannot be taken away: the overseer must be able to write in {path.parent}")
     role, count = (asked.get("role"), asked.get("count")) if isinstance(asked, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(count, int) or isinstance(count, bool):
         raise ConfigError(f"{path.name} has no role and count: write it with penstock scale")
     return role, count
+
+
+def _take_away(path: Path) -> bool:
+    """Whether it is gone; a folder stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _content(path: Path) -> Any:
+    """What a small file says, as JSON; waits for nobody, whatever lies there.
+
+    Raises:
+        ConfigError: it is no file of this kind.
+        FileNotFoundError: it is not there any more.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{path.name} cannot be read: it is no plain file")
+            content = os.read(descriptor, LARGEST_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}") from error
+    if len(content) > LARGEST_BYTES:
+        raise ConfigError(f"{path.name} is larger than {LARGEST_BYTES} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}") from error

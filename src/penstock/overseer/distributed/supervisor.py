@@ -98,19 +98,23 @@ class Supervisor:
         """
         self._sizes.allow(role, make, least)
 
-    def scale(self, role: str, count: int) -> None:
+    def scale(self, role: str, count: int, *, where_there_is_room: bool = False) -> None:
         """Adds components of a role, or drains and removes those of the highest indexes; returns at once.
 
         Args:
             role: One that is `scalable`.
             count: How many there shall be, not counting those that are leaving already.
+            where_there_is_room: Refuses what there is no room for now. Otherwise as many are added as find room.
 
         Raises:
-            ConfigError: the role cannot be scaled, or not to that number.
+            ConfigError: the role cannot be scaled, or not to that number; then nothing changes.
         """
         staying = {m.spec.index for m in self._members.values() if m.spec.role == role and not m.leaving}
         taken = {m.spec.index for m in self._members.values() if m.spec.role == role}
         more, fewer = self._sizes.changes(role, count, staying, taken)
+        if where_there_is_room and more:
+            waiting = [m.spec.resources for m in self._members.values() if m.phase == "waiting"]
+            self._launcher.check_room([(Identity(role, spec.index, 0), spec.resources) for spec in more], waiting)
         self._on_event("scale", role=role, before=len(staying), after=count)
         for spec in more:
             self.add(spec)
@@ -274,7 +278,7 @@ class Supervisor:
     def counters(self) -> dict[str, float]:
         """For the watchdog: changes while any component moves, starts or dies."""
         counted = {"starts": float(self._started), "deaths": float(self._lives.deaths)}
-        return {**counters(self._members.values()), **counted}
+        return {**counters(self._members.values(), self._now), **counted}
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Name → how it is, as JSON values."""

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.rundir import RunDirectory
 from penstock.types import Decoding, NoProgressError, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster
 from tests.certificates import write_certificate
+from tests.inference.fake_servers import FakeServer, Reply, answer
 
 LIMIT_S = 60.0
 TOKEN = "0" * 64
@@ -37,6 +39,7 @@ class Around:
     def __init__(self) -> None:
         self.view = View()
         self.others: tuple[Peer, ...] = ()
+        self.told: list[tuple[Any, ...]] = []
 
     def follow(self, role: InferenceRole, broadcaster: Broadcaster) -> None:
         address = {"weights": broadcaster.endpoint()}
@@ -47,7 +50,9 @@ class Around:
         return self
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        raise UnreachableError(f"{method}: nobody is there")
+        if self.view.peer("replay-0") is None:
+            raise UnreachableError(f"{method}: nobody is there")
+        self.told.append((method, *args))
 
 
 class Engine:
@@ -58,6 +63,7 @@ class Engine:
     def __init__(self) -> None:
         self.served: list[float] = []
         self.may_swap, self.swapping = threading.Event(), threading.Event()
+        self.running: Callable[[], int] = lambda: 0
 
     def start(self) -> None: ...
 
@@ -68,7 +74,7 @@ class Engine:
     def wait_until_ready(self, timeout_s: float) -> None: ...
 
     def stats(self) -> dict[str, float]:
-        return {"inference/running": 0.0, "inference/waiting": 0.0, "inference/tokens_total": 0.0}
+        return {"inference/running": self.running(), "inference/waiting": 0.0, "inference/tokens_total": 0.0}
 
     def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
         self.next = float(named_arrays(decoder)["final_norm"][0])
@@ -80,6 +86,33 @@ class Engine:
         self.served.append(self.next)
 
 
+class Api(FakeServer):
+    """Stands for the HTTP server; answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(self.wait_and_answer)
+        self.open, self.may_answer = 0, threading.Event()
+
+    def wait_and_answer(self, body: dict[str, Any]) -> Reply:
+        self.open += 1
+        assert self.may_answer.wait(LIMIT_S)
+        self.open -= 1
+        return answer(body)
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def raise_if_failed(self) -> None: ...
+
+
+@pytest.fixture
+def api():
+    api = Api()
+    yield api
+    api.close()
+
+
 def until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -88,7 +121,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def make_role(tmp_path, around, overrides=()):
-    config = load_config("cats", [*SMALL, *overrides])
+    config = load_config("cats", [*SMALL, "overseer.heartbeat_s=0.1", *overrides])
     return InferenceRole(around, Settings(config, RunDirectory(tmp_path), TOKEN))
 
 
@@ -140,6 +173,49 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
     assert engine.served == [1.0, 2.0]
 
 
+def test_the_seconds_of_a_swap_are_told(role, broadcast):
+    engine = role._engine
+    first = broadcast(role, 1.0)
+    role.start()
+    assert engine.swapping.wait(LIMIT_S)
+    time.sleep(0.2)
+    engine.may_swap.set()
+    until(lambda: told(role) == first)
+    assert 0.2 <= role.condition().metrics["weights/swap_s"] < LIMIT_S
+
+
+def test_a_broadcaster_that_cannot_be_reached_is_named_and_survived_for_a_while(role, broadcast):
+    """As behind a firewall, or under a wrong `weights.advertise`."""
+    engine = role._engine
+    engine.may_swap.set()
+    broadcast(role, 1.0)
+    learner = role.around.view.peer("learner-0")
+    right = learner.address["weights"]
+    learner.address["weights"] = right | {"address": "127.0.0.1:1"}
+    role.start()
+    until(lambda: "weights:" in role.doing)
+    for _ in range(20):  # the reason stays while it is looked for again
+        assert role.condition().doing.startswith("waiting for the first weights; weights: "), role.doing
+        assert "127.0.0.1:1" in role.condition().doing
+        time.sleep(0.05)
+    learner.address["weights"] = right
+    until(lambda: told(role) == right["incarnation"] and role.doing == "serving")
+    assert role._failing_since is None
+
+
+def test_a_server_that_never_reaches_the_broadcaster_fails_with_the_reason(tmp_path, broadcast):
+    role: Any = make_role(tmp_path, Around(), ["overseer.no_progress_s=2", "weights.advertise=127.0.0.1:1"])
+    role._engine = Engine()
+    try:
+        broadcast(role, 1.0)
+        role.start()
+        until(lambda: role.condition().state == "failed")
+        error = role.condition().error
+        assert error.startswith("no weights could be fetched for 1 s: ") and "127.0.0.1:1" in error
+    finally:
+        role.stop(LIMIT_S)
+
+
 def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
     engine = role._engine
     engine.may_swap.set()
@@ -182,6 +258,83 @@ def test_the_lease_of_an_evaluator_ends_with_its_life(role, broadcast):
     third = broadcast(role, 3.0)
     until(lambda: told(role) == third)
     assert engine.served[-1] == 3.0
+
+
+def test_a_draining_server_answers_what_it_was_asked_and_is_drained_after_that(role, broadcast, api):
+    engine = role._engine
+    engine.may_swap.set()
+    role._server.stop()
+    role._server, engine.running = api, lambda: api.open
+    broadcast(role, 1.0)
+    role.start()
+    until(lambda: told(role))
+    pool = make_pool(role.settings)
+
+    def look() -> None:
+        pool.set_servers(servers_of(View(9, 0, (Peer(role.around.identity, role.condition().address),))))
+
+    try:
+        look()
+        with ThreadPoolExecutor(1) as threads:
+            context = RemoteContext(pool, role.settings.tokenizer())
+            prompt = np.array([5, 6], np.int32)
+            asking = threads.submit(context.generate, [prompt], 1, Decoding(max_output_tokens=3), [7])
+            until(lambda: api.open)
+            role.drain()
+            ends = time.monotonic() + 3 * role.config.overseer.heartbeat_s
+            while time.monotonic() < ends:
+                assert role.condition().state == "running"
+                look()
+                time.sleep(0.02)
+            assert not (asking.done() or pool.servers[0].accepting)
+            api.may_answer.set()
+            assert len(asking.result(LIMIT_S)[0][0].response_tokens) > 0
+        assert pool.metrics()["inference_client/retries_total"] == 0 and len(api.bodies) == 1
+        until(lambda: role.condition().state == "drained")
+    finally:
+        pool.close()
+
+
+def test_a_draining_server_keeps_the_evaluation_that_it_was_leased_for(role, broadcast):
+    role._engine.may_swap.set()
+    broadcast(role, 1.0)
+    role.start()
+    until(lambda: told(role))
+    assert role.hold(LIMIT_S, 3) == VERSION
+    role.drain()
+    ends = time.monotonic() + 3 * role.config.overseer.heartbeat_s
+    while time.monotonic() < ends:
+        assert role.condition().state == "running"
+        time.sleep(0.02)
+    role.release()
+    until(lambda: role.condition().state == "drained")
+
+
+def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(role, broadcast):
+    engine, around = role._engine, role.around
+    engine.may_swap.set()
+    around.others = (Peer(Identity("evaluator", 0, 3), {}), Peer(Identity("replay", 0, 0), {}))
+    broadcast(role, 1.0)
+    role.start()
+    holds = ("server_holds", "inference-0", 0, 0, 0)
+    until(lambda: around.told == [(*holds, False)])
+    role.hold(LIMIT_S, 3)
+    until(lambda: around.told[1:] == [(*holds, True)])
+    assert role.condition().address["held_back"]
+    role.release()
+    until(lambda: around.told[2:] == [(*holds, False)])
+    assert not role.condition().address["held_back"]
+
+
+def test_the_engine_has_the_limit_of_a_start_to_get_ready(tmp_path):
+    limits = ["overseer.no_progress_s=700", "overseer.start_timeout_s=30"]
+    role: Any = make_role(tmp_path, Around(), limits)
+    role._engine, given = Engine(), []
+    role._engine.wait_until_ready = given.append
+    role.start()
+    until(lambda: given)
+    role.stop(LIMIT_S)
+    assert given == [700.0]
 
 
 def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):

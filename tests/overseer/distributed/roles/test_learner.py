@@ -66,6 +66,15 @@ def endpoint(role: LearnerRole) -> dict[str, Any]:
     return dict(role.condition().address["weights"])
 
 
+def test_a_learner_that_loads_or_compiles_owes_no_progress(role):
+    begin(role)
+    for doing in ("loading", "compiling"):
+        role.doing = doing
+        assert (role.condition().state, role.condition().progress) == ("starting", None)
+    role.state, role.doing = "running", "update 3"
+    assert role.condition().progress == 0.0
+
+
 def test_a_restarted_broadcaster_offers_the_same_version_and_weights_under_another_incarnation(role):
     begin(role)
     role.publish(WeightVersion(0, 5), weights(5))

@@ -1,9 +1,14 @@
 """How long a component worked, and how long it waited for others."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Activity:
@@ -67,3 +72,42 @@ class Activity:
         now = self._clock()
         self._seconds[self._running > 0] += now - self._since
         self._since = now
+
+
+class Handling:
+    """Calls that a component handles for others; each is work while it lasts. Not for calls that wait by design.
+
+    Args:
+        activity: The component's.
+
+    Attributes:
+        under_way: So many are being handled.
+        done: So many were, whatever came of them.
+    """
+
+    def __init__(self, activity: Activity) -> None:
+        self.under_way = self.done = 0
+        self._activity = activity
+        self._lock = threading.Lock()
+
+    def of(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
+        """The method, with its calls counted."""
+
+        @functools.wraps(method)
+        def handled(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self.one():
+                return method(*args, **kwargs)
+
+        return handled
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Inside, one is handled."""
+        with self._lock:
+            self.under_way += 1
+        try:
+            with self._activity.busy():
+                yield
+        finally:
+            with self._lock:
+                self.under_way, self.done = self.under_way - 1, self.done + 1

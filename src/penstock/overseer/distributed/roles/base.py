@@ -1,6 +1,7 @@
 """What all components share: threads whose failure is told, a state, tasks that the overseer asks for."""
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Generic
@@ -36,6 +37,8 @@ class ThreadedComponent(Generic[AnyConfig]):
         self.view_changed = threading.Event()
         self.doing = "starting"
         self.state: State = "starting"
+        self.draining = False
+        self._finished_at: float | None = None
         self._outcomes: dict[str, dict[str, Any]] = {}
 
     @property
@@ -52,8 +55,8 @@ class ThreadedComponent(Generic[AnyConfig]):
         self.view_changed.set()
 
     def drain(self) -> None:
-        """See `Component.drain`; by default there is nothing to finish."""
-        self.state = "drained"
+        """See `Component.drain`."""
+        self.draining = True
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
@@ -65,11 +68,27 @@ class ThreadedComponent(Generic[AnyConfig]):
         failure = self.crew.failure
         if failure is not None:
             return Condition("failed", self.doing, error=_told(failure), facts=self._facts())
+        if self.draining:
+            self._drain_if_finished()
         busy_s, idle_s = self.activity.read()
         return self._describe(busy_s, idle_s)
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         return Condition(self.state, self.doing, None, busy_s, idle_s, facts=self._facts())
+
+    def _has_work(self) -> bool:
+        """Whether something that it began goes on; asked while it drains."""
+        return False
+
+    def _drain_if_finished(self) -> None:
+        """Drained a heartbeat after its last work: by then its outcome was told, and others know that it drains."""
+        now = time.monotonic()
+        if self._has_work():
+            self._finished_at = None
+        elif self._finished_at is None:
+            self._finished_at = now
+        elif now - self._finished_at >= self.config.overseer.heartbeat_s:
+            self.state = "drained"
 
     # --- tasks ---------------------------------------------------------------------------------------------------
 

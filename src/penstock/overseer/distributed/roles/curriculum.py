@@ -6,6 +6,7 @@ from typing import Any
 from penstock.curriculum import CurriculumService
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition
+from penstock.overseer.distributed.roles.activity import Handling
 from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.settings import Settings
 
@@ -16,14 +17,17 @@ class CurriculumRole(ThreadedComponent):
     def __init__(self, around: Surroundings, settings: Settings) -> None:
         super().__init__(around, settings)
         self._service = CurriculumService(settings.config.curriculum)
-        self.apply = self._service.apply
+        self._handling = Handling(self.activity)
+        self.apply = self._handling.of(self._service.apply)
 
     def start(self) -> None:
         """See `Component.start`."""
+        self.activity.begin()
         self.state, self.doing = "running", "serving"
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        return Condition(self.state, self.doing, facts=self._facts(**self._service.status()))
+        progress = float(self._handling.done) if self._handling.under_way else None
+        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=self._facts(**self._service.status()))
 
 
 def make_curriculum(around: Surroundings, settings: Mapping[str, Any]) -> CurriculumRole:

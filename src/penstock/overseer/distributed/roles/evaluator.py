@@ -1,13 +1,14 @@
 """The evaluator in a process of its own: each version that is due, on one server that keeps that version meanwhile.
 
-The other servers go on with newer weights. A completion of another version than the evaluated one (the server died, the
-lease ran out) makes the attempt count for nothing; it is made again on another server.
+The other servers go on with newer weights. The server is leased: the lease is renewed while answers come. A completion
+of another version than the evaluated one (the server died, the lease ran out) makes the attempt count for nothing; that
+is told by an event, and it is made again on another server.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Peer, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
 from penstock.overseer.distributed.roles.contexts import InterruptedEvaluation, PinnedContext
-from penstock.overseer.distributed.roles.servers import make_pool, servers_of
+from penstock.overseer.distributed.roles.servers import make_pool, servers_of, serving
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.result_rows import write_stats
@@ -34,6 +35,10 @@ from penstock.types import (
 
 CALL_S = 30.0
 """Longest wait for a server or the replay service."""
+RENEW_SHARE = 0.25
+"""Of the length of a lease: so often it is renewed, where an answer came meanwhile."""
+
+WAITING = "waiting for a version that is due"
 
 _Found = TypeVar("_Found")
 
@@ -46,8 +51,7 @@ class EvaluatorRole(ThreadedComponent):
         config = settings.config
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, settings.tokenizer())
-        self._answers = 0
-        self._context = PinnedContext(self._contexts, self.activity, self._count_answer)
+        self._context = PinnedContext(self._contexts, self.activity)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)
         self._evaluator = Evaluator(
@@ -64,7 +68,7 @@ class EvaluatorRole(ThreadedComponent):
         """See `Component.start`."""
         self.look(self.around.view)
         self.activity.begin()
-        self.state, self.doing = "running", "waiting for a version that is due"
+        self.state, self.doing = "running", WAITING
         self.crew.start(f"{self.name}.versions", self._run)
 
     def look(self, view: View) -> None:
@@ -76,7 +80,7 @@ class EvaluatorRole(ThreadedComponent):
     # --- versions as they come -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self.stopping.is_set():
+        while not (self.stopping.is_set() or self.draining):
             self.view_changed.wait(POLL_S)
             self.view_changed.clear()
             version = self._newest()
@@ -96,34 +100,57 @@ class EvaluatorRole(ThreadedComponent):
             self._seen = version
 
     def _newest(self) -> WeightVersion | None:
-        held = [_version(peer) for peer in _serving(self.around.view)]
-        return max(held, default=None)
+        return max((_version(peer) for peer in serving(self.around.view)), default=None)
 
     def _on_one_server(self, version: WeightVersion, evaluate: Callable[[], _Found]) -> _Found:
         """Runs `evaluate` against a server that keeps the version meanwhile.
 
         Raises:
-            InterruptedEvaluation: the version was not held to the end.
+            InterruptedEvaluation: the version was not held to the end, or this evaluator drains.
         """
-        peer = next((p for p in _serving(self.around.view) if _version(p) == version), None)
+        peer = next((p for p in serving(self.around.view) if _version(p) == version), None)
         if peer is None:
             raise InterruptedEvaluation(f"no server holds {version}")
         name = peer.identity.name
-        server = self.around.caller(name)
-        with self._one_at_a_time:
+        with self._one_at_a_time, self._leased(name) as held:
+            self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
+            if self.draining:
+                raise InterruptedEvaluation("it drains: the next evaluator will")
+            if held != version:
+                raise InterruptedEvaluation(f"{name} went on to {held}")
+            self.doing = f"evaluating version {version.step} on {name}"
             try:
-                lease = self.config.overseer.no_progress_s, self.around.identity.incarnation
-                held = server.call("hold", *lease, timeout_s=CALL_S)
-                self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
-                self.doing = f"evaluating version {version.step} on {name}"
-                if held != version:
-                    raise InterruptedEvaluation(f"{name} went on to {held}")
                 with self.activity.busy():
                     return evaluate()
+            except (UnreachableError, NoProgressError, InterruptedEvaluation) as failure:
+                self.around.event("evaluation_interrupted", version.step, server=name, reason=str(failure))
+                raise
             finally:
-                self.doing = "waiting for a version that is due"
-                with suppress(UnreachableError):  # a dead server holds nothing
-                    server.call("release", timeout_s=CALL_S)
+                self.doing = WAITING
+
+    @contextmanager
+    def _leased(self, name: str) -> Iterator[WeightVersion | None]:
+        """Inside, a server keeps the version that it gives, as long as answers come."""
+        server, over = self.around.caller(name), threading.Event()
+        lease = self.config.overseer.no_progress_s, self.around.identity.incarnation
+        keeper = f"{self.name}.lease"
+        try:
+            held = server.call("hold", *lease, timeout_s=CALL_S)
+            self.crew.start(keeper, lambda: self._renew(server, lease, over))
+            yield held
+        finally:
+            over.set()
+            self.crew.join(CALL_S, [keeper])  # a renewal that came late would hold the server up for nothing
+            with suppress(UnreachableError):  # a dead server holds nothing
+                server.call("release", timeout_s=CALL_S)
+
+    def _renew(self, server: Caller, lease: tuple[float, int], over: threading.Event) -> None:
+        answered = self._pool.answers
+        while not over.wait(RENEW_SHARE * lease[0]):
+            before, answered = answered, self._pool.answers
+            if answered > before:
+                with suppress(UnreachableError):  # the evaluation is told by its own requests
+                    server.call("hold", *lease, timeout_s=CALL_S)
 
     # --- what the overseer calls ---------------------------------------------------------------------------------
 
@@ -131,18 +158,22 @@ class EvaluatorRole(ThreadedComponent):
         """A full evaluation of every lesson with weights of that step; a task.
 
         Raises:
-            NoProgressError: no server held them to the end, within ``overseer.no_progress_s``.
+            NoProgressError: no server held them to the end, and no answer came for as long as a server may take to
+                start.
         """
         reason: PenstockError | None = None
-        limit = time.monotonic() + self.config.overseer.no_progress_s
+        limit_s, answered = self.config.overseer.start_limit_s, self._pool.answers
+        limit = time.monotonic() + limit_s
         while time.monotonic() < limit and not self.stopping.is_set():
             version = WeightVersion(self.around.view.lineage, step)
             try:
                 return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
             except (UnreachableError, InterruptedEvaluation) as failure:
                 reason = failure
+            if self._pool.answers > answered:  # it was begun, and is begun again
+                limit, answered = time.monotonic() + limit_s, self._pool.answers
             self.stopping.wait(POLL_S)
-        raise NoProgressError(f"version {step} was not evaluated within overseer.no_progress_s: {reason}")
+        raise NoProgressError(f"version {step} was not evaluated, and no server answered for {limit_s:g} s: {reason}")
 
     def evaluation_state(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -155,12 +186,12 @@ class EvaluatorRole(ThreadedComponent):
         self._pool.close()
         self._manager.shutdown()
 
-    def _count_answer(self) -> None:
-        self._answers += 1
+    def _has_work(self) -> bool:
+        return self._one_at_a_time.locked()
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
-        progress = float(self._answers) if self.activity.working else None
+        progress = float(self._pool.answers) if self.activity.working else None
         return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
 
 
@@ -174,10 +205,6 @@ class _Reporting:
     def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
         self._replay.call("update_evaluation", stats, step, timeout_s=CALL_S)
         return ()  # the replay service tells of events
-
-
-def _serving(view: View) -> list[Peer]:
-    return [p for p in view.of("inference") if "url" in p.address and p.address.get("lineage") == view.lineage]
 
 
 def _version(peer: Peer) -> WeightVersion:

@@ -44,10 +44,10 @@ class InferenceRole(ThreadedComponent):
         self._held_from = ""  # incarnation of the broadcaster that it was fetched from
         self._leased_until = 0.0
         self._leased_to = -1  # incarnation of the evaluator
-        self._told: tuple[WeightVersion, Identity] | None = None
+        self._held_back = False  # by a lease, until it has looked for newer weights after that
+        self._told: tuple[WeightVersion, bool, Identity] | None = None
         self._swap_s = 0.0
         self._failing_since: float | None = None
-        self._draining = False
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -57,7 +57,7 @@ class InferenceRole(ThreadedComponent):
         self.doing = "compiling"
         self._engine.start()
         self._server.start()
-        self._engine.wait_until_ready(self.config.overseer.start_timeout_s)
+        self._engine.wait_until_ready(self.config.overseer.start_limit_s)
         self.activity.begin()
         self.state = "running"
         while not self.stopping.is_set():
@@ -70,20 +70,24 @@ class InferenceRole(ThreadedComponent):
     def _follow(self) -> None:
         """One look for newer weights; waits a little where there are none."""
         client = self._connected()
-        if client is None or time.monotonic() < self._leased_until:
+        if client is None or self._leased:
             self.doing = "waiting for the learner" if client is None else "held at its version"
             self._failing_since = None
             self.view_changed.wait(POLL_S)
             self.view_changed.clear()
         else:
-            self.doing = "serving" if self._held else "waiting for the first weights"
+            if self._failing_since is None:
+                self.doing = self._at_what()
             try:
                 source = str(self._endpoint["incarnation"])
                 # Another broadcaster may offer other weights under the version held, so anything of it is news.
                 version = client.wait_for(self._held if source == self._held_from else None, POLL_S)
                 if version is not None:
                     self._take(version, client.fetch(version), source)
+                elif client.failure is not None:
+                    raise UnreachableError(client.failure)
                 self._failing_since = None
+                self._catch_up()
             except (UnreachableError, WeightsError) as failure:  # a restart, or a newer version meanwhile
                 self._note(failure)
                 self.stopping.wait(POLL_S)
@@ -91,11 +95,14 @@ class InferenceRole(ThreadedComponent):
 
     def _note(self, failure: PenstockError) -> None:
         """Fetching may fail for a while; a server that cannot at all is of no use."""
-        self.doing = f"serving; weights: {failure}"
+        self.doing = f"{self._at_what()}; weights: {failure}"
         now, limit_s = time.monotonic(), self.config.overseer.no_progress_s / 2
         self._failing_since = self._failing_since or now
         if now - self._failing_since > limit_s:
             raise NoProgressError(f"no weights could be fetched for {limit_s:g} s: {failure}") from failure
+
+    def _at_what(self) -> str:
+        return "serving" if self._held else "waiting for the first weights"
 
     def _connected(self) -> WeightClient | None:
         """The client of the living learner's broadcaster, if that has announced one."""
@@ -112,7 +119,7 @@ class InferenceRole(ThreadedComponent):
 
     def _take(self, version: WeightVersion, arrays: Mapping[str, Any], source: str) -> None:
         with self._swap:
-            if time.monotonic() < self._leased_until:
+            if self._leased:
                 return  # the lease began during the fetch
             started = time.perf_counter()
             merged = merged_arrays(named_arrays(self._decoder), arrays)
@@ -121,19 +128,25 @@ class InferenceRole(ThreadedComponent):
             self._swap_s = time.perf_counter() - started
             self._held, self._held_from = version, source
 
+    def _catch_up(self) -> None:
+        """It has looked for newer weights, and has them."""
+        with self._swap:
+            self._held_back &= self._leased  # a lease may have begun meanwhile
+
     def _tell_replay(self) -> None:
-        """The ticket issuer paces by the oldest version that any server holds."""
-        replay = self.around.view.peer("replay-0")
-        if replay is None or self._held is None or self._told == (self._held, replay.identity):
+        """The ticket issuer paces by the oldest version that any server holds and is free to leave."""
+        replay, held_back = self.around.view.peer("replay-0"), self._held_back
+        if replay is None or self._held is None or self._told == (self._held, held_back, replay.identity):
             return
         if self._held.lineage != self.around.view.lineage:
             return
         me, held = self.around.identity, self._held
         try:
-            self._replay.call("server_holds", me.name, me.incarnation, held.lineage, held.step, timeout_s=CALL_S)
+            told = me.name, me.incarnation, held.lineage, held.step, held_back
+            self._replay.call("server_holds", *told, timeout_s=CALL_S)
         except UnreachableError:
             return  # told again soon, to this incarnation or the next
-        self._told = (held, replay.identity)
+        self._told = (held, held_back, replay.identity)
 
     # --- what others call ----------------------------------------------------------------------------------------
 
@@ -144,23 +157,30 @@ class InferenceRole(ThreadedComponent):
             self.release()
         super().look(view)
 
+    @property
+    def _leased(self) -> bool:
+        return time.monotonic() < self._leased_until
+
     def hold(self, seconds: float, evaluator: int) -> WeightVersion | None:
         """Keeps the present version for so long at most, while that incarnation of the evaluator lives.
+
+        Asked again in time, it keeps it for longer.
 
         Returns:
             The version; None before the first.
         """
         with self._swap:
             self._leased_until, self._leased_to = time.monotonic() + seconds, evaluator
+            self._held_back = True
             return self._held
 
     def release(self) -> None:
         """Ends the lease."""
         self._leased_until = 0.0
 
-    def drain(self) -> None:
-        """No longer announced; drained once nobody waits for an answer."""
-        self._draining = True
+    def _has_work(self) -> bool:
+        stats = self._engine.stats()
+        return self._leased or bool(stats["inference/running"] or stats["inference/waiting"])
 
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
@@ -173,12 +193,9 @@ class InferenceRole(ThreadedComponent):
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         stats, address = self._engine.stats(), dict[str, Any]()
         held = self._held
-        if self._draining and not (stats["inference/running"] or stats["inference/waiting"]):
-            self.state = "drained"
-        serving = self.state == "running" and not (self._draining or self.stopping.is_set())
-        if held is not None and serving:
+        if held is not None and self.state in ("running", "drained") and not self.stopping.is_set():
             address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
-            address["weights"] = self._held_from
+            address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
         return Condition(

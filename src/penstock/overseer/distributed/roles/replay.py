@@ -3,6 +3,9 @@
 It is made from the run's files: those of a new run, or those of the checkpoint that this lineage begins with. Tickets
 are handed out once the learner trains (`admit`); what the view says of the dead is passed on to the service, so that
 their tickets go to others.
+
+It owes progress while something waits for it alone. A full disk, a learner that is paused, groups that wait for their
+turn: these are others' to end.
 """
 
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ from penstock.learner.checkpoint_files import read_states
 from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
+from penstock.overseer.distributed.roles.activity import Handling
 from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
@@ -27,13 +31,33 @@ from penstock.replay import (
     RolloutStore,
     TicketIssuer,
 )
-from penstock.types import RolloutGroup
+from penstock.types import RolloutGroup, RolloutSink
 
 SERVED = (
-    "acquire", "cleared", "checkpoint_saved", "checkpoint_states", "deliver", "fail", "next_batch", "server_holds",
-    "set_current_step", "update_evaluation",
+    "cleared", "checkpoint_saved", "checkpoint_states", "deliver", "fail", "server_holds", "set_current_step",
+    "update_evaluation",
 )  # fmt: skip
 """Methods of the service that others call as they are."""
+WAITED_IN = ("acquire", "next_batch")
+"""Further ones, in which the caller waits: they are no work."""
+
+
+def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
+    """Whether something waits for the buffer alone.
+
+    Args:
+        metrics: The service's.
+        in_hand: Deliveries that the receiver hands to the buffer at this moment.
+    """
+    waiting = ("rollout_storage/depth", "replay/overdue_groups")
+    return in_hand > 0 or any(metrics[name] > 0 for name in waiting)
+
+
+class _CountedSink:
+    """The buffer, as the receiver sees it."""
+
+    def __init__(self, buffer: RolloutSink, receiving: Handling) -> None:
+        self.add_batches = receiving.of(buffer.add_batches)
 
 
 class ReplayRole(ThreadedComponent):
@@ -52,7 +76,10 @@ class ReplayRole(ThreadedComponent):
             strict=replay.synchronous,
             on_event=self._on_curriculum_event,
         )
-        self._store = RolloutStore(settings.directory, replay.store, clock.now, on_damage=self._on_damage)
+        self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
+        self._store = RolloutStore(
+            settings.directory, replay.store, clock.now, on_damage=self._on_damage, writing=self.activity.busy
+        )
         ledger = self._store.open_ledger(lineage)
         issuer = TicketIssuer(
             replay,
@@ -80,7 +107,7 @@ class ReplayRole(ThreadedComponent):
             buffer,
             self._loader,
             storage,
-            RolloutReceiver(storage, buffer, None),
+            RolloutReceiver(storage, _CountedSink(buffer, self._receiving), None),
             self._curriculum,
             needs_clearance=replay.synchronous,
             on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
@@ -94,6 +121,8 @@ class ReplayRole(ThreadedComponent):
         self._serving = self._admitting = False
         self._alive: set[Identity] = set()
         for method in SERVED:
+            setattr(self, method, self._handling.of(getattr(self._service, method)))
+        for method in WAITED_IN:
             setattr(self, method, getattr(self._service, method))
 
     def start(self) -> None:
@@ -123,7 +152,8 @@ class ReplayRole(ThreadedComponent):
 
     def finish_update(self, lineage: int, step: int) -> None:
         """See `ReplayService.finish_update`; tells the run's log of the groups since the last."""
-        self._service.finish_update(lineage, step)
+        with self._handling.one():
+            self._service.finish_update(lineage, step)
         values = self._tally.take()
         if values:
             self.around.metrics(step + 1, values)
@@ -176,12 +206,14 @@ class ReplayRole(ThreadedComponent):
         return super().condition()
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        # Neither busy nor idle is counted: the buffer serves others at every moment.
+        metrics = self._service.metrics()
         return Condition(
             self.state,
             self.doing,
-            None,
-            metrics=self._service.metrics(),
+            self._service.progress if owes_progress(metrics, self._receiving.under_way) else None,
+            busy_s,
+            idle_s,
+            metrics=metrics,
             facts=self._facts(
                 complete=self._curriculum.complete,
                 groups_received=self._service.progress,

@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 from penstock.inference import Server, ServerPool
-from penstock.overseer.distributed.records import View
+from penstock.overseer.distributed.records import Peer, View
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.weights.own_address import own_address
 
@@ -23,10 +23,28 @@ def reachable(url: str) -> str:
     return f"{parts.scheme}://{own_address()}:{parts.port}"
 
 
+def serving(view: View) -> list[Peer]:
+    """Servers that take new requests, with weights of the run's present lineage."""
+    return [peer for peer in _there(view) if not peer.address.get("draining")]
+
+
 def servers_of(view: View) -> list[Server]:
-    """Those that serve weights of the run's present lineage."""
+    """All servers with weights of the run's present lineage, as clients know them.
+
+    Nothing new goes to one that drains, nor to one that an evaluation holds back, at a version that others have left:
+    what it generated would be staler than its ticket allows for.
+    """
+    newest = max((peer.address["step"] for peer in serving(view)), default=0)
     return [
-        Server(peer.identity.name, peer.identity.incarnation, str(peer.address["url"]))
-        for peer in view.of("inference")
-        if "url" in peer.address and peer.address.get("lineage") == view.lineage
+        Server(peer.identity.name, peer.identity.incarnation, str(peer.address["url"]), _accepts(peer, newest))
+        for peer in _there(view)
     ]
+
+
+def _there(view: View) -> list[Peer]:
+    return [p for p in view.of("inference") if "url" in p.address and p.address.get("lineage") == view.lineage]
+
+
+def _accepts(peer: Peer, newest: int) -> bool:
+    address = peer.address
+    return not (address.get("draining") or (address.get("held_back") and address["step"] < newest))

@@ -233,14 +233,14 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
-        waiting = self._waiting_for_room or doing.startswith(("waiting", "done"))
+        owes_none = self.state == "starting" or self._waiting_for_room or doing.startswith(("waiting", "done"))
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         learner = self._current()
         step = 0 if learner is None else learner.step
         return Condition(
             self.state,
             doing,
-            None if waiting else float(self._steps_done),
+            None if owes_none else float(self._steps_done),
             self._seconds["busy"],
             self._seconds["idle"],
             address,

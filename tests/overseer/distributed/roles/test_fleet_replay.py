@@ -1,0 +1,55 @@
+"""The replay buffer of a fleet owes progress for what is being delivered, and counts its work."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.overseer import FleetRunConfig
+from penstock.overseer.config_loading import build_config
+from penstock.overseer.distributed.records import Identity, View
+from penstock.overseer.distributed.roles.fleet_replay import FleetReplayRole
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.replay import fragment_service
+from penstock.rundir import RunDirectory
+from tests.waiting import wait_until
+
+LIMIT_S = 20.0
+
+
+class Around:
+    """A host of nobody else."""
+
+    identity = Identity("replay", 0, 0)
+    view = View()
+
+
+@pytest.fixture
+def role(run_dir: Path):
+    config = build_config(
+        FleetRunConfig,
+        {"runtime": "ray", "steps": 1, "fleet": {"tasks": {"guess": {"id": "tests.overseer.simulators:Guess"}}}},
+    )
+    role: Any = FleetReplayRole(Around(), Settings(config, RunDirectory.create(run_dir, config.dump()), "0" * 64))  # type: ignore[arg-type]
+    role.start()
+    role.admit()
+    yield role
+    role.stop(LIMIT_S)
+
+
+def test_a_delivery_that_is_not_answered_is_its_debt_and_its_work(role, monkeypatch: pytest.MonkeyPatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(fragment_service, "fragments_from_buffer", lambda message: may_end.wait(LIMIT_S) and [])
+    assert role.condition().progress is None
+    delivering = threading.Thread(target=role.deliver, args=("rollout-0", b""))
+    delivering.start()
+    wait_until(lambda: role.condition().progress == 0.0, "debt", LIMIT_S)
+    busy_s = role.condition().busy_s
+    assert role.has_room()  # whatever else it answers is no progress
+    wait_until(lambda: role.condition().busy_s > busy_s, "work", LIMIT_S)
+    assert role.condition().progress == 0.0
+    may_end.set()
+    delivering.join(LIMIT_S)
+    told = role.condition()
+    assert told.progress is None and told.busy_s + told.idle_s > 0
