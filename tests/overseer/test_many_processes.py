@@ -37,11 +37,11 @@ def begin(config: RunConfig, run_dir: Path, hosts: dict[str, str]) -> None:
 def test_what_only_one_machine_reaches_is_refused_where_there_are_several(
     tmp_path: Path, launchers: list[Any], monkeypatch: pytest.MonkeyPatch, transport: str, hosts: Any, words: str
 ):
-    import penstock.overseer.ray as ray
+    from penstock.overseer.ray import RayLauncher
 
     closed: list[float] = []
-    monkeypatch.setattr(ray.RayLauncher, "machines", 3)
-    monkeypatch.setattr(ray.RayLauncher, "close", lambda self, timeout_s: closed.append(timeout_s))
+    monkeypatch.setattr(RayLauncher, "machines", 3)
+    monkeypatch.setattr(RayLauncher, "close", lambda self, timeout_s: closed.append(timeout_s))
     config = load_config("cats", ["runtime=ray", f"weights.transport={transport}"])
     with pytest.raises(ConfigError, match=words):
         begin(config, tmp_path / "run", hosts)
@@ -56,8 +56,8 @@ def test_what_only_one_machine_reaches_is_refused_where_there_are_several(
 def test_what_all_machines_reach_is_not(
     tmp_path: Path, launchers: list[Any], monkeypatch: pytest.MonkeyPatch, machines: int, transport: str, hosts: Any
 ):
-    import penstock.overseer.ray as ray
+    from penstock.overseer.ray import RayLauncher
 
-    monkeypatch.setattr(ray.RayLauncher, "machines", machines)
+    monkeypatch.setattr(RayLauncher, "machines", machines)
     with pytest.raises(Begun):
         begin(load_config("cats", ["runtime=ray", f"weights.transport={transport}"]), tmp_path / "run", hosts)

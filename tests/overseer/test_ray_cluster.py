@@ -87,15 +87,17 @@ def test_what_only_both_machines_together_have_is_refused(launcher):
 
 @pytest.mark.parametrize("error", [ConnectionError("nobody listens"), ModuleNotFoundError("No module named 'grpc'")])
 def test_a_cluster_that_cannot_be_joined_is_told(tmp_path, monkeypatch, error):
-    from penstock.overseer import ray as module
+    import ray
+
+    from penstock.overseer.ray import RayLauncher
 
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(module.ray, "init", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(ConfigError, match=f"ray.address 10.0.0.1:1: {type(error).__name__}: {error}"):
-        module.RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
+        RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
 
 
 def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cluster, launcher):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.replay.fragment_fleet import Fleet
 from tests.replay.open_buffers import Open
 from tests.replay.storage_kinds import KINDS, FileKind, MemoryKind
 
@@ -89,3 +90,17 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads."""
     with ThreadPoolExecutor(8) as threads:
         yield threads
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """Makes buffers of fragments; they are ended at the end."""
+    made = []
+
+    def make(name="run", **arguments):
+        made.append(Fleet(tmp_path / name, **arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()

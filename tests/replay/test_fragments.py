@@ -1,4 +1,4 @@
-"""Fragments in an open buffer: every fate, back-pressure, files, and what a resume makes of them."""
+"""Fragments in an open buffer: every fate, files, and what a resume makes of them."""
 
 import re
 import threading
@@ -6,90 +6,20 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.fragments_made import a_batch, make_fragment
+from tests.replay.fragment_fleet import ids
 
-from penstock.batch import FragmentBatchMaker
 from penstock.replay import (
     FRAGMENTS,
     FragmentReplayConfig,
-    OpenAdmission,
     OpenBatchSource,
-    ReplayBuffer,
     ReplayBufferConfig,
     RolloutStore,
     StoreConfig,
 )
-from penstock.rundir import RunDirectory, read_json_lines, read_parquet
+from penstock.rundir import read_parquet
 from penstock.types import ConfigError, NoProgressError, RolloutRecord, Stopped
-
-STORE = {"buffer_size": 1, "compact_parts": 0}
-
-
-class Fleet:
-    """A buffer of fragments in a run directory, on a virtual clock; fragments are numbered."""
-
-    def __init__(self, path, states=None, store=None, **config):
-        self.now, self.made = 1000.0, 0
-        self.directory = RunDirectory(path) if path.exists() else RunDirectory.create(path, {})
-        self.config = FragmentReplayConfig(**{"fragments_per_batch": 2, "store": {**STORE, **(store or {})}, **config})
-        self.store = RolloutStore(self.directory, self.config.store, lambda: self.now, FRAGMENTS)
-        lineage = 0 if states is None else self.store.lineages.newest + 1
-        self.admission = OpenAdmission(self.store.open_ledger(lineage), lineage)
-        maker = FragmentBatchMaker(self.config.order, self.config.max_samples)
-        self.buffer = ReplayBuffer(self.config.buffer_config(), self.store, maker, self.admission, lambda: self.now)
-        if states is not None:
-            self.buffer.restore(states)
-        self.source = OpenBatchSource(self.buffer, self.config.fragments_per_batch)
-
-    def fragment(self, **fields):
-        self.made += 1
-        return make_fragment(f"cart-w0-{self.admission.lineage}-{self.made - 1}", **{"timestamp": self.now, **fields})
-
-    def add(self, *fragments):
-        self.buffer.add_batches([a_batch(*fragments)])
-        self.buffer.check_ledger()
-
-    def update(self, step):
-        batch = self.source.next_batch(step, 5.0)
-        self.source.finish_update(step)
-        self.source.set_current_step(step + 1)
-        self.buffer.check_ledger()
-        return ids(batch)
-
-    def counts(self):
-        return {k: v for k, v in self.buffer._ledger.snapshot().items() if v}
-
-    def reasons(self):
-        return [row["reason"] for row in read_json_lines(self.directory.fates_path)]
-
-    def save(self):
-        with self.buffer.boundary():
-            return self.buffer.state()
-
-    def end(self):
-        self.buffer.flush()  # another thread may be at it
-        self.buffer.close()
-        self.store.close()
-
-
-def ids(batch):
-    return [i for example in batch.examples for i in example.rollout_ids]
-
-
-@pytest.fixture
-def fleet(tmp_path):
-    made = []
-
-    def make(name="run", **arguments):
-        made.append(Fleet(tmp_path / name, **arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.end()
 
 
 def parts(run):
@@ -170,115 +100,6 @@ def test_a_learner_that_waits_too_long_says_for_what(fleet):
     threading.Timer(0.05, run.buffer.close).start()
     with pytest.raises(Stopped):
         run.source.next_batch(0, 10.0)
-
-
-# --- back-pressure --------------------------------------------------------------------------------------------------
-
-
-def until(happened):
-    deadline = time.monotonic() + 5
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def blocked(run, count=1):
-    """A sender in a thread; returns when it waits."""
-    errors = []
-
-    def send():
-        try:
-            run.buffer.add_batches([a_batch(*[run.fragment() for _ in range(count)])])
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    until(lambda: run.buffer.metrics()["replay/blocked_senders"] == 1)
-    return thread, errors
-
-
-def test_a_full_buffer_lets_senders_wait_and_evicts_nothing(fleet):
-    run = fleet(max_waiting=3)
-    run.add(*[run.fragment() for _ in range(3)])
-    assert not run.buffer.has_room
-    thread, errors = blocked(run, 3)
-    assert run.counts() == {"started": 3, "waiting": 3}
-    batch = run.source.next_batch(0, 5.0)  # 2 of 3 are gone: there is room for two
-    until(lambda: run.counts()["started"] == 5 and run.buffer.metrics()["replay/blocked_senders"] == 1)
-    run.source.finish_update(0)
-    assert ids(batch) == ["cart-w0-0-0/0", "cart-w0-0-1/0"]
-    run.source.next_batch(1, 5.0)
-    thread.join(5)
-    assert not thread.is_alive() and errors == []
-    assert run.buffer.metrics()["replay/blocked_senders"] == 0 < run.buffer.metrics()["replay/blocked_s"] < 5
-    assert run.counts() == {"started": 6, "trained": 2, "waiting": 4}
-
-
-def test_a_new_version_makes_room_where_fragments_are_stale(fleet):
-    run = fleet(max_waiting=2, max_staleness=0)
-    run.add(run.fragment(), run.fragment())
-    thread, errors = blocked(run)
-    run.source.set_current_step(1)
-    thread.join(5)
-    assert not thread.is_alive() and errors == []
-    assert run.counts() == {"started": 3, "stale_step": 3}
-
-
-def test_time_makes_room_too(fleet):
-    run = fleet(max_waiting=2, max_age_s=10.0)
-    run.add(run.fragment(), run.fragment())
-    run.now += 11
-    run.add(run.fragment())
-    assert run.counts() == {"started": 3, "stale_time": 2, "waiting": 1}
-
-
-def test_a_sender_that_waits_hears_of_the_end_and_of_its_limit(fleet):
-    run = fleet(max_waiting=2, max_waiting_s=0.1)
-    run.add(run.fragment(), run.fragment())
-    with pytest.raises(
-        NoProgressError, match="waited 0.1 s.*2 rollouts wait.*max_waiting = 2.*learner is at version 0"
-    ):
-        run.add(run.fragment())
-    run = fleet("other", max_waiting=2)
-    run.add(run.fragment(), run.fragment())
-    thread, errors = blocked(run)
-    run.buffer.close()
-    thread.join(5)
-    assert [type(error) for error in errors] == [Stopped]
-
-
-def test_what_was_used_does_not_keep_others_out(fleet):
-    run = fleet(max_waiting=2, max_samples=3)
-    run.add(run.fragment(), run.fragment())
-    run.update(0)
-    assert run.counts() == {"started": 2, "waiting": 2} and run.buffer.has_room
-    run.add(run.fragment())
-    assert run.update(1) == ["cart-w0-0-2/0", "cart-w0-0-0/0"]  # what was in no batch yet, then the oldest
-    assert run.buffer._stock.unused == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(["add", "add", "add", "update", "version", "time"]), max_size=40), st.integers(1, 3))
-def test_the_count_of_those_that_wait_for_a_first_batch_is_right(tmp_path_factory, steps, uses):
-    run = Fleet(tmp_path_factory.mktemp("run") / "run", max_samples=uses, max_staleness=1, max_age_s=9.0, max_waiting=6)
-    used, step = set(), 0
-    for what in steps:
-        if what == "add" and run.buffer.has_room:
-            run.add(run.fragment(weight_steps=step))
-        elif what == "update" and (batch := run.buffer.try_next_batch(step)) is not None:
-            used.update(ids(batch))
-            step += 1
-            run.source.finish_update(step - 1)
-            run.source.set_current_step(step)
-        elif what == "version":
-            step += 1
-            run.source.set_current_step(step)
-        elif what == "time":
-            run.now += 4
-        waiting = {r.rollout_id for group in run.buffer._stock.waiting for r in group.rollouts}
-        assert run.buffer._stock.unused == len(waiting - used) <= 6
-    run.end()
 
 
 # --- files and resume -----------------------------------------------------------------------------------------------

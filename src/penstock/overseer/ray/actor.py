@@ -1,0 +1,164 @@
+"""A component in its own process, as a Ray actor, and how it reaches the others."""
+
+# pyright: reportMissingImports=false
+# Ray is an extra: type checking does without it.
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.worker
+import ray.exceptions
+
+from penstock.overseer.distributed.answers import Answer
+from penstock.overseer.distributed.component import Factory
+from penstock.overseer.distributed.component_logs import open_component_logs
+from penstock.overseer.distributed.host import Host
+from penstock.overseer.distributed.processes import Process, end_with_parent
+from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.types import UnreachableError
+
+RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
+"""What Ray raises; the second where it is reached as a client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What all components of one launcher have in common.
+
+    Attributes:
+        namespace: Ray's, of the actors.
+        token: Part of every actor's name.
+        logs: Directory of the components' logs, an absolute path.
+    """
+
+    namespace: str
+    token: str
+    logs: Path
+
+    def actor_name(self, identity: Identity) -> str:
+        """Unique in the namespace."""
+        return f"{identity}@{self.token}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs: Ray's id of the machine, and the process there."""
+
+    node_id: str
+    process: Process
+
+
+class ComponentActor:
+    """The host of one component as a Ray actor. Its methods are coroutines: thousands of calls may wait at once."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        factory: Factory,
+        settings: Mapping[str, Any],
+        view: View,
+        life: Life,
+        shows_gpus: bool,
+    ) -> None:
+        end_with_parent()
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # calls wait in threads of their own
+        if not shows_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        open_component_logs(life.logs, identity)
+        self._host = Host(identity, factory, settings, view, ActorCalls(life).reach)
+        _on_termination(lambda: self._host.drain("SIGTERM"))
+
+    async def place(self) -> Place:
+        """Where this is; asked before the component is made."""
+        return Place(ray.get_runtime_context().get_node_id(), Process.this())
+
+    async def begin(self) -> None:
+        """Makes the component."""
+        self._host.start()
+
+    async def beat(self, view: View | None, acknowledged: int) -> Report:
+        """See `Host.beat`."""
+        return await self._host.beat(view, acknowledged)
+
+    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Answer:
+        """See `Host.call`."""
+        return await self._host.call(sender, method, args)
+
+
+def _on_termination(notice: Callable[[], None]) -> None:
+    """Has SIGTERM give a notice instead of ending the process.
+
+    Ray installs a handler in every worker's main thread, which no code of an actor ever runs in; that handler ends the
+    process by the function replaced here. Where another version of Ray has no such function, SIGTERM ends the process.
+    """
+
+    def give_notice(*_: Any, **__: Any) -> None:
+        threading.Thread(target=notice, name="termination-notice", daemon=True).start()
+
+    name = "raise_sys_exit_with_custom_error_message"
+    if hasattr(ray._private.worker, name):
+        setattr(ray._private.worker, name, give_notice)
+
+
+class ActorCalls:
+    """Calls other components' actors by their identities."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._lock = threading.Lock()
+        self._actors: dict[Identity, Any] = {}
+
+    def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
+        """See `penstock.overseer.distributed.host.Reach`."""
+        return answer(self._actor(whom), whom, sender, method, args, timeout_s)
+
+    def _actor(self, whom: Identity) -> Any:
+        with self._lock:
+            for old in [known for known in self._actors if known.name == whom.name and known != whom]:
+                del self._actors[old]
+            if whom in self._actors:
+                return self._actors[whom]
+        try:
+            actor = ray.get_actor(self._life.actor_name(whom), self._life.namespace)
+        except (ValueError, *RAY_ERRORS) as error:
+            raise UnreachableError(f"{whom} is not there: {in_one_line(error)}") from error
+        with self._lock:
+            return self._actors.setdefault(whom, actor)
+
+
+def answer(
+    actor: Any, whom: Identity, sender: Identity | None, method: str, args: tuple[Any, ...], timeout_s: float
+) -> Answer:
+    """The answer of a component's actor.
+
+    Raises:
+        UnreachableError: there was none in time, or the actor is gone.
+    """
+    try:
+        return ray.get(actor.call.remote(sender, method, args), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise UnreachableError(f"{whom} did not answer {method} within {timeout_s:g} s") from error
+    except RAY_ERRORS as error:
+        raise unreachable(whom, error) from error
+
+
+def unreachable(whom: Identity, error: BaseException) -> UnreachableError:
+    """What an error of Ray means to whoever asked a component."""
+    return UnreachableError(f"{whom} cannot be reached: {in_one_line(error)}")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error of Ray in one line; its own go over a page, and come to the point late."""
+    words = " ".join(str(error).split())
+    words = words.partition("The actor is dead because ")[2] or words
+    return f"{type(error).__name__}: {words[:400]}"
+
+
+def end_process(process: Process, timeout_s: float) -> bool:
+    """A task that runs on the process's machine."""
+    return process.end(timeout_s)

@@ -1,0 +1,259 @@
+"""Starts components as Ray actors, and ends their processes; runs in the overseer's process."""
+
+# pyright: reportMissingImports=false
+# Ray is an extra: type checking does without it.
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.worker
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.overseer.config import RayConfig, RoleConfig
+from penstock.overseer.distributed.component import Factory
+from penstock.overseer.distributed.placement import amounts, check_fits
+from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.overseer.ray.actor import (
+    RAY_ERRORS,
+    ComponentActor,
+    Life,
+    Place,
+    answer,
+    end_process,
+    in_one_line,
+    unreachable,
+)
+from penstock.overseer.ray.connection import Noise, connect
+from penstock.types import ConfigError, UnreachableError
+
+MOST_CALLS = 100_000
+"""Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
+
+_ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": MOST_CALLS}
+_TASK_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+
+log = logging.getLogger(__name__)
+
+
+class RayHandle:
+    """One incarnation of a component, seen from the overseer. Made by `RayLauncher.spawn`."""
+
+    def __init__(self, launcher: "RayLauncher", identity: Identity, actor: Any) -> None:
+        self._launcher = launcher
+        self._identity = identity
+        self._actor = actor
+        self._place_ref = actor.place.remote()
+        self._place: Place | None = None
+        self._kept: deque[Any] = deque(maxlen=4)  # a client's reference must not end in the thread that answers
+        self._place_ref.future().add_done_callback(self._on_placed)
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is."""
+        return self._identity
+
+    @property
+    def place(self) -> Place | None:
+        """Where it runs; None before that is known."""
+        return self._place
+
+    def _on_placed(self, place: Future[Place]) -> None:
+        if place.exception() is None:  # otherwise heartbeats tell of it
+            self._place = place.result()
+            self._launcher.in_turn(self._begin)
+
+    def _begin(self) -> None:
+        self._kept.append(self._actor.begin.remote())
+
+    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+        """Tells it the view and asks how it is; see `Handle.beat`."""
+        report: Future[Report] = Future()
+
+        def pass_on(answer: Future[Report]) -> None:
+            error = answer.exception()
+            if error is None:
+                report.set_result(answer.result())
+            else:
+                report.set_exception(unreachable(self._identity, error))
+
+        try:
+            answer = self._actor.beat.remote(self._launcher.carried(view), acknowledged)
+            self._kept.append(answer)
+            answer.future().add_done_callback(pass_on)
+        except RAY_ERRORS as error:
+            report.set_exception(unreachable(self._identity, error))
+        return report
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Calls one of the component's methods; see `Handle.call`."""
+        return answer(self._actor, self._identity, None, method, args, timeout_s).result()
+
+    def kill(self, timeout_s: float) -> None:
+        """Ends the process and returns when it is gone; see `Handle.kill`."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            ray.kill(self._actor, no_restart=True)  # from now on nothing is made where nothing was yet
+            if self._place is None:
+                self._wait_for_place(deadline)
+            gone = self._place is None or self._launcher.end_process(self._place, deadline)
+        except RAY_ERRORS as error:
+            raise unreachable(self._identity, error) from error
+        if not gone:
+            raise UnreachableError(f"{self._identity}: its process is not known to be gone after {timeout_s:g} s")
+        self._launcher.forget(self)
+
+    def _wait_for_place(self, deadline: float) -> None:
+        """Until Ray says where it runs, or that it never will."""
+        try:
+            self._place = ray.get(self._place_ref, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise UnreachableError(f"{self._identity}: Ray says neither where it runs nor that it is dead") from error
+        except ray.exceptions.RayError:
+            return  # it never ran, and never will
+
+
+class RayLauncher:
+    """Starts components on a Ray cluster. Thread-safe.
+
+    Make it in a thread that lives as long as the launcher: the system ends a cluster started here with that thread.
+
+    Args:
+        config: Which cluster, and the environment of user code.
+        run_id: Names the run's actors, such as the run directory's name.
+        run_dir: Logs go to its ``logs``.
+
+    Raises:
+        ConfigError: there is no cluster at the address, or it cannot be joined.
+    """
+
+    def __init__(self, config: RayConfig, run_id: str, run_dir: Path) -> None:
+        logs = run_dir.absolute() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._life = Life(config.namespace or f"penstock-{run_id}", secrets.token_hex(4), logs)
+        self._lock = threading.Lock()
+        self._handles: dict[RayHandle, dict[str, float]] = {}
+        self._carried: tuple[View, Any] | None = None
+        self._turns = ThreadPoolExecutor(1, thread_name_prefix="ray-launcher")
+        self._noise = Noise(logs / "ray.jsonl")
+        self._connected_here = not ray.is_initialized()
+        try:
+            if self._connected_here:
+                connect(config, self._life.namespace)
+        except ConfigError:
+            self._noise.close()
+            raise
+        self._actor_class: Any = ray.remote(**_ACTOR_OPTIONS)(ComponentActor)
+        self._end_task: Any = ray.remote(**_TASK_OPTIONS)(end_process)
+        is_client = not ray._private.worker.global_worker.connected
+        self._node_id = None if is_client else ray.get_runtime_context().get_node_id()
+
+    @property
+    def machines(self) -> int:
+        """How many the cluster has at present, by their addresses."""
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+    def spawn(
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+    ) -> RayHandle:
+        """Starts an incarnation; see `Launcher.spawn`.
+
+        Raises:
+            ConfigError: the cluster can never place it. Later incarnations wait for room instead: a machine may have
+                died, and may come back.
+        """
+        if identity.incarnation == 0:
+            self.check_room([(identity, resources)], [])
+        shows_gpus = resources.num_gpus > 0 or "CUDA_VISIBLE_DEVICES" in resources.env
+        actor = self._actor_class.options(
+            name=self._life.actor_name(identity),
+            namespace=self._life.namespace,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            resources=dict(resources.resources) or None,
+            scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+            runtime_env={"env_vars": dict(resources.env)} if resources.env else None,
+        ).remote(identity, factory, settings, view, self._life, shows_gpus)
+        handle = RayHandle(self, identity, actor)
+        with self._lock:
+            self._handles[handle] = amounts(resources)
+        return handle
+
+    def check_room(self, newcomers: Sequence[tuple[Identity, RoleConfig]], others: Sequence[RoleConfig]) -> None:
+        """Compares what they ask for with the cluster's machines; see `Launcher.check_room`."""
+        with self._lock:
+            reserved = [*self._handles.values(), *map(amounts, others)]
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for identity, resources in newcomers:
+            check_fits(identity, resources, machines, reserved)
+            reserved.append(amounts(resources))
+
+    def close(self, timeout_s: float) -> None:
+        """Ends every process it started; see `Launcher.close`. A second call does nothing."""
+        with self._lock:
+            handles = list(self._handles)
+        with ThreadPoolExecutor(16, thread_name_prefix="ray-close") as pool:
+            ends = [(handle, pool.submit(handle.kill, timeout_s)) for handle in handles]
+        for handle, end in ends:
+            if isinstance(end.exception(), UnreachableError):
+                log.warning("%s: %s", handle.identity, end.exception())
+        self._turns.shutdown(wait=False, cancel_futures=True)
+        if self._connected_here and ray.is_initialized():
+            ray.shutdown()
+        self._noise.close()
+
+    # --- for its handles -----------------------------------------------------------------------------------------
+
+    def carried(self, view: View | None) -> Any:
+        """A view as an object of Ray: pickled once, however many are told of it."""
+        if view is None:
+            return None
+        with self._lock:
+            if self._carried is None or self._carried[0] is not view:
+                self._carried = view, ray.put(view)
+            return self._carried[1]
+
+    def in_turn(self, action: Callable[[], Any]) -> None:
+        """Does something in a thread that may wait; Ray's own that tell of answers may not."""
+        with suppress(RuntimeError):  # closed: nothing begins any more
+            self._turns.submit(action)
+
+    def forget(self, handle: RayHandle) -> None:
+        """It is gone, and reserves nothing any more."""
+        with self._lock:
+            self._handles.pop(handle, None)
+
+    def end_process(self, place: Place, deadline: float) -> bool:
+        """Kills a process, on this machine or another; whether it is gone."""
+        remaining = max(0.0, deadline - time.monotonic())
+        if place.node_id == self._node_id:
+            return place.process.end(remaining)
+        there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+        task = self._end_task.options(scheduling_strategy=there).remote(place.process, remaining)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return ray.get(task, timeout=min(1.0, left))
+            except ray.exceptions.GetTimeoutError:
+                if self._is_gone(place.node_id):
+                    return True
+            except ray.exceptions.RayError as error:
+                if self._is_gone(place.node_id):
+                    return True
+                log.warning("ending %s: %s", place, in_one_line(error))
+                time.sleep(min(0.5, left))
+                task = self._end_task.options(scheduling_strategy=there).remote(place.process, left)
+        return False
+
+    @staticmethod
+    def _is_gone(node_id: str) -> bool:
+        """A machine that Ray gave up: its daemon ends itself and, by `end_with_parent`, what ran there."""
+        return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
