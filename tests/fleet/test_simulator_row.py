@@ -54,9 +54,9 @@ def test_a_reward_that_is_no_finite_float32_is_a_fault_and_not_in_the_return(rew
     assert block.terminated[0] and block.has_final[0]
 
 
-def test_what_a_step_that_went_wrong_was_rewarded_counts_nowhere():
+def test_what_a_step_that_went_wrong_was_rewarded_is_kept_but_not_in_the_return():
     steps, block = played((1.0, {}), (500.0, {"error": "lost", "raw_reward": 1000.0}), (2.0, {"raw_reward": 20.0}))
-    assert steps == [(1.0, False), (0.0, True), (2.0, False)] and block.returns.tolist() == [21.0]
+    assert steps == [(1.0, False), (500.0, True), (2.0, False)] and block.returns.tolist() == [21.0]
 
 
 @pytest.mark.parametrize("raw", [float("nan"), float("inf"), 1e308])

@@ -4,7 +4,7 @@ Autoreset mode: SAME_STEP. The step that ends an episode leaves the episode's la
 and the next episode's first one in `observations`. A step is a fault where the simulator says so (``info["error"]``)
 or where its reward is not a finite float32; a fault that ends an episode is a truncation without a known last
 observation, never a termination. Statistics count ``info["raw_reward"]`` where there is one; what a fault was rewarded
-counts nowhere, nor does a raw reward that is not a finite float32.
+is not in a return, nor is a raw reward that is not a finite float32.
 """
 
 import time
@@ -111,8 +111,9 @@ class SimulatorRow:
         raw = float(told.get("raw_reward", reward)) if told else reward
         self._length += 1
         fault = bool(told) and "error" in told and _is_error(told["error"])
-        if fault or not -_MOST_REWARD <= reward <= _MOST_REWARD:
+        if not -_MOST_REWARD <= reward <= _MOST_REWARD:
             fault, reward = True, 0.0
+        if fault:
             self._block.faults[row] = self._marked = True
         elif -_MOST_REWARD <= raw <= _MOST_REWARD:  # or the return would be no number for the rest of the episode
             self._return += raw
