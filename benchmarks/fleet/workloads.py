@@ -127,8 +127,8 @@ WORKLOADS = {
             max_wait_ms=10, seconds_factor=12,
         ),
         Workload(
-            "ale", "32 x Pong, 84x84x4", (Simulators("atari:pong", 32),), 0.85, "independent_steps",
-            envs_per_process=8, peers=("gymnasium", "envpool"), envpool="Pong-v5",
+            "ale", "64 x Pong, 84x84x4", (Simulators("atari:pong", 64),), 0.85, "independent_steps",
+            envs_per_process=8, max_wait_ms=10, peers=("gymnasium", "envpool"), envpool="Pong-v5",
         ),
         Workload(
             "slow_reset", "32 x 10 ms, one with 2 s resets", _SLOW, 31 / 32, "others_during_reset", seconds_factor=3,
