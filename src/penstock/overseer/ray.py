@@ -1,4 +1,13 @@
-"""Starts components as Ray actors, and ends their processes; runs in the overseer's process."""
+"""Components as Ray actors; with `ray_actor` and `ray_connection` the modules that import Ray, and the first of them.
+
+Each component is one actor, restarts by Ray off; supervision is the overseer's alone. Names of actors hold the
+incarnation and a token of this launcher's life, so that nobody reaches a component of another life by chance. Ray's own
+transport pickles what it carries: it stays inside a cluster that the user trusts.
+
+What a component needs to know of a process in order to end it (its machine, its number) is known before the component
+is made: one that could not tell has made nothing. A driver that dies takes its actors along: they belong to it, and on
+each machine the system kills them with Ray's own daemon there, stopped ones too.
+"""
 
 # pyright: reportMissingImports=false
 # Ray is an extra: type checking does without it.
@@ -14,16 +23,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray._private.worker
-import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from penstock.types import ConfigError, UnreachableError
+
+try:
+    import ray
+    import ray._private.worker
+    import ray.exceptions
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ModuleNotFoundError as missing:
+    raise ConfigError('runtime: ray needs Ray, which is not installed: pip install "penstock[ray]"') from missing
 
 from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.distributed.component import Factory
 from penstock.overseer.distributed.placement import amounts, check_fits
 from penstock.overseer.distributed.records import Identity, Report, View
-from penstock.overseer.ray.actor import (
+from penstock.overseer.ray_actor import (
     RAY_ERRORS,
     ComponentActor,
     Life,
@@ -33,8 +47,7 @@ from penstock.overseer.ray.actor import (
     in_one_line,
     unreachable,
 )
-from penstock.overseer.ray.connection import Noise, connect
-from penstock.types import ConfigError, UnreachableError
+from penstock.overseer.ray_connection import Noise, connect
 
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""

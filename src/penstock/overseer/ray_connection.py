@@ -21,7 +21,7 @@ import ray.exceptions
 
 from penstock.overseer.config import RayConfig
 from penstock.overseer.distributed.component_logs import ComponentLog
-from penstock.overseer.ray.actor import in_one_line
+from penstock.overseer.ray_actor import in_one_line
 from penstock.types import ConfigError
 
 _JOIN_ATTEMPTS = 3
