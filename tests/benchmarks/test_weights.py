@@ -63,6 +63,7 @@ def recorded():
     return {rate: training.record(training.TINY, rate, updates=2) for rate in benchmark.RATES}
 
 
+@pytest.mark.slow
 def test_few_elements_change_at_a_small_learning_rate_and_most_at_a_large_one(recorded):
     found = {rate: deltas.measure(recorded[rate], bits_per_s=1e10) for rate in benchmark.RATES}
     small, large = found[1e-6], found[1e-3]
@@ -72,6 +73,7 @@ def test_few_elements_change_at_a_small_learning_rate_and_most_at_a_large_one(re
     assert small[0].seconds.keys() == {"full", "delta"}
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_every_time_and_begins_with_the_weights_before_it(recorded):
     runs = [recorded[1e-3], training.record(training.TINY, 1e-3, updates=2)]
     assert len(runs[0]) == len(runs[1]) == 3
