@@ -94,15 +94,13 @@ def evaluate(
         from penstock.overseer import evaluate_fleet
 
         _refuse_given({"--generations": generations != 1, "--rollouts": rollouts is not None}, "a language policy's")
+        told = None if json else _printed  # before the first film
+        report = evaluate_fleet(checkpoint, config, lesson, n, video, told)
         if not json:
             from rich.console import Console
 
-            console = Console()
-            evaluate_fleet(checkpoint, config, lesson, n, video, lambda report: report.print(console)).print_films(
-                console
-            )
+            report.print_films(Console())
             return 0
-        report = evaluate_fleet(checkpoint, config, lesson, n, video)
     else:
         from penstock.overseer import evaluate
 
@@ -115,9 +113,7 @@ def evaluate(
 
         print(encoder.dumps(report.to_json(), indent=2))
     else:
-        from rich.console import Console
-
-        report.print(Console())
+        _printed(report)
     return 0
 
 
@@ -151,6 +147,12 @@ def serve(
 
     serve(str(checkpoint), config, announce=partial(print, flush=True))
     return 0
+
+
+def _printed(report: Any) -> None:
+    from rich.console import Console
+
+    report.print(Console())
 
 
 def _only(names: Sequence[str], what: str, example: str) -> str:

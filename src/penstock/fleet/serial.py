@@ -10,7 +10,6 @@ Not covered: deadlines, restarts, replacement after `restart_interval_s`, and mo
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from penstock.fleet.arrivals import Arrival, Leaves
 from penstock.fleet.assignment import assign_tasks
@@ -30,7 +29,6 @@ class SerialPool:
         worker_id: A part of every seed.
         seed: Of the run.
         worker_index: Which of the fleet's workers, for its part of the tasks.
-        make: What makes a simulator; None: `penstock.environments.simulators.make_simulator`.
 
     Attributes:
         tasks: Task of each slot.
@@ -38,9 +36,7 @@ class SerialPool:
         num_slots: n.
     """
 
-    def __init__(
-        self, config: FleetConfig, worker_id: str, seed: int, *, worker_index: int = 0, make: Maker | None = None
-    ) -> None:
+    def __init__(self, config: FleetConfig, worker_id: str, seed: int, *, worker_index: int = 0) -> None:
         rows = config.envs_per_process
         by_process = assign_tasks(config, worker_index)
         self._specs = [
@@ -51,7 +47,6 @@ class SerialPool:
             )
             for number, task in enumerate(by_process)
         ]  # fmt: skip
-        self._make = make
         self._groups: list[_Group] = []
         self._arrived: list[Arrival] = []
         self.tasks = tuple(task for task in by_process for _ in range(rows))
@@ -80,8 +75,9 @@ class SerialPool:
 
     def start(self, timeout_s: float) -> None:
         """Makes and resets all simulators, however long it takes."""
-        make = self._make or _default_maker()
-        self._groups = [_Group(spec, make) for spec in self._specs]
+        from penstock.environments.simulators import make_simulator  # loads Gymnasium
+
+        self._groups = [_Group(spec, make_simulator) for spec in self._specs]
         self._arrived = [group.begin() for group in self._groups]
 
     def poll(self, timeout_s: float) -> list[Arrival]:
@@ -150,12 +146,3 @@ class _Group:
         block = self._block
         block.acted[:] = acted
         return Arrival(self._spec.process, block.rows, block.observations, block.final_observations, seconds)
-
-
-def _default_maker() -> Maker:
-    from penstock.environments.simulators import make_simulator  # loads Gymnasium
-
-    def make(id: str, kwargs: Mapping[str, Any]) -> Any:
-        return make_simulator(id, kwargs)
-
-    return make

@@ -7,26 +7,19 @@ from typing import Any
 import pytest
 
 from penstock.overseer import load_config
-from penstock.overseer.distributed.records import Identity, View
 from penstock.overseer.distributed.roles.curriculum import CurriculumRole
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.rundir import RunDirectory
+from tests.overseer.distributed.roles.lonely import Lonely
 from tests.waiting import wait_until
 
 LIMIT_S = 20.0
 
 
-class Around:
-    """A host of nobody else."""
-
-    identity = Identity("curriculum", 0, 0)
-    view = View()
-
-
 @pytest.fixture
 def role(tmp_path):
     config = load_config("cats", ["runtime=ray", "overseer.heartbeat_s=0.1"])
-    role: Any = CurriculumRole(Around(), Settings(config, RunDirectory(tmp_path), "0" * 64))  # type: ignore[arg-type]
+    role: Any = CurriculumRole(Lonely("curriculum"), Settings(config, RunDirectory(tmp_path), "0" * 64))  # type: ignore[arg-type]
     yield role
     role.stop(LIMIT_S)
 

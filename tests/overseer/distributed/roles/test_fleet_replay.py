@@ -8,21 +8,14 @@ import pytest
 
 from penstock.overseer import FleetRunConfig
 from penstock.overseer.config_loading import build_config
-from penstock.overseer.distributed.records import Identity, View
 from penstock.overseer.distributed.roles.fleet_replay import FleetReplayRole
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import fragment_service
 from penstock.rundir import RunDirectory
+from tests.overseer.distributed.roles.lonely import Lonely
 from tests.waiting import wait_until
 
 LIMIT_S = 20.0
-
-
-class Around:
-    """A host of nobody else."""
-
-    identity = Identity("replay", 0, 0)
-    view = View()
 
 
 @pytest.fixture
@@ -31,7 +24,9 @@ def role(run_dir: Path):
         FleetRunConfig,
         {"runtime": "ray", "steps": 1, "fleet": {"tasks": {"guess": {"id": "tests.overseer.simulators:Guess"}}}},
     )
-    role: Any = FleetReplayRole(Around(), Settings(config, RunDirectory.create(run_dir, config.dump()), "0" * 64))  # type: ignore[arg-type]
+    role: Any = FleetReplayRole(
+        Lonely("replay"), Settings(config, RunDirectory.create(run_dir, config.dump()), "0" * 64)
+    )  # type: ignore[arg-type]
     role.start()
     role.admit()
     yield role

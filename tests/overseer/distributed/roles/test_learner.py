@@ -7,34 +7,15 @@ import numpy as np
 import pytest
 
 from penstock.overseer import load_config
-from penstock.overseer.distributed.records import Identity, View
 from penstock.overseer.distributed.roles import trainer
 from penstock.overseer.distributed.roles.learner import LearnerRole
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.rundir import RunDirectory
 from penstock.types import UnreachableError, WeightVersion
 from penstock.weights import open_client
+from tests.overseer.distributed.roles.lonely import Lonely
 
 LIMIT_S = 20.0
-
-
-class Around:
-    """A host that knows nobody else."""
-
-    identity = Identity("learner", 0, 0)
-    view = View()
-
-    def caller(self, name: str) -> "Around":
-        return self
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        raise UnreachableError(f"{method}: nobody is there")
-
-    def event(self, kind: str, step: int = 0, **fields: Any) -> None: ...
-
-    def metrics(self, step: int, values: Any) -> None: ...
-
-    def samples(self, step: int, conversations: list[Any]) -> None: ...
 
 
 class Step:
@@ -50,7 +31,7 @@ def weights(step: int) -> dict[str, np.ndarray]:
 @pytest.fixture
 def role(tmp_path):
     config = load_config("cats", ["runtime=ray"])
-    role = LearnerRole(Around(), Settings(config, RunDirectory(tmp_path), "0" * 64))
+    role = LearnerRole(Lonely("learner"), Settings(config, RunDirectory(tmp_path), "0" * 64))
     yield role
     role.stop(LIMIT_S)
 
@@ -118,7 +99,7 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
         asked.append(method)
         return {}
 
-    monkeypatch.setattr(Around, "call", call)
+    monkeypatch.setattr(Lonely, "call", call)
     monkeypatch.setattr(trainer, "save_checkpoint", lambda *args: asked.append("save"))
     begin(role)
     role._save(0)

@@ -8,34 +8,17 @@ from typing import Any
 
 import pytest
 
-from penstock.overseer.distributed.records import Identity, View
 from penstock.overseer.distributed.roles.replay import ReplayRole, owes_progress
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import batch_to_buffer
 from penstock.rundir import RunDirectory
-from penstock.types import RolloutBatch, RolloutGroup, Ticket, UnreachableError
+from penstock.types import RolloutBatch, RolloutGroup, Ticket
 from tests.overseer.conftest import tiny
+from tests.overseer.distributed.roles.lonely import Lonely
 from tests.replay.simulation import make_rollout
 from tests.waiting import wait_until
 
 LIMIT_S = 20.0
-
-
-class Around:
-    """A host that knows nobody else."""
-
-    identity = Identity("replay", 0, 0)
-    view = View()
-
-    def caller(self, name: str) -> "Around":
-        return self
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        raise UnreachableError(f"{method}: nobody is there")
-
-    def event(self, kind: str, step: int = 0, **fields: Any) -> None: ...
-
-    def metrics(self, step: int, values: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -49,7 +32,7 @@ def test_it_owes_progress_for_deliveries_and_for_files_that_are_due(waiting: Any
 @pytest.fixture
 def role(run_dir: Path):
     config = tiny({"runtime": "ray", "replay": {"store": {"buffer_size": 1}}})
-    role: Any = ReplayRole(Around(), Settings(config, RunDirectory.create(run_dir, config.dump()), "0" * 64))  # type: ignore[arg-type]
+    role: Any = ReplayRole(Lonely("replay"), Settings(config, RunDirectory.create(run_dir, config.dump()), "0" * 64))  # type: ignore[arg-type]
     role.start()
     role.admit()
     role.server_holds("inference-0", 0, 0, 0)
