@@ -2,9 +2,9 @@
 
     python -m benchmarks.fleet [--quick] [--only sleep32,zero] [--rounds 3] [--seconds 3] [--peers VENV ...] [--faults]
 
-Each measurement is a process of its own, one at a time; a round measures every workload with our fleet, with what it is
-compared with, and with its peers, one after the other, so that a change of the machine hits all alike. Rows are medians
-of the rounds. `benchmarks/fleet/peers/README.md` says how the peers' environments are made, and what each does less
+Each measurement is a process of its own, one at a time; a round measures every workload with our fleet and with its
+peers, one after the other, so that a change of the machine hits all alike; our fleet and independent processes play by
+turns of a second (`benchmarks.fleet.alternating`). Rows are medians of the rounds. `benchmarks/fleet/peers/README.md` says how the peers' environments are made, and what each does less
 or more than we do. The policy averages frames to 16 x 16 and has two layers of 64, so that fleets are measured and not
 the matrix product; the Nature CNN is apart. `--faults` adds `python -m benchmarks.fleet.faults`. Exits with 1 where a
 mark is missed or one of our own measurements failed.
@@ -18,11 +18,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fleet import faults, running
+from benchmarks.fleet import alternating, faults, running
 from benchmarks.fleet.workloads import WORKLOADS, Workload
 from benchmarks.marks import Marks
 
 OURS, INDEPENDENT = "penstock", "independent processes"
+RATIOS = {"independent_steps": "steps_ratio", "independent_work": "work_ratio"}
 
 
 @dataclass
@@ -38,19 +39,16 @@ class Rounds:
 
     def ratio(self, player: str) -> float | None:
         """To the ideal; None where there is none, or nothing to compare with."""
-        pairs = zip(self.found[player], self.found[INDEPENDENT], strict=False)
         match self.workload.ideal:
             case "steps_per_s":
                 ideal = self.workload.ideal_steps_per_s
                 return self.median(player, "steps_per_s") / ideal if ideal else None
             case "others_during_reset" if player == OURS:
                 return statistics.median(one["others_during"] / one["others_otherwise"] for one in self.found[player])
-            case "independent_work" if player == OURS:
-                ratios = [work_ratio(one, alone) for one, alone in pairs]
-                return statistics.median(ratios) if ratios else None
+            case "independent_steps" | "independent_work" as name if player == OURS:
+                return self.median(player, RATIOS[name])
             case "independent_steps":
-                ratios = [one["steps_per_s"] / alone["steps_per_s"] for one, alone in pairs]
-                return statistics.median(ratios) if ratios else None
+                return self.median(player, "steps_per_s") / self.median(INDEPENDENT, "steps_per_s")
             case _:
                 return None
 
@@ -63,14 +61,6 @@ class Rounds:
             marks.at_least(f"{name}: steps/s", self.median(OURS, "steps_per_s"), least)
         else:
             marks.at_least(f"{name}: {self.workload.ideal.replace('_', ' ')}, ratio", self.ratio(OURS) or 0.0, least)
-
-
-def work_ratio(fleet: dict[str, float], alone: dict[str, float]) -> float:
-    """Simulators' work per second, priced at what the independent processes needed for a step and a reset, to theirs.
-
-    Episodes end by chance, and where a reset takes hundreds of steps' time a rate of steps alone is mostly luck.
-    """
-    return (fleet["steps_per_s"] * alone["step_s"] + fleet["resets_per_s"] * alone["reset_s"]) / alone["processes"]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -97,21 +87,23 @@ def play_round(rounds: Rounds, pythons: dict[str, str], options: argparse.Namesp
     workload = rounds.workload
     warm_up_s = options.warm_up_s
     seconds = max(workload.least_seconds, options.seconds * workload.seconds_factor)
-    players = {OURS: lambda: running.own(workload, seconds, warm_up_s)}
-    if workload.ideal.startswith("independent"):
-        players[INDEPENDENT] = lambda: running.own(workload, seconds, warm_up_s, "independent")
+    if workload.ideal in RATIOS:
+        players = {(OURS, INDEPENDENT): lambda: alternating.compare(workload, seconds, warm_up_s)}
+    else:
+        players = {(OURS,): lambda: [running.own(workload, seconds, warm_up_s)]}
     for name in workload.peers:
         if (
             name in pythons
             and len(rounds.found[name]) < running.PEERS[name].most_rounds
             and name not in rounds.failures
         ):
-            players[name] = lambda name=name: running.peer(name, pythons[name], workload, seconds, warm_up_s)
-    for name, measure in players.items():
+            players[name,] = lambda name=name: [running.peer(name, pythons[name], workload, seconds, warm_up_s)]
+    for names, measure in players.items():
         try:
-            rounds.found[name].append(measure())
+            for name, found in zip(names, measure(), strict=True):
+                rounds.found[name].append(found)
         except running.Failed as failure:
-            rounds.failures[name] = str(failure)
+            rounds.failures[names[0]] = str(failure)
 
 
 def print_rounds(rounds: Rounds, pythons: dict[str, str]) -> None:

@@ -24,11 +24,13 @@ class Tally:
 
     Attributes:
         everyone: Set when every slot has stepped.
+        batches: So far.
         moments: (seconds, others' steps so far) at each of the watched slot's batches.
     """
 
     def __init__(self, slots: int, watched: int | None = None) -> None:
         self.everyone = threading.Event()
+        self.batches = 0
         self.moments: list[tuple[float, int]] = []
         self._watched = watched
         self._steps = np.zeros(slots, np.int64)
@@ -36,6 +38,7 @@ class Tally:
 
     def __call__(self, batch: StepBatch) -> None:
         """Takes a batch in."""
+        self.batches += 1
         self._steps[batch.slots] += batch.acted
         self._resets[batch.slots] += batch.acted & batch.first
         if self._watched is not None and self._watched in batch.slots:
@@ -87,6 +90,18 @@ def processor_s(pids: Iterable[int | None]) -> float:
             continue
         ticks += int(words[11]) + int(words[12])
     return ticks / _TICKS_PER_S
+
+
+def rates(counts: dict[str, float]) -> dict[str, float]:
+    """By how much counts grew, per second and per batch."""
+    seconds, batches = counts["at_s"], counts["batches"]
+    return {
+        "steps_per_s": counts["steps"] / seconds,
+        "resets_per_s": counts["resets"] / seconds,
+        "main_cpu": counts["main_s"] / seconds,
+        "simulators_cpu": counts["simulators_s"] / seconds,
+        "batch_slots_mean": counts["steps"] / batches if batches else 0.0,
+    }
 
 
 def rates_during_gaps(moments: list[tuple[float, int]], gap_s: float) -> tuple[float, float]:

@@ -1,84 +1,91 @@
 """What the simulators themselves can do: as many processes as processors, each a plain loop over one simulator.
 
-    python -m benchmarks.fleet.independent WORKLOAD SECONDS
+    python -m benchmarks.fleet.independent WORKLOAD
 
-No policy, no shared memory, nobody to wait for; actions are drawn beforehand, uniformly. Steps and resets are timed
-apart, so that the work of a fleet whose episodes went otherwise can be priced by them. Prints one JSON line.
+No policy, no shared memory, nobody to wait for; actions are drawn beforehand, uniformly. Processor time of steps and of
+resets is kept apart, so that the work of a fleet whose episodes went otherwise can be priced by it. Plays until its
+input ends, one side of `benchmarks.fleet.alternating`.
 """
 
-import json
 import multiprocessing
 import os
 import sys
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
 
+import numpy as np
+
+from benchmarks.fleet.alternating import AT_S, PROCESSES, answer_lines
 from benchmarks.fleet.workloads import WORKLOADS, Workload
 from penstock.environments.simulators import make_simulator
+from penstock.types import RunFailed
 
-START_S, END_S = 60.0, 60.0
+START_S, END_S = 60.0, 10.0
 ACTIONS = 4096
+COUNTED = ("steps", "resets", "step_s", "reset_s")
 
 
-def loop(workload: Workload, seed: int, seconds: float, link: Connection) -> None:
-    """One process: makes the simulator, says so, waits for the start, says (steps, resets, step_s, reset_s)."""
+def loop(workload: Workload, seed: int, shared: Any, ready: Any) -> None:
+    """One process: makes the simulator, says so, and plays for ever; row `seed` of `shared` is what it COUNTED."""
     kind = workload.simulators[0]
     simulator = make_simulator(kind.id, kind.kwargs)
     simulator.reset(seed=seed)
     simulator.action_space.seed(seed)
     actions = [simulator.action_space.sample() for _ in range(ACTIONS)]
-    link.send("ready")
-    link.recv()
-    steps = resets = 0
-    reset_s, begin_s = 0.0, time.perf_counter()
-    now_s = begin_s
-    while now_s - begin_s < seconds:
+    counts = np.frombuffer(shared).reshape(-1, len(COUNTED))[seed]
+    ready.release()
+    steps, before_s = 0, time.thread_time()
+    while True:
         _, _, terminated, truncated, _ = simulator.step(actions[steps % ACTIONS])
+        now_s = time.thread_time()
         steps += 1
-        now_s = time.perf_counter()
+        counts[0] = steps
+        counts[2] += now_s - before_s
+        before_s = now_s
         if terminated or truncated:
             simulator.reset()
-            resets, before_s = resets + 1, now_s
-            now_s = time.perf_counter()
-            reset_s += now_s - before_s
-    link.send((steps, resets, now_s - begin_s - reset_s, reset_s))
+            now_s = time.thread_time()
+            counts[1] += 1
+            counts[3] += now_s - before_s
+            before_s = now_s
 
 
-def measure(workload: Workload, seconds: float) -> dict[str, float]:
-    """Steps per second of all processes together, and the seconds of a step and of a reset.
+@contextmanager
+def playing(workload: Workload, number: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """So many processes, while the context lasts: what they COUNTED, (number, 4) float64 that grow, and their ids.
 
     Raises:
-        TimeoutError: a process did not answer.
+        RunFailed: a process was not ready in time.
     """
     context = multiprocessing.get_context("spawn")
-    links, processes = [], []
-    for number in range(os.cpu_count() or 1):
-        mine, other = context.Pipe()
-        process = context.Process(target=loop, args=(workload, 1 + number, seconds, other), daemon=True)
-        process.start()
-        links.append(mine)
-        processes.append(process)
-    for link in links:
-        _receive(link, START_S)
-    for link in links:
-        link.send("go")
-    found = [_receive(link, seconds + END_S) for link in links]
-    for process in processes:
-        process.join(END_S)
-    steps, resets, step_s, reset_s = (sum(column) for column in zip(*found, strict=True))
-    return {
-        "steps_per_s": sum(one[0] / (one[2] + one[3]) for one in found),
-        "step_s": step_s / steps,
-        "reset_s": reset_s / resets if resets else 0.0,
-        "processes": len(links),
-    }
+    ready = context.Semaphore(0)
+    shared = context.RawArray("d", number * len(COUNTED))
+    processes: list[BaseProcess] = []
+    try:
+        for seed in range(number):
+            processes.append(context.Process(target=loop, args=(workload, seed, shared, ready), daemon=True))
+            processes[-1].start()
+        for _ in processes:
+            if not ready.acquire(timeout=START_S):
+                raise RunFailed(f"an independent process was not ready within {START_S:g} s")
+        yield np.frombuffer(shared).reshape(number, -1), [process.pid or 0 for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(END_S)
 
 
-def _receive(link: Connection, timeout_s: float):
-    if not link.poll(timeout_s):
-        raise TimeoutError(f"an independent process said nothing for {timeout_s:g} s")
-    return link.recv()
+def main(name: str) -> None:
+    with playing(WORKLOADS[name], os.cpu_count() or 1) as (counts, pids):
+        answer_lines(
+            lambda: (
+                {AT_S: time.perf_counter(), PROCESSES: pids} | dict(zip(COUNTED, counts.sum(0).tolist(), strict=True))
+            )
+        )
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(WORKLOADS[sys.argv[1]], float(sys.argv[2]))))
+    main(*sys.argv[1:])

@@ -1,6 +1,9 @@
 """Our fleet, measured in a process of its own: policy, fragments and monitoring on.
 
-    python -m benchmarks.fleet.own WORKLOAD SECONDS WARM_UP_S [ENVS]
+    python -m benchmarks.fleet.own WORKLOAD SECONDS WARM_UP_S
+    python -m benchmarks.fleet.own WORKLOAD
+
+The second plays until its input ends, one side of `benchmarks.fleet.alternating`.
 
 The whole of a rollout worker runs as in training, `RolloutWorkerWrapper` with its threads over `SimulatorPool` and
 `JaxPolicyRunner`; only the sink throws away what it gets, and no weights arrive. The policy averages frames to 16 x 16
@@ -8,17 +11,23 @@ and has two hidden layers of 64. Measured from when every simulator has stepped,
 """
 
 import json
+import os
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
-from benchmarks.fleet.counting import Tally, ThrowingAway, processor_s, rates_during_gaps
+from benchmarks.fleet.alternating import PROCESSES, answer_lines
+from benchmarks.fleet.counting import Tally, ThrowingAway, processor_s, rates, rates_during_gaps
 from benchmarks.fleet.workloads import SLOW_RESET_S, SLOW_TASK, WORKLOADS, Workload
 from penstock.fleet import FleetConfig, RolloutWorkerWrapper, SimulatorPool
 from penstock.fleet.policy_call import compute_inline
 from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy
+from penstock.overseer.config import RoleConfig
+from penstock.overseer.distributed.planning import processor_environment
 from penstock.types import RunFailed
 
 START_S, STOP_S = 120.0, 30.0
@@ -33,22 +42,18 @@ class Moment:
     at_s: float
     steps: int
     resets: int
+    batches: int
     main_s: float
     simulators_s: float
 
     @classmethod
-    def now(cls, tally: Tally, pool: SimulatorPool) -> "Moment":
-        return cls(time.perf_counter(), tally.steps, tally.resets, time.process_time(), processor_s(pool.process_ids()))
+    def now(cls, tally: Tally, pool: SimulatorPool) -> Self:
+        simulators_s = processor_s(pool.process_ids())
+        return cls(time.perf_counter(), tally.steps, tally.resets, tally.batches, time.process_time(), simulators_s)
 
-    def rates_until(self, later: "Moment") -> dict[str, float]:
-        """Per second."""
-        seconds = later.at_s - self.at_s
-        return {
-            "steps_per_s": (later.steps - self.steps) / seconds,
-            "resets_per_s": (later.resets - self.resets) / seconds,
-            "main_cpu": (later.main_s - self.main_s) / seconds,
-            "simulators_cpu": (later.simulators_s - self.simulators_s) / seconds,
-        }
+    def rates_until(self, later: Self) -> dict[str, float]:
+        """Per second, and per batch."""
+        return rates({name: after - getattr(self, name) for name, after in asdict(later).items()})
 
 
 def started_worker(
@@ -58,6 +63,7 @@ def started_worker(
     pool = SimulatorPool(config, "worker-0", SEED)
     try:
         pool.start(START_S)
+        os.environ.update(processor_environment(RoleConfig()))
         compute_inline()
         policy = make_control_policy(POLICY, pool.spaces, SEED)
         runner = JaxPolicyRunner(policy, pool.num_slots, config.most_in_batch, SEED)
@@ -74,22 +80,31 @@ def started_worker(
     return wrapper, pool, tally
 
 
-def measure(workload: Workload, seconds: float, warm_up_s: float) -> dict[str, float]:
-    """Rates, shares of one processor, and how full batches were."""
+@contextmanager
+def playing(workload: Workload) -> Iterator[tuple[RolloutWorkerWrapper, SimulatorPool, Tally]]:
+    """Our fleet while the context lasts, once all of it has stepped; afterwards its books are checked.
+
+    Raises:
+        RunFailed: it did not start, failed, or lost a step.
+    """
     sink = ThrowingAway()
     wrapper, pool, tally = started_worker(workload.fleet_config(), _tally_of, sink)
     try:
+        yield wrapper, pool, tally
+        sink.begun.wait(START_S)
+    finally:
+        late = wrapper.stop(STOP_S)
+    check(wrapper, sink, late)
+
+
+def measure(workload: Workload, seconds: float, warm_up_s: float) -> dict[str, float]:
+    """Rates, shares of one processor, and how full batches were."""
+    with playing(workload) as (_, pool, tally):
         time.sleep(warm_up_s)
         begin, seen = Moment.now(tally, pool), len(tally.moments)
         time.sleep(seconds)
         found = begin.rates_until(Moment.now(tally, pool))
         moments = tally.moments[seen:]
-        timings = wrapper.metrics()
-        sink.begun.wait(START_S)
-    finally:
-        late = wrapper.stop(STOP_S)
-    check(wrapper, sink, late)
-    found |= {name: timings[f"fleet/{name}"] for name in ("batch_slots_mean", "inference_p50_s", "wait_p50_s")}
     if workload.ideal == "others_during_reset":
         found["others_during"], found["others_otherwise"] = rates_during_gaps(moments, SLOW_RESET_S / 2)
     return found
@@ -113,9 +128,13 @@ def _tally_of(pool: SimulatorPool) -> Tally:
     return Tally(pool.num_slots, pool.tasks.index(SLOW_TASK) if SLOW_TASK in pool.tasks else None)
 
 
-def main(name: str, seconds: str, warm_up_s: str, envs: str = "0") -> None:
-    workload = WORKLOADS[name].smaller(int(envs)) if int(envs) else WORKLOADS[name]
-    print(json.dumps(measure(workload, float(seconds), float(warm_up_s))))
+def main(name: str, seconds: str | None = None, warm_up_s: str = "0") -> None:
+    workload = WORKLOADS[name]
+    if seconds is not None:
+        print(json.dumps(measure(workload, float(seconds), float(warm_up_s))))
+        return
+    with playing(workload) as (_, pool, tally):
+        answer_lines(lambda: asdict(Moment.now(tally, pool)) | {PROCESSES: [pid for pid in pool.process_ids() if pid]})
 
 
 if __name__ == "__main__":

@@ -62,10 +62,9 @@ def run(command: list[str], limit_s: float) -> dict[str, float]:
     return json.loads(lines[-1])
 
 
-def own(workload: Workload, seconds: float, warm_up_s: float, module: str = "own") -> dict[str, float]:
-    """One of our modules that measures, with this Python."""
-    more = [str(warm_up_s)] if module == "own" else []
-    command = [sys.executable, "-m", f"benchmarks.fleet.{module}", workload.name, str(seconds), *more]
+def own(workload: Workload, seconds: float, warm_up_s: float) -> dict[str, float]:
+    """Our fleet, with this Python."""
+    command = [sys.executable, "-m", "benchmarks.fleet.own", workload.name, str(seconds), str(warm_up_s)]
     return run(command, START_S + seconds + warm_up_s)
 
 

@@ -5,7 +5,7 @@ simulators, made by the same function (`penstock.environments.simulators.make_si
 own (`Workload.envpool`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.fleet import FleetConfig
@@ -39,7 +39,6 @@ class Workload:
         simulators: All of them.
         envs_per_process: Our fleet's shape.
         batch_size: Likewise; None: half of them.
-        max_wait_ms: Likewise; more than 0 where simulators keep the processors busy anyway.
         least: The mark: steps per second, or the ratio where `ideal` is no number of steps.
         ideal: What the ratio is to.
         ideal_steps_per_s: Where that is a number; None: there is no ideal.
@@ -57,7 +56,6 @@ class Workload:
     ideal_steps_per_s: float | None = None
     envs_per_process: int = 1
     batch_size: int | None = None
-    max_wait_ms: float = 0.0
     seconds_factor: float = 1.0
     least_seconds: float = 0.0
     peers: tuple[str, ...] = ("gymnasium",)
@@ -82,13 +80,7 @@ class Workload:
             envs_per_worker=self.envs,
             envs_per_process=self.envs_per_process,
             batch_size=self.batch_size,
-            max_wait_ms=self.max_wait_ms,
         )
-
-    def smaller(self, envs: int) -> "Workload":
-        """The same with at most so many simulators of each kind; for tests."""
-        fewer = tuple(replace(some, count=min(some.count, envs)) for some in self.simulators)
-        return replace(self, simulators=fewer, envs_per_process=1)
 
 
 def _sleeping(count: int, step_s: float, **more: Any) -> tuple[Simulators, ...]:
@@ -123,12 +115,12 @@ WORKLOADS = {
             peers=("gymnasium", "envpool"), envpool="CartPole-v1",
         ),
         Workload(
-            "crafter", "8 x Crafter, 64x64x3", (Simulators("crafter", 8),), 0.95, "independent_work", batch_size=4,
-            max_wait_ms=10, seconds_factor=12,
+            "crafter", "32 x Crafter, 64x64x3", (Simulators("crafter", 32),), 0.95, "independent_work",
+            envs_per_process=16, seconds_factor=12,
         ),
         Workload(
-            "ale", "64 x Pong, 84x84x4", (Simulators("atari:pong", 64),), 0.85, "independent_steps",
-            envs_per_process=8, max_wait_ms=10, peers=("gymnasium", "envpool"), envpool="Pong-v5",
+            "ale", "192 x Pong, 84x84x4", (Simulators("atari:pong", 192),), 0.85, "independent_steps",
+            envs_per_process=64, batch_size=64, seconds_factor=5, peers=("gymnasium", "envpool"), envpool="Pong-v5",
         ),
         Workload(
             "slow_reset", "32 x 10 ms, one with 2 s resets", _SLOW, 31 / 32, "others_during_reset", seconds_factor=3,

@@ -4,27 +4,29 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks.fleet import __main__ as benchmark
-from benchmarks.fleet import actors, faults, independent, labels, lives, networks, own, running
+from benchmarks.fleet import actors, alternating, faults, independent, labels, lives, networks, own, running
 from benchmarks.fleet.counting import ThrowingAway, processor_s, rates_during_gaps
 from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from benchmarks.marks import Marks
 
 from penstock.fleet.accounting import StepAccount
 from penstock.types import RunFailed
+from tests.waiting import wait_until
 
 RATES = {"steps_per_s": 3000.0, "resets_per_s": 0.0, "main_cpu": 0.4, "simulators_cpu": 0.3, "batch_slots_mean": 15.5}
-ALONE = {"steps_per_s": 5000.0, "step_s": 4e-4, "reset_s": 0.5, "processes": 2}
+ALONE = {"steps_per_s": 5000.0, "step_s": 4e-4, "reset_s": 0.5}
 
 
 def test_the_workloads_are_the_promised_ones_and_fit_a_fleet():
     promised = {
         "sleep32": (32, 2800, 3200), "sleep64": (64, 5200, 6400), "jitter32": (32, 2700, 3200),
         "sleep72x50": (72, 1300, 1440), "zero": (32, 18_000, None), "cartpole": (128, 40_000, None),
-        "crafter": (8, 0.95, None), "ale": (64, 0.85, None), "slow_reset": (32, 31 / 32, None),
+        "crafter": (32, 0.95, None), "ale": (192, 0.85, None), "slow_reset": (32, 31 / 32, None),
     }  # fmt: skip
     found = {name: (one.envs, one.least, one.ideal_steps_per_s) for name, one in WORKLOADS.items()}
     assert found == promised
@@ -69,9 +71,12 @@ def test_a_worker_that_lost_steps_or_failed_is_no_measurement():
 
 def test_processes_of_their_own_step_the_simulator_and_time_its_resets():
     workload = replace(WORKLOADS["ale"], simulators=(Simulators("CartPole-v1", 2),))
-    found = independent.measure(workload, 0.2)
-    assert found["processes"] >= 1 and found["steps_per_s"] > 1000
-    assert 0 < found["step_s"] < 1e-3 and 0 < found["reset_s"] < 1e-2
+    with independent.playing(workload, 2) as (counts, pids):
+        wait_until(lambda: bool((counts[:, 1] > 3).all()), "both reset their simulators")
+        steps, resets, step_s, reset_s = counts.sum(0)
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids) and len(set(pids)) == 2
+    assert steps > 8 * resets and 0 < step_s / steps < 1e-2 and 0 < reset_s / resets < 1e-1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_others_rates_are_apart_by_the_watched_slots_silence():
@@ -82,9 +87,62 @@ def test_others_rates_are_apart_by_the_watched_slots_silence():
         rates_during_gaps(moments[:2], gap_s=1.0)
 
 
-def test_work_is_priced_by_what_it_takes_alone():
-    # 1000 steps of 0.4 ms and 3 resets of 0.5 s are 1.9 s of two processors' work in a second
-    assert benchmark.work_ratio(RATES | {"steps_per_s": 1000.0, "resets_per_s": 3.0}, ALONE) == pytest.approx(0.95)
+def test_work_is_priced_by_the_processor_time_that_it_takes_alone():
+    # alone, two processors: 20 s of steps of 0.4 ms and of 20 resets of 0.5 s; the fleet's 1000 steps and 3 resets a
+    # second are 1.9 s of such work
+    alone = {"at_s": 10.0, "steps": 25_000, "resets": 20, "step_s": 10.0, "reset_s": 10.0}
+    fleet = {"at_s": 5.0, "steps": 5000, "resets": 15, "batches": 1250, "main_s": 0.5, "simulators_s": 9.0}
+    ours, others = alternating.ratios(fleet, alone)
+    assert ours["work_ratio"] == pytest.approx(0.95) and ours["steps_ratio"] == pytest.approx(0.4)
+    assert (ours["main_cpu"], ours["simulators_cpu"], ours["batch_slots_mean"]) == pytest.approx((0.1, 1.8, 4.0))
+    assert others == pytest.approx({"steps_per_s": 2500.0, "step_s": 4e-4, "reset_s": 0.5})
+    never_reset = alternating.ratios(fleet | {"resets": 0}, alone | {"resets": 0, "reset_s": 0.0})[0]
+    assert never_reset["work_ratio"] == pytest.approx(never_reset["steps_ratio"])
+
+
+COUNTING = """
+import subprocess, sys, threading, time
+sys.path.insert(0, {root!r})
+from benchmarks.fleet.alternating import AT_S, PROCESSES, answer_lines
+turns, child = 0, subprocess.Popen(["sleep", "600"])
+def count():
+    global turns
+    while True:
+        turns += 1
+        time.sleep(0.001)
+threading.Thread(target=count, daemon=True).start()
+answer_lines(lambda: {{AT_S: time.perf_counter(), "turns": turns, PROCESSES: [child.pid]}})
+sys.exit({code})
+"""
+
+
+def _counting_side(code=0):
+    return alternating.Side([sys.executable, "-c", COUNTING.format(root=str(running.ROOT), code=code)], 30.0)
+
+
+def _states(side):
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in side.pids]
+
+
+def test_sides_play_by_turns_while_all_processes_of_the_other_are_stopped_and_nothing_stays():
+    with _counting_side() as one, _counting_side() as other:
+        found = alternating.alternate([one, other], turns=3, turn_s=0.1, warm_up_s=0.05)
+        assert len(found) == 3
+        for turn in found:
+            assert all(0.1 <= counts["at_s"] < 5 and counts["turns"] > 0 for counts in turn)
+        wait_until(lambda: _states(one) == _states(other) == ["T", "T"], "both are stopped")
+        pids = [*one.pids, *other.pids]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
+
+
+def test_a_side_that_ends_hangs_or_fails_is_named():
+    with pytest.raises(running.Failed, match="a side ended with 3"):
+        alternating.Side([sys.executable, "-c", "raise SystemExit(3)"], 30.0)
+    with pytest.raises(running.Failed, match="said nothing within 0.2 s"):
+        alternating.Side([sys.executable, "-c", "import sys; sys.stdin.read()"], 0.2)
+    side = _counting_side(code=4)
+    with pytest.raises(running.Failed, match="ended with 4"):
+        side.end()
 
 
 def test_the_nature_network_needs_as_many_operations_as_by_hand():
@@ -245,16 +303,18 @@ def _network(command, limit_s):
 
 
 def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):
-    def measured(workload, seconds, warm_up_s, module="own"):
-        if module == "independent":
-            return ALONE
+    def measured(workload, seconds, warm_up_s):
         if workload.name == "zero":
             raise running.Failed("no room")
         more = {"others_during": 96.9, "others_otherwise": 100.0} if workload.name == "slow_reset" else {}
-        rate = {"ale": 4300.0, "crafter": 1000.0, "cartpole": 39_999.0, "sleep64": 5200.0}.get(workload.name, 3000.0)
-        return RATES | {"steps_per_s": rate, "resets_per_s": 3.0 if workload.name == "crafter" else 0.0} | more
+        rate = {"ale": 4300.0, "cartpole": 39_999.0, "sleep64": 5200.0}.get(workload.name, 3000.0)
+        return RATES | {"steps_per_s": rate} | more
+
+    def compared(workload, seconds, warm_up_s):
+        return measured(workload, seconds, warm_up_s) | {"steps_ratio": 0.86, "work_ratio": 0.94}, ALONE
 
     monkeypatch.setattr(running, "own", measured)
+    monkeypatch.setattr(alternating, "compare", compared)
     monkeypatch.setattr(running, "run", _network)
     assert benchmark.main(["--quick"]) == 1
     printed = capsys.readouterr().out
@@ -265,7 +325,7 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
         "sleep72x50: steps/s": "reached",
         "zero: measured at all (no room)": "MISSED",
         "cartpole: steps/s": "MISSED",
-        "crafter: independent work, ratio": "reached",
+        "crafter: independent work, ratio": "MISSED",
         "ale: independent steps, ratio": "reached",
         "slow_reset: others during reset, ratio": "reached",
     }
@@ -275,6 +335,7 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
     assert (
         "900 decisions/s of 84 x 84 x 4 in batches of 32, 20.0 GFLOP/s, 0.20 of the matrix product's 100.0" in printed
     )
+    assert "5,000 steps/s                      step 0.40 ms, reset 500.0 ms" in printed
     assert benchmark.main(["--quick", "--only", "sleep32,ale"]) == 0
 
 

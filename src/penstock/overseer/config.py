@@ -61,7 +61,8 @@ class RoleConfig(BaseModel):
     """Where the components of one role run under ``runtime: ray``.
 
     Attributes:
-        num_cpus: CPUs that each reserves; what is free bounds how many can run.
+        num_cpus: CPUs that each reserves; what is free bounds how many can run. Where a role takes no accelerator, XLA
+            computes with so many threads, at least one.
         num_gpus: GPUs that each reserves; a fraction shares one, and its memory, with others.
         resources: Custom resources by name, such as ``{"big_disk": 1}``.
         env: Environment variables of its process.

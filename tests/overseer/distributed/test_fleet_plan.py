@@ -37,8 +37,8 @@ def test_every_component_is_told_the_run_and_what_the_policy_sees_as_plain_value
 def test_only_the_learner_sees_an_accelerator_unless_its_role_says_otherwise():
     specs = {spec.name: spec for spec in plan(roles={"evaluator": {"env": {"JAX_PLATFORMS": "cuda"}}}).components()}
     assert specs["learner-0"].resources.env == {}
-    assert specs["rollout-0"].resources.env == {"JAX_PLATFORMS": "cpu"}
-    assert specs["evaluator-0"].resources.env == {"JAX_PLATFORMS": "cuda"}
+    assert specs["rollout-0"].resources.env["JAX_PLATFORMS"] == "cpu"
+    assert specs["evaluator-0"].resources.env["JAX_PLATFORMS"] == "cuda"
 
 
 def test_going_back_gives_learner_replay_and_evaluator_the_checkpoint():

@@ -39,11 +39,12 @@ def test_workers_of_lessons_generate_those_only():
     assert rollout_workers(config) == 3 and lesson_of_worker(config, 3) is None
 
 
-def test_only_learner_and_engines_see_an_accelerator():
-    roles = {"rollout": {"env": {"A": "1"}}, "learner": {"num_gpus": 1}}
+def test_only_learner_and_engines_see_an_accelerator_and_others_compute_with_the_cpus_that_they_reserve():
+    roles = {"rollout": {"env": {"A": "1"}}, "learner": {"num_gpus": 1}, "evaluator": {"num_cpus": 2.5}}
     specs = {spec.name: spec for spec in plan({"roles": roles}).components()}
-    assert specs["rollout-0"].resources.env == {"JAX_PLATFORMS": "cpu", "A": "1"}
-    assert specs["replay-0"].resources.env == {"JAX_PLATFORMS": "cpu"}
+    assert specs["rollout-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "1", "A": "1"}
+    assert specs["replay-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "1"}
+    assert specs["evaluator-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "3"}
     assert specs["learner-0"].resources.env == {} and specs["learner-0"].resources.num_gpus == 1
     assert specs["inference-0"].resources.env == {}
 

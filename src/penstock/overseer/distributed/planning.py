@@ -1,5 +1,6 @@
 """What plans of distributed runs have in common: specifications of components, by role."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Generic
 
@@ -9,13 +10,19 @@ from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.role_sizes import SpecMaker
 from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
 
-NO_JAX_DEVICE = {"JAX_PLATFORMS": "cpu"}
-"""Only few roles may take an accelerator's memory."""
-
 Factories = Mapping[str, Factory]
 ESSENTIAL = ("learner", "replay")
 """Their loss takes the run back to its newest checkpoint."""
 ESSENTIAL_NAMES = tuple(f"{role}-0" for role in ESSENTIAL)
+
+
+def processor_environment(resources: RoleConfig) -> dict[str, str]:
+    """Environment of a process that takes no accelerator's memory, and shares its machine's processors with others.
+
+    XLA computes with as many threads as CPUs are reserved, at least one: by default it has one for each processor, and
+    to hand a small policy's decision around takes longer than the decision.
+    """
+    return {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(max(1, math.ceil(resources.num_cpus)))}
 
 
 class ProcessPlan(Generic[AnyConfig]):
@@ -65,5 +72,5 @@ class ProcessPlan(Generic[AnyConfig]):
     def _spec(self, role: str, index: int, **more: Any) -> ComponentSpec:
         resources = self.settings.config.roles.get(role, RoleConfig())
         if role not in self._accelerated:
-            resources = resources.model_copy(update={"env": {**NO_JAX_DEVICE, **resources.env}})
+            resources = resources.model_copy(update={"env": {**processor_environment(resources), **resources.env}})
         return ComponentSpec(role, index, self._factories[role], self._values(**more), resources, role in ESSENTIAL)
