@@ -4,10 +4,11 @@
 
 Each measurement is a process of its own, one at a time; a round measures every workload with our fleet and with its
 peers, one after the other, so that a change of the machine hits all alike; our fleet and independent processes play by
-turns of a second (`benchmarks.fleet.alternating`). Rows are medians of the rounds. `benchmarks/fleet/peers/README.md` says how the peers' environments are made, and what each does less
-or more than we do. The policy averages frames to 16 x 16 and has two layers of 64, so that fleets are measured and not
-the matrix product; the Nature CNN is apart. `--faults` adds `python -m benchmarks.fleet.faults`. Exits with 1 where a
-mark is missed or one of our own measurements failed.
+turns of a second (`benchmarks.fleet.alternating`). Rows are medians of the rounds. `benchmarks/fleet/peers/README.md`
+says how the peers' environments are made, and what each does less or more than we do. The policy averages frames to
+16 x 16 and has two layers of 64, so that fleets are measured and not the matrix product; the Nature CNN is apart.
+`--faults` adds `python -m benchmarks.fleet.faults`. Exits with 1 where a mark is missed or one of our own measurements
+failed.
 """
 
 import argparse

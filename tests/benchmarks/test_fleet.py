@@ -13,10 +13,10 @@ from benchmarks.fleet import actors, alternating, faults, independent, labels, l
 from benchmarks.fleet.counting import ThrowingAway, processor_s, rates_during_gaps
 from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from benchmarks.marks import Marks
+from tests.waiting import wait_until
 
 from penstock.fleet.accounting import StepAccount
 from penstock.types import RunFailed
-from tests.waiting import wait_until
 
 RATES = {"steps_per_s": 3000.0, "resets_per_s": 0.0, "main_cpu": 0.4, "simulators_cpu": 0.3, "batch_slots_mean": 15.5}
 ALONE = {"steps_per_s": 5000.0, "step_s": 4e-4, "reset_s": 0.5}
