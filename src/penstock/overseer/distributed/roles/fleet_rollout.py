@@ -141,13 +141,17 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         blocked_s = min(lived_s, self._worker.metrics().get("fleet/blocked_s", 0.0))
         return Condition(
             self.state,
-            "waiting for room in the replay buffer" if self._sink.waiting else self.doing,
+            self._at_what(),
             float(condition.steps) if working else None,
             lived_s - blocked_s,
             blocked_s,
             metrics=self._feed.metrics(),
             facts=facts,
         )
+
+    def _at_what(self) -> str:
+        doing = "waiting for room in the replay buffer" if self._sink.waiting else self.doing
+        return f"{doing}; weights: {self._feed.failure}" if self._feed.failure else doing
 
 
 def make_fleet_rollout(around: Surroundings, settings: Mapping[str, Any]) -> FleetRolloutRole:

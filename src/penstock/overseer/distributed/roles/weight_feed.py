@@ -34,6 +34,12 @@ class WeightFeed:
         learner = self._around.view.peer("learner-0")
         return learner is not None and bool(learner.address.get("training"))
 
+    @property
+    def failure(self) -> str | None:
+        """Why the living learner's weights cannot be reached; None where they can, or nobody asked yet."""
+        client = self._client
+        return None if client is None else client.failure
+
     def latest(self) -> WeightVersion | None:
         """See `WeightSource.latest`."""
         with self._lock:
