@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from tests.waiting import wait_until
 
 from penstock.curriculum import Curriculum, CurriculumService, RemoteCurriculum
 from penstock.curriculum import remote as remote_module
@@ -59,13 +60,6 @@ def remote_of():
         assert each.stop(LIMIT_S)
 
 
-def until(condition):
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-
-
 def tell(target, updates):
     for update in updates:
         if update.evaluation_step is None:
@@ -93,7 +87,7 @@ def test_it_draws_and_reports_as_the_curriculum_itself(remote_of):
     assert [remote.sample_lesson(s) for s in seeds] == [local(0).sample_lesson(s) for s in seeds]  # before any answer
     remote.start(news.set)
     tell(remote, a_way_through())
-    until(lambda: remote.behind == 0)
+    wait_until(lambda: remote.behind == 0)
     expected = local()
     assert [remote.sample_lesson(s) for s in seeds] == [expected.sample_lesson(s) for s in seeds]
     assert remote.metrics() == {**expected.metrics(), "curriculum/behind": 0.0}
@@ -114,7 +108,7 @@ def test_nobody_waits_for_a_slow_curriculum_but_where_it_is_strict(remote_of):
         assert remote.state() == local().state()  # a checkpoint knows what was recorded, answered or not
     assert loose.may_draw() and not strict.may_draw()
     wire.open.set()
-    until(strict.may_draw)
+    wait_until(strict.may_draw)
     assert strict.probabilities() == local().probabilities()
 
 
@@ -126,7 +120,7 @@ def test_a_curriculum_that_died_is_told_the_log_again_and_events_are_told_once(r
     way = a_way_through()
     for cut in (5, 6, 9, 16):
         tell(remote, way[:cut][remote._log.number :])
-        until(lambda: remote.behind == 0)
+        wait_until(lambda: remote.behind == 0)
         if cut == 6:
             remote.state()  # a checkpoint: the base moves on
         assert remote.metrics()["curriculum/behind"] == 0.0
@@ -142,7 +136,7 @@ def test_events_of_what_was_checkpointed_unanswered_are_not_lost(remote_of):
     tell(remote, a_way_through()[:8])
     assert remote.state() == local(8).state()
     wire.service = CurriculumService(two_lessons())
-    until(lambda: remote.behind == 0)
+    wait_until(lambda: remote.behind == 0)
     assert events == ["unlocked", "graduated", "regressed"]
 
 
@@ -151,14 +145,14 @@ def test_a_resumed_run_goes_on_from_the_checkpoint(remote_of):
     first = remote_of(Wire(service))
     first.start()
     tell(first, a_way_through()[:7])
-    until(lambda: first.behind == 0)
+    wait_until(lambda: first.behind == 0)
     state = first.state()
     second = remote_of(Wire(service), lineage=1)
     second.restore(state)
     assert second.probabilities() == local(7).probabilities()
     second.start()
     tell(second, a_way_through()[7:])
-    until(lambda: second.behind == 0)
+    wait_until(lambda: second.behind == 0)
     assert second.state() == local().state()
     with pytest.raises(CheckpointError):
         remote_of(Wire()).restore({})
@@ -178,7 +172,7 @@ def test_what_comes_soon_after_a_push_goes_with_the_next_one_and_at_the_latest_w
     events, wire = [], Wire(CurriculumService(two_lessons()))
     remote = remote_of(wire, on_event=lambda event: events.append(event.kind))
     remote.start()
-    until(lambda: not remote._needs_base)
+    wait_until(lambda: not remote._needs_base)
     for update in a_way_through():
         tell(remote, [update])
     assert (wire.calls, remote.behind) == (1, 16)
@@ -190,10 +184,10 @@ def test_where_drawing_waits_for_the_answer_nothing_is_gathered(remote_of, monke
     monkeypatch.setattr(remote_module, "GATHER_S", 3600.0)
     remote = remote_of(Wire(CurriculumService(two_lessons())), strict=True)
     remote.start()
-    until(lambda: not remote._needs_base)
+    wait_until(lambda: not remote._needs_base)
     for update in a_way_through():
         tell(remote, [update])
-        until(remote.may_draw)
+        wait_until(remote.may_draw)
 
 
 def test_the_end_does_not_wait_long_for_a_curriculum_that_stays_away(remote_of):
@@ -209,7 +203,7 @@ def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):
     failures = []
     remote = remote_of(Wire(), on_failure=failures.append, limit_s=0.0)
     remote.start()
-    until(lambda: failures)
+    wait_until(lambda: failures)
     assert isinstance(failures[0], NoProgressError) and "curriculum-0 has not answered" in str(failures[0])
     assert remote.failure is failures[0]
 

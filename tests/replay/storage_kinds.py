@@ -3,8 +3,6 @@
 A new kind joins by one class in `KINDS`. Writers in processes of their own import this too.
 """
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +90,6 @@ def drain(storage: RolloutStorage, most: int = 10_000) -> list[str]:
         found += names_of(delivery)
         delivery.acknowledge()
     return found
-
-
-def until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, "it never happened"
-        time.sleep(0.002)
 
 
 def blocked(storage: RolloutStorage) -> float:

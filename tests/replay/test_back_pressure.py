@@ -1,22 +1,15 @@
 """Senders wait where the buffer of fragments is full, and hear of room, of the end and of their limit."""
 
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fragments_made import a_batch
 from tests.replay.fragment_fleet import Fleet, ids
+from tests.waiting import wait_until
 
 from penstock.types import NoProgressError, Stopped
-
-
-def until(happened):
-    deadline = time.monotonic() + 5
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def blocked(run, count=1):
@@ -31,7 +24,7 @@ def blocked(run, count=1):
 
     thread = threading.Thread(target=send)
     thread.start()
-    until(lambda: run.buffer.metrics()["replay/blocked_senders"] == 1)
+    wait_until(lambda: run.buffer.metrics()["replay/blocked_senders"] == 1)
     return thread, errors
 
 
@@ -42,7 +35,7 @@ def test_a_full_buffer_lets_senders_wait_and_evicts_nothing(fleet):
     thread, errors = blocked(run, 3)
     assert run.counts() == {"started": 3, "waiting": 3}
     batch = run.source.next_batch(0, 5.0)  # 2 of 3 are gone: there is room for two
-    until(lambda: run.counts()["started"] == 5 and run.buffer.metrics()["replay/blocked_senders"] == 1)
+    wait_until(lambda: run.counts()["started"] == 5 and run.buffer.metrics()["replay/blocked_senders"] == 1)
     run.source.finish_update(0)
     assert ids(batch) == ["cart-w0-0-0/0", "cart-w0-0-1/0"]
     run.source.next_batch(1, 5.0)

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from tests.waiting import wait_until
 
 from penstock.batch import RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, StoreConfig
@@ -29,19 +30,12 @@ def deliver(sim, run, ticket):
     return ticket
 
 
-def until(condition, timeout_s=10.0):
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.002)
-
-
 def test_the_next_batch_is_stored_while_the_learner_is_busy(paced):
     run = paced()
     tickets = run.fill()
     with ReplayDataLoader(run.buffer, prefetch=1) as loader:
         first = loader.next_batch(0, 5.0)
-        until(lambda: len(run.store.batches) == 2)  # nobody asked for the second one yet
+        wait_until(lambda: len(run.store.batches) == 2)  # nobody asked for the second one yet
         run.buffer.finish_update(0)
         run.buffer.set_current_step(1)
         second = loader.next_batch(1, 5.0)
@@ -54,7 +48,7 @@ def test_it_stops_before_the_end_of_the_run(paced):
     run.fill()
     with ReplayDataLoader(run.buffer, prefetch=2, until=1) as loader:
         loader.next_batch(0, 5.0)
-        until(lambda: not loader._thread.is_alive())
+        wait_until(lambda: not loader._thread.is_alive())
     assert len(run.store.batches) == 1
 
 
@@ -63,7 +57,7 @@ def test_what_was_formed_ahead_is_outstanding_in_a_checkpoint(paced):
     tickets = run.fill()
     with ReplayDataLoader(run.buffer) as loader:
         loader.next_batch(0, 5.0)
-        until(lambda: len(run.store.batches) == 2)
+        wait_until(lambda: len(run.store.batches) == 2)
         run.buffer.finish_update(0)
         run.buffer.set_current_step(1)
         with run.buffer.boundary():
@@ -115,7 +109,7 @@ def test_closing_the_buffer_or_stopping_the_loader_ends_a_wait(paced):
     threading.Timer(0.05, loader.stop).start()
     with pytest.raises(Stopped, match="data loader was stopped"):
         loader.next_batch(0, 5.0)
-    until(lambda: not loader._thread.is_alive())
+    wait_until(lambda: not loader._thread.is_alive())
 
 
 def test_without_working_ahead_there_is_no_thread(paced):

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.replay.storage_kinds import LIMIT_S, blocked, drain, names_of, until, write
+from tests.replay.storage_kinds import LIMIT_S, blocked, drain, names_of, write
+from tests.waiting import wait_until
 
 from penstock.replay import file_storage
 from penstock.replay.file_writer import UNFINISHED_S
@@ -125,7 +126,7 @@ def test_another_process_is_seen_by_polling(files):
         waiting = thread.submit(write, writer, "a", "b")
         first = storage.receive(LIMIT_S)
         assert names_of(first) == ["a"]
-        until(lambda: blocked(other) == 1)
+        wait_until(lambda: blocked(other) == 1)
         first.acknowledge()
         waiting.result(LIMIT_S)
     assert drain(storage) == ["b"]

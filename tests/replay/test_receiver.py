@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from penstock.replay import (
     FileRolloutStorage,
@@ -70,20 +71,13 @@ def write(storage: RolloutStorage, *names: str) -> None:
     storage.writer("w").add_batches([make_batch(name) for name in names])
 
 
-def until(true) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit, "it never happened"
-        time.sleep(0.002)
-
-
 def test_batches_go_to_the_buffer_in_order_and_are_acknowledged(storage):
     buffer = Buffer()
     receiver = RolloutReceiver(storage, buffer)
     write(storage, "a", "b", "c")
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(receiver.run)
-        until(lambda: len(buffer.taken) == 3)
+        wait_until(lambda: len(buffer.taken) == 3)
         assert receiver.stop(LIMIT_S)
         running.result(LIMIT_S)
     assert buffer.taken == ["a", "b", "c"] and receiver.groups_received == 3
@@ -98,7 +92,7 @@ def test_what_the_buffer_refuses_is_put_aside_and_the_rest_goes_on(storage):
     write(storage, "a", "b", "c")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(receiver.run)
-        until(lambda: len(buffer.taken) == 2)
+        wait_until(lambda: len(buffer.taken) == 2)
         receiver.stop(LIMIT_S)
     assert buffer.taken == ["a", "c"]
     metrics = receiver.metrics()
@@ -124,7 +118,7 @@ def test_what_was_under_way_when_it_ended_is_delivered_again_and_counts_once(sto
     second = RolloutReceiver(storage, buffer)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(second.run)
-        until(lambda: len(buffer.taken) == 2)
+        wait_until(lambda: len(buffer.taken) == 2)
         second.stop(LIMIT_S)
     assert buffer.taken == ["a", "b"] and buffer.refused_twice == ["a"]
 
@@ -133,7 +127,7 @@ def test_closing_the_storage_ends_it(storage):
     receiver = RolloutReceiver(storage, Buffer())
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(receiver.run)
-        until(lambda: receiver.doing.startswith("waiting for rollouts"))
+        wait_until(lambda: receiver.doing.startswith("waiting for rollouts"))
         storage.close()
         running.result(LIMIT_S)
 
@@ -175,7 +169,7 @@ def test_the_replay_buffer_counts_a_group_once_however_often_it_comes(storage, s
     receiver = RolloutReceiver(storage, run.buffer)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(receiver.run)
-        until(lambda: receiver.groups_received == 2)
+        wait_until(lambda: receiver.groups_received == 2)
         receiver.stop(LIMIT_S)
     assert run.buffer.metrics()["replay/late_deliveries"] == 1
     assert sorted(run.buffer.try_next_batch(0).group_ids) == sorted(ticket.ticket_id for ticket in tickets)
@@ -205,9 +199,9 @@ def test_where_the_storage_outlives_the_process_a_batch_is_acknowledged_when_it_
     with ThreadPoolExecutor() as pool:
         running = pool.submit(receiver.run)
         storage.writer("w").add_batches([make_batch("a")])
-        until(lambda: shelf.taken)
+        wait_until(lambda: shelf.taken)
         assert list(tmp_path.rglob("*.arrow"))  # taken, but not safe
         shelf.may_flush.set()  # nothing more comes, so the receiver asks for it
-        until(lambda: not list(tmp_path.rglob("*.arrow")))
+        wait_until(lambda: not list(tmp_path.rglob("*.arrow")))
         storage.close()
         running.result(LIMIT_S)

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.replay.storage_kinds import LIMIT_S, STAMP, FileKind, blocked, drain, make_batch, names_of, until, write
+from tests.replay.storage_kinds import LIMIT_S, STAMP, FileKind, blocked, drain, make_batch, names_of, write
+from tests.waiting import wait_until
 
 from penstock.replay import (
     Delivery,
@@ -77,7 +78,7 @@ def test_a_full_share_makes_its_writer_wait_until_something_is_acknowledged(kind
     writer = storage.writer("w")
     write(writer, "a", "b")
     waiting = pool.submit(write, writer, "c")
-    until(lambda: blocked(storage) == 1)
+    wait_until(lambda: blocked(storage) == 1)
     first = storage.receive(1)
     assert first is not None and not waiting.done()  # received is not safe yet
     time.sleep(0.05)
@@ -94,7 +95,7 @@ def test_one_writers_full_share_leaves_the_others_theirs(kind, pool):
     eager = storage.writer("eager")
     write(eager, "a")
     waiting = pool.submit(write, eager, "b")
-    until(lambda: blocked(storage) == 1)
+    wait_until(lambda: blocked(storage) == 1)
     write(storage.writer("other"), "c")
     assert sorted(drain(storage, 2)) == ["a", "c"]
     waiting.result(LIMIT_S)
@@ -106,7 +107,7 @@ def test_capacity_counts_groups_and_a_larger_batch_passes_alone(kind, pool):
     writer = storage.writer("w")
     writer.add_batches([make_batch("a", "b", "c", "d", "e")])
     waiting = pool.submit(write, writer, "f")
-    until(lambda: blocked(storage) == 1)
+    wait_until(lambda: blocked(storage) == 1)
     assert drain(storage, 5) == ["a", "b", "c", "d", "e"]
     waiting.result(LIMIT_S)
     assert drain(storage) == ["f"]
@@ -129,7 +130,7 @@ def test_closing_ends_every_wait_and_every_later_call(kind, pool):
     writer = storage.writer("w")
     write(writer, "a")
     waits = [pool.submit(write, writer, "b"), pool.submit(write, writer, "c")]
-    until(lambda: blocked(storage) == 2)
+    wait_until(lambda: blocked(storage) == 2)
     assert storage.receive(1) is not None
     waits.append(pool.submit(storage.receive, LIMIT_S))
     waits.append(pool.submit(storage.receive, LIMIT_S))

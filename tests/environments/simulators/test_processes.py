@@ -2,27 +2,20 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from penstock.environments.simulators.processes import ProcessMark, command_line, descendants, kill_trees
-
-
-def wait_for(condition, limit_s=5.0):
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
 def family():
     """A shell in a session of its own, with a child that has a session of its own, too."""
     shell = subprocess.Popen(["sh", "-c", "setsid sleep 61 & sleep 61"], start_new_session=True)
-    wait_for(lambda: len(descendants(shell.pid)) == 2)
-    wait_for(lambda: all(command_line(mark.pid)[:2] == ["sleep", "61"] for mark in descendants(shell.pid)))
+    wait_until(lambda: len(descendants(shell.pid)) == 2)
+    wait_until(lambda: all(command_line(mark.pid)[:2] == ["sleep", "61"] for mark in descendants(shell.pid)))
     yield shell
     kill_trees([mark for mark in descendants(os.getpid()) if mark.pid == shell.pid])
     shell.wait(10)
@@ -34,7 +27,7 @@ def test_all_descendants_are_found_and_killed(family):
     shell, children = [mark for mark in below if mark.pid == family.pid], descendants(family.pid)
     assert kill_trees(shell) == 3
     assert family.wait(10) == -9
-    wait_for(lambda: kill_trees([*shell, *children]) == 0)
+    wait_until(lambda: kill_trees([*shell, *children]) == 0)
 
 
 def test_no_child_escapes_that_is_born_meanwhile():
@@ -47,7 +40,7 @@ def test_no_child_escapes_that_is_born_meanwhile():
     def left():
         return [folder for folder in Path("/proc").glob("[0-9]*") if command_line(int(folder.name))[1:2] == ["3.25"]]
 
-    wait_for(lambda: left() == [], limit_s=1.0)
+    wait_until(lambda: left() == [], timeout_s=1.0)
 
 
 def test_a_later_process_of_the_same_number_is_left_alone(family):

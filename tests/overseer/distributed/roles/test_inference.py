@@ -21,6 +21,7 @@ from penstock.types import Decoding, NoProgressError, UnreachableError, WeightVe
 from penstock.weights import Broadcaster, open_broadcaster
 from tests.certificates import write_certificate
 from tests.inference.fake_servers import FakeServer, Reply, answer
+from tests.waiting import wait_until
 
 LIMIT_S = 60.0
 TOKEN = "0" * 64
@@ -113,13 +114,6 @@ def api():
     api.close()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def make_role(tmp_path, around, overrides=()):
     config = load_config("cats", [*SMALL, "overseer.heartbeat_s=0.1", *overrides])
     return InferenceRole(around, Settings(config, RunDirectory(tmp_path), TOKEN))
@@ -162,14 +156,14 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
     engine.may_swap.set()
     first = broadcast(role, 1.0)
     role.start()
-    until(lambda: told(role) == first)
+    wait_until(lambda: told(role) == first)
     engine.may_swap.clear()
     engine.swapping.clear()
     second = broadcast(role, 2.0)
     assert engine.swapping.wait(LIMIT_S)
     assert (told(role), engine.served) == (first, [1.0])
     engine.may_swap.set()
-    until(lambda: told(role) == second)
+    wait_until(lambda: told(role) == second)
     assert engine.served == [1.0, 2.0]
 
 
@@ -180,7 +174,7 @@ def test_the_seconds_of_a_swap_are_told(role, broadcast):
     assert engine.swapping.wait(LIMIT_S)
     time.sleep(0.2)
     engine.may_swap.set()
-    until(lambda: told(role) == first)
+    wait_until(lambda: told(role) == first)
     assert 0.2 <= role.condition().metrics["weights/swap_s"] < LIMIT_S
 
 
@@ -193,13 +187,13 @@ def test_a_broadcaster_that_cannot_be_reached_is_named_and_survived_for_a_while(
     right = learner.address["weights"]
     learner.address["weights"] = right | {"address": "127.0.0.1:1"}
     role.start()
-    until(lambda: "weights:" in role.doing)
+    wait_until(lambda: "weights:" in role.doing)
     for _ in range(20):  # the reason stays while it is looked for again
         assert role.condition().doing.startswith("waiting for the first weights; weights: "), role.doing
         assert "127.0.0.1:1" in role.condition().doing
         time.sleep(0.05)
     learner.address["weights"] = right
-    until(lambda: told(role) == right["incarnation"] and role.doing == "serving")
+    wait_until(lambda: told(role) == right["incarnation"] and role.doing == "serving")
     assert role._failing_since is None
 
 
@@ -209,7 +203,7 @@ def test_a_server_that_never_reaches_the_broadcaster_fails_with_the_reason(tmp_p
     try:
         broadcast(role, 1.0)
         role.start()
-        until(lambda: role.condition().state == "failed")
+        wait_until(lambda: role.condition().state == "failed")
         error = role.condition().error
         assert error.startswith("no weights could be fetched for 1 s: ") and "127.0.0.1:1" in error
     finally:
@@ -221,7 +215,7 @@ def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
     engine.may_swap.set()
     first = broadcast(role, 1.0)
     role.start()
-    until(lambda: told(role) == first)
+    wait_until(lambda: told(role) == first)
     fetched, may_go_on = threading.Event(), threading.Event()
     fetch = role._client.fetch
 
@@ -236,10 +230,10 @@ def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
     assert fetched.wait(LIMIT_S)
     assert role.hold(LIMIT_S, 0) == VERSION
     may_go_on.set()
-    until(lambda: role.doing == "held at its version")
+    wait_until(lambda: role.doing == "held at its version")
     assert (told(role), engine.served) == (first, [1.0])
     role.release()
-    until(lambda: told(role) == second)
+    wait_until(lambda: told(role) == second)
     assert engine.served == [1.0, 2.0]
 
 
@@ -248,15 +242,15 @@ def test_the_lease_of_an_evaluator_ends_with_its_life(role, broadcast):
     engine.may_swap.set()
     first = broadcast(role, 1.0)
     role.start()
-    until(lambda: told(role) == first)
+    wait_until(lambda: told(role) == first)
     assert role.hold(LIMIT_S, 3) == VERSION
     around.others = (Peer(Identity("evaluator", 0, 3), {}),)
     broadcast(role, 2.0)
-    until(lambda: role.doing == "held at its version")
+    wait_until(lambda: role.doing == "held at its version")
     assert engine.served == [1.0]
     around.others = (Peer(Identity("evaluator", 0, 4), {}),)
     third = broadcast(role, 3.0)
-    until(lambda: told(role) == third)
+    wait_until(lambda: told(role) == third)
     assert engine.served[-1] == 3.0
 
 
@@ -267,7 +261,7 @@ def test_a_draining_server_answers_what_it_was_asked_and_is_drained_after_that(r
     role._server, engine.running = api, lambda: api.open
     broadcast(role, 1.0)
     role.start()
-    until(lambda: told(role))
+    wait_until(lambda: told(role))
     pool = make_pool(role.settings)
 
     def look() -> None:
@@ -279,7 +273,7 @@ def test_a_draining_server_answers_what_it_was_asked_and_is_drained_after_that(r
             context = RemoteContext(pool, role.settings.tokenizer())
             prompt = np.array([5, 6], np.int32)
             asking = threads.submit(context.generate, [prompt], 1, Decoding(max_output_tokens=3), [7])
-            until(lambda: api.open)
+            wait_until(lambda: api.open)
             role.drain()
             ends = time.monotonic() + 3 * role.config.overseer.heartbeat_s
             while time.monotonic() < ends:
@@ -290,7 +284,7 @@ def test_a_draining_server_answers_what_it_was_asked_and_is_drained_after_that(r
             api.may_answer.set()
             assert len(asking.result(LIMIT_S)[0][0].response_tokens) > 0
         assert pool.metrics()["inference_client/retries_total"] == 0 and len(api.bodies) == 1
-        until(lambda: role.condition().state == "drained")
+        wait_until(lambda: role.condition().state == "drained")
     finally:
         pool.close()
 
@@ -299,7 +293,7 @@ def test_a_draining_server_keeps_the_evaluation_that_it_was_leased_for(role, bro
     role._engine.may_swap.set()
     broadcast(role, 1.0)
     role.start()
-    until(lambda: told(role))
+    wait_until(lambda: told(role))
     assert role.hold(LIMIT_S, 3) == VERSION
     role.drain()
     ends = time.monotonic() + 3 * role.config.overseer.heartbeat_s
@@ -307,7 +301,7 @@ def test_a_draining_server_keeps_the_evaluation_that_it_was_leased_for(role, bro
         assert role.condition().state == "running"
         time.sleep(0.02)
     role.release()
-    until(lambda: role.condition().state == "drained")
+    wait_until(lambda: role.condition().state == "drained")
 
 
 def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(role, broadcast):
@@ -317,12 +311,12 @@ def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(ro
     broadcast(role, 1.0)
     role.start()
     holds = ("server_holds", "inference-0", 0, 0, 0)
-    until(lambda: around.told == [(*holds, False)])
+    wait_until(lambda: around.told == [(*holds, False)])
     role.hold(LIMIT_S, 3)
-    until(lambda: around.told[1:] == [(*holds, True)])
+    wait_until(lambda: around.told[1:] == [(*holds, True)])
     assert role.condition().address["held_back"]
     role.release()
-    until(lambda: around.told[2:] == [(*holds, False)])
+    wait_until(lambda: around.told[2:] == [(*holds, False)])
     assert not role.condition().address["held_back"]
 
 
@@ -332,7 +326,7 @@ def test_the_engine_has_the_limit_of_a_start_to_get_ready(tmp_path):
     role._engine, given = Engine(), []
     role._engine.wait_until_ready = given.append
     role.start()
-    until(lambda: given)
+    wait_until(lambda: given)
     role.stop(LIMIT_S)
     assert given == [700.0]
 
@@ -346,7 +340,7 @@ def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):
     try:
         broadcast(role, 1.0)
         role.start()
-        until(lambda: told(role) or role.condition().state == "failed")
+        wait_until(lambda: told(role) or role.condition().state == "failed")
         condition = role.condition()
         assert condition.address["url"].startswith("https://127.0.0.1:"), condition
         pool.set_servers(servers_of(View(9, 0, (Peer(around.identity, condition.address),))))
