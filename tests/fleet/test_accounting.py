@@ -28,6 +28,13 @@ def test_what_the_worker_gave_up_may_have_arrived_and_what_it_never_told_of_was_
     assert StepAccount().with_delivered(7, 1) == StepAccount(started=8, sent=7, sent_faults=1)
 
 
+def test_deliveries_beyond_what_was_told_take_nothing_from_the_steps_that_act():
+    told = StepAccount(started=100, acting=16, buffered=20, sent=64)
+    found = told.with_delivered(160, 0)
+    assert found == StepAccount(started=176, acting=16, sent=160)
+    assert found.ended() == StepAccount(started=176, sent=160, abandoned=16)
+
+
 @given(accounts(), COUNTS, COUNTS)
 def test_an_account_closes_whatever_was_delivered_and_nothing_that_was_sent_is_taken_back(told, sent, faults):
     for found in (told.with_delivered(sent, faults), told.ended().with_delivered(sent, faults)):

@@ -1,5 +1,7 @@
 """What workers tell and the replay buffer gets, added up: steps by life, counters that never fall, the end of lives."""
 
+from dataclasses import replace
+
 import pytest
 from tests.fragments_made import a_batch, make_fragment
 
@@ -35,6 +37,17 @@ def test_what_a_killed_worker_delivered_after_its_last_report_is_sent():
     assert reports.account() == StepAccount(started=20, sent=15, sent_faults=1, abandoned=4)
     reports.note_delivery(fragment("rollout-0.0-0", 4))  # it was on its way when the worker died
     assert reports.account() == StepAccount(started=20, sent=19, sent_faults=1)
+
+
+def test_a_life_that_ended_abandoned_what_acted_however_much_arrived_after_its_last_report():
+    reports = FleetReports(10)
+    told = report("rollout-0.0", 0, steps=20, sent=8)
+    reports.take("rollout-0", 0, replace(told, account=StepAccount(started=20, acting=3, buffered=9, sent=8)))
+    for number in range(10):
+        reports.note_delivery(fragment("rollout-0.0-0", number))
+    assert reports.account() == StepAccount(started=43, acting=3, sent=40)
+    reports.end("rollout-0", 0)
+    assert reports.account() == StepAccount(started=43, sent=40, abandoned=3)
 
 
 def test_lives_are_counted_apart_and_one_that_never_reported_has_sent_what_arrived():

@@ -81,8 +81,8 @@ class StepAccount:
     def with_delivered(self, sent: int, sent_faults: int) -> "StepAccount":
         """The same, where the replay buffer has got more than the worker has told so far.
 
-        Such steps were in flight, or given up because the worker did not live to see them arrive; those that it never
-        told of at all are started with that.
+        Such steps waited or were buffered, or were given up because the worker did not live to see them arrive; those
+        that it never told of at all are started with that. Steps that acted act still, or others of their slots do.
 
         Args:
             sent: Trainable steps that the buffer got from this life.
@@ -91,7 +91,7 @@ class StepAccount:
         places = self.to_values()
         places["sent"], places["sent_faults"] = max(sent, self.sent), max(sent_faults, self.sent_faults)
         untold = places["sent"] + places["sent_faults"] - self.sent - self.sent_faults
-        for place in (*reversed(IN_FLIGHT), "abandoned"):
+        for place in ("waiting", "buffered", "abandoned"):
             found = min(untold, places[place])
             places[place] -= found
             untold -= found

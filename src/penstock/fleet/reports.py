@@ -42,7 +42,7 @@ class FleetReports:
         self.restarts = 0
         self._lock = threading.Lock()
         self._living: dict[_Life, WorkerReport] = {}
-        self._ended: dict[_Life, StepAccount] = {}
+        self._ended: dict[_Life, StepAccount] = {}  # as it was last told
         self._ended_counters: dict[str, float] = {}
         self._gone: set[_Life] = set()
         self._delivered: dict[_Life, tuple[int, int]] = {}  # trainable steps, and faults
@@ -69,7 +69,7 @@ class FleetReports:
             self._gone.add((name, incarnation))
             report = self._living.pop((name, incarnation), None)
             if report is not None:
-                self._ended[_sender(report)] = report.account.ended()
+                self._ended[_sender(report)] = report.account
                 _add(self._ended_counters, _counters(report))
 
     def latest(self) -> dict[str, WorkerReport]:
@@ -97,11 +97,13 @@ class FleetReports:
         return pipeline | sums | account.metrics() | self.statistics.metrics()
 
     def _account(self) -> StepAccount:
-        told = self._ended | {_sender(report): report.account for report in self._living.values()}
-        return StepAccount.total(
-            told.get(life, StepAccount()).with_delivered(*self._delivered.get(life, (0, 0)))
+        living = {_sender(report): report.account for report in self._living.values()}
+        told = self._ended | living
+        accounts = {
+            life: told.get(life, StepAccount()).with_delivered(*self._delivered.get(life, (0, 0)))
             for life in {**told, **self._delivered}
-        )
+        }
+        return StepAccount.total(account if life in living else account.ended() for life, account in accounts.items())
 
 
 class CountedSink:
