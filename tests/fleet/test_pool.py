@@ -212,6 +212,15 @@ def test_a_pool_whose_tasks_differ_is_closed_whole_also_while_more_of_them_come(
     assert open_descriptors() == before
 
 
+def test_a_closed_pool_keeps_no_memory_of_arrivals_that_nobody_took():
+    before = open_descriptors()
+    pool = SimulatorPool(FleetConfig(tasks={"a": {"id": "tests.fleet.toys:Counter"}}, limits=QUICK), "w0", 1)
+    pool.start(20.0)
+    wait_until(lambda: pool._held or pool._held.extend(pool.poll(0.0)), "an arrival that is held")
+    pool.close()
+    assert open_descriptors() == before
+
+
 def test_actions_answer_arrivals_one_for_one():
     with driven(config_of()) as driver:
         driver.gather(5.0)

@@ -208,6 +208,7 @@ class SimulatorPool:
             self._tell_left_behind(self._nursery)
         for process in self._processes:
             self._watch.retire(process.bury())
+        self._held.clear()  # arrivals that nobody took: they are views of memory that would stay open
         self._watch.close()
 
     # --- one pass over the processes ------------------------------------------------------------------------------
