@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from penstock.overseer import FleetRunConfig, fleet_autotune
@@ -79,6 +80,7 @@ def test_simulators_that_never_step_are_a_finding_and_nothing_is_proposed(monkey
     assert "no shape could be measured: " in console.file.getvalue() and "try:" not in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_no_step_in_the_time_that_is_measured_is_a_finding(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.1)

@@ -260,7 +260,7 @@ def components(run: Run) -> dict[str, Any]:
     return run.conductor.status()["components"]
 
 
-@pytest.mark.parametrize("name", ["inference-1", "evaluator-0"])
+@pytest.mark.parametrize("name", ["inference-1", pytest.param("evaluator-0", marks=pytest.mark.slow)])
 def test_what_its_machine_tells_to_end_drains_and_is_replaced(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -291,7 +291,7 @@ def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pyte
     run.log.close()
 
 
-@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
+@pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
 def test_a_machine_that_goes_has_the_newest_version_saved_first(run_dir: Path, name: str):
     with running(run_dir, {"steps": 20, "overseer": {"checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 5, "fifth update")
