@@ -48,7 +48,7 @@ class Rounds:
                 return statistics.median(one["others_during"] / one["others_otherwise"] for one in self.found[player])
             case "independent_steps" | "independent_work" as name if player == OURS:
                 return self.median(player, RATIOS[name])
-            case "independent_steps":
+            case "independent_steps" if self.found[INDEPENDENT]:
                 return self.median(player, "steps_per_s") / self.median(INDEPENDENT, "steps_per_s")
             case _:
                 return None

@@ -63,7 +63,6 @@ def started_worker(
     pool = SimulatorPool(config, "worker-0", SEED)
     try:
         pool.start(START_S)
-        os.environ.update(processor_environment(RoleConfig()))
         compute_inline()
         policy = make_control_policy(POLICY, pool.spaces, SEED)
         runner = JaxPolicyRunner(policy, pool.num_slots, config.most_in_batch, SEED)
@@ -130,6 +129,7 @@ def _tally_of(pool: SimulatorPool) -> Tally:
 
 def main(name: str, seconds: str | None = None, warm_up_s: str = "0") -> None:
     workload = WORKLOADS[name]
+    os.environ.update(processor_environment(RoleConfig()))  # as a rollout worker in a process of its own has it
     if seconds is not None:
         print(json.dumps(measure(workload, float(seconds), float(warm_up_s))))
         return

@@ -360,6 +360,14 @@ def test_peers_play_in_their_rounds_with_their_own_python(monkeypatch, capsys):
     assert "pipes and fixed batches               FAILED: a broken pipe" in printed
 
 
+def test_a_peer_is_told_without_a_ratio_where_there_is_nothing_to_compare_with():
+    rounds = benchmark.Rounds(WORKLOADS["ale"])
+    rounds.found["gymnasium"].append({"steps_per_s": 100.0})
+    assert rounds.ratio("gymnasium") is None
+    rounds.found[benchmark.INDEPENDENT].append({"steps_per_s": 400.0})
+    assert rounds.ratio("gymnasium") == 0.25
+
+
 def test_what_a_process_says_last_counts_and_its_failure_is_told():
     code = "import json; print('noise'); print(json.dumps({'x': 1.5}))"
     assert running.run([sys.executable, "-c", code], 30.0) == {"x": 1.5}

@@ -12,9 +12,6 @@ from typing import Self
 from penstock.fleet.cutter import StepCounts
 from penstock.fleet.sender import SendCounts
 
-IN_FLIGHT = ("acting", "buffered", "waiting")
-"""Places that a step leaves again."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
