@@ -83,12 +83,12 @@ def closes(ledger: dict[str, int]) -> bool:
 
 def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     run_dir = tmp_path / "run"
-    words = [*QUICK, "rollout.workers=3", "inference.servers=2", "steps=160", f"--run-dir={run_dir}"]
+    words = [*QUICK, "rollout.workers=3", "inference.servers=2", "steps=140", f"--run-dir={run_dir}"]
     with driver(run_dir, "cats", *words) as run:
         assert run.end() == 0, run.output()
     status = read_status(run_dir / "status.json")
-    assert status["state"] == "finished" and status["step"] == 160 and status["lineage"] == 0
-    assert closes(status["ledger"]) and status["ledger"]["trained"] == 160 * 16 * 8
+    assert status["state"] == "finished" and status["step"] == 140 and status["lineage"] == 0
+    assert closes(status["ledger"]) and status["ledger"]["trained"] == 140 * 16 * 8
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluation"]
     evaluations = {event["when"]: event["reward"]["cats"] for event in events}
     assert evaluations["untrained"] < 0.1
@@ -98,19 +98,18 @@ def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     assert not any(word in run.output() for word in ("raylet", "(pid=", "Traceback"))
 
 
-def test_killed_components_come_back_and_the_run_goes_on(tmp_path: Path):
+def test_a_run_goes_on_without_its_learner_and_resumes_after_it_was_drained(tmp_path: Path):
+    """What becomes of the other components' deaths: tests/benchmarks/test_chaos.py."""
     run_dir = tmp_path / "run"
     words = ["cats", *QUICK, "rollout.workers=2", "overseer.checkpoint_every=5", "steps=100000"]
     with driver(run_dir, *words, f"--run-dir={run_dir}") as run:
-        run.until(lambda: run.status().get("step", 0) >= 8, "eighth update")
-        faults = {"rollout-1": signal.SIGSTOP, "inference-0": signal.SIGKILL, "learner-0": signal.SIGKILL}
-        for name, number in faults.items():
-            before = run.component(name)
-            os.kill(before["pid"], number)
-            run.until(lambda n=name, b=before: run.component(n).get("incarnation", 0) > b["incarnation"], f"new {name}")
-            reached = run.status()["step"]
-            run.until(lambda r=reached: run.status().get("step", 0) >= r + 2, f"updates after the loss of {name}")
-            assert not alive(before["pid"])
+        run.until(lambda: run.status().get("step", 0) >= 6, "sixth update")
+        before = run.component("learner-0")
+        os.kill(before["pid"], signal.SIGKILL)
+        run.until(lambda: run.component("learner-0").get("incarnation", 0) > before["incarnation"], "new learner")
+        reached = run.status()["step"]
+        run.until(lambda: run.status().get("step", 0) >= reached + 2, "updates after the learner's loss")
+        assert not alive(before["pid"])
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 130, run.output()
     status = read_status(run_dir / "status.json")
