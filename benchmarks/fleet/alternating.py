@@ -22,6 +22,7 @@ from typing import Any, Self
 from benchmarks.fleet.counting import rates
 from benchmarks.fleet.running import ROOT, START_S, Failed
 from benchmarks.fleet.workloads import Workload
+from penstock.fleet.descendants import die_with_parent
 
 ANSWER_S = 30.0
 """Longest time for an answer of a side that plays."""
@@ -34,11 +35,12 @@ Counts = dict[str, Any]
 
 
 def answer_lines(counts: Callable[[], Counts]) -> None:
-    """The playing side's part: answers until its input ends.
+    """The playing side's part: answers until its input ends; whoever asks takes it along in death, stopped or not.
 
     Args:
         counts: Numbers that only grow, AT_S one of them, and under PROCESSES the process ids of all but this one.
     """
+    die_with_parent(os.getppid())
     for _ in sys.stdin:
         print(json.dumps(counts()), flush=True)
 

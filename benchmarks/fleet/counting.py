@@ -21,18 +21,20 @@ class Tally:
     Args:
         slots: Of the worker.
         watched: A slot of which each batch's time is kept, with the steps of all others until then; None: none.
+        settled_steps: So many of every slot, and all is as it will stay.
 
     Attributes:
-        everyone: Set when every slot has stepped.
+        everyone: Set when every slot has made `settled_steps`.
         batches: So far.
         moments: (seconds, others' steps so far) at each of the watched slot's batches.
     """
 
-    def __init__(self, slots: int, watched: int | None = None) -> None:
+    def __init__(self, slots: int, watched: int | None = None, settled_steps: int = 1) -> None:
         self.everyone = threading.Event()
         self.batches = 0
         self.moments: list[tuple[float, int]] = []
         self._watched = watched
+        self._settled_steps = settled_steps
         self._steps = np.zeros(slots, np.int64)
         self._resets = np.zeros(slots, np.int64)
 
@@ -43,7 +45,7 @@ class Tally:
         self._resets[batch.slots] += batch.acted & batch.first
         if self._watched is not None and self._watched in batch.slots:
             self.moments.append((time.perf_counter(), self.steps - int(self._steps[self._watched])))
-        if not self.everyone.is_set() and self._steps.all():
+        if not self.everyone.is_set() and self._steps.min() >= self._settled_steps:
             self.everyone.set()
 
     @property

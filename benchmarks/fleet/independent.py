@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.fleet.alternating import AT_S, PROCESSES, answer_lines
 from benchmarks.fleet.workloads import WORKLOADS, Workload
 from penstock.environments.simulators import make_simulator
+from penstock.fleet.descendants import die_with_parent
 from penstock.types import RunFailed
 
 START_S, END_S = 60.0, 10.0
@@ -28,8 +29,9 @@ ACTIONS = 4096
 COUNTED = ("steps", "resets", "step_s", "reset_s")
 
 
-def loop(workload: Workload, seed: int, shared: Any, ready: Any) -> None:
-    """One process: makes the simulator, says so, and plays for ever; row `seed` of `shared` is what it COUNTED."""
+def loop(workload: Workload, seed: int, shared: Any, ready: Any, parent: int) -> None:
+    """One process: makes the simulator, says so, and plays until `parent` dies; row `seed` of `shared` is COUNTED."""
+    die_with_parent(parent)
     kind = workload.simulators[0]
     simulator = make_simulator(kind.id, kind.kwargs)
     simulator.reset(seed=seed)
@@ -66,7 +68,8 @@ def playing(workload: Workload, number: int) -> Iterator[tuple[np.ndarray, list[
     processes: list[BaseProcess] = []
     try:
         for seed in range(number):
-            processes.append(context.Process(target=loop, args=(workload, seed, shared, ready), daemon=True))
+            words = (workload, seed, shared, ready, os.getpid())
+            processes.append(context.Process(target=loop, args=words, daemon=True))
             processes[-1].start()
         for _ in processes:
             if not ready.acquire(timeout=START_S):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,25 @@ def test_sides_play_by_turns_while_all_processes_of_the_other_are_stopped_and_no
             assert all(0.1 <= counts["at_s"] < 5 and counts["turns"] > 0 for counts in turn)
         wait_until(lambda: _states(one) == _states(other) == ["T", "T"], "both are stopped")
         pids = [*one.pids, *other.pids]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
+
+
+def test_stopped_sides_and_their_processes_die_with_whoever_asked_them():
+    asking = f"""
+import sys, time
+sys.path.insert(0, {str(running.ROOT)!r})
+from benchmarks.fleet import alternating
+command = [sys.executable, "-m", "benchmarks.fleet.independent", "cartpole"]
+with alternating.Side(command, 60.0) as side:
+    side.stop()
+    print(*side.pids, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True) as asker:
+        assert asker.stdout is not None
+        pids = asker.stdout.readline().split()
+        assert len(pids) > 1 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        asker.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
 
 
