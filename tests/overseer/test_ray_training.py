@@ -98,22 +98,16 @@ def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     assert not any(word in run.output() for word in ("raylet", "(pid=", "Traceback"))
 
 
-def test_a_run_goes_on_without_its_learner_and_resumes_after_it_was_drained(tmp_path: Path):
-    """What becomes of the other components' deaths: tests/benchmarks/test_chaos.py."""
+def test_a_run_that_was_drained_goes_on_where_it_was(tmp_path: Path):
+    """Components that die are the matter of tests/benchmarks/test_chaos.py."""
     run_dir = tmp_path / "run"
     words = ["cats", *QUICK, "rollout.workers=2", "overseer.checkpoint_every=5", "steps=100000"]
     with driver(run_dir, *words, f"--run-dir={run_dir}") as run:
         run.until(lambda: run.status().get("step", 0) >= 6, "sixth update")
-        before = run.component("learner-0")
-        os.kill(before["pid"], signal.SIGKILL)
-        run.until(lambda: run.component("learner-0").get("incarnation", 0) > before["incarnation"], "new learner")
-        reached = run.status()["step"]
-        run.until(lambda: run.status().get("step", 0) >= reached + 2, "updates after the learner's loss")
-        assert not alive(before["pid"])
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 130, run.output()
     status = read_status(run_dir / "status.json")
-    assert status["state"] == "stopped" and status["lineage"] == 1
+    assert status["state"] == "stopped" and status["lineage"] == 0
     assert closes(status["ledger"])
     newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
     assert newest == status["step"]
@@ -123,7 +117,7 @@ def test_a_run_goes_on_without_its_learner_and_resumes_after_it_was_drained(tmp_
     with driver(run_dir, *words) as run:
         assert run.end() == 0, run.output()
     status = read_status(run_dir / "status.json")
-    assert status["step"] == reached + 5 and status["lineage"] == 2
+    assert status["step"] == reached + 5 and status["lineage"] == 1
     assert closes(status["ledger"])
 
 
