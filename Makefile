@@ -40,7 +40,7 @@ fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
 
 test-ray: $(RAY_STAMP)
-	PJRT_NPROC=1 XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest -m "ray and not slow" --numprocesses 3 --dist worksteal
+	PJRT_NPROC=1 XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest -m "ray and not slow" --numprocesses 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
