@@ -6,17 +6,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks.fleet import __main__ as benchmark
 from benchmarks.fleet import actors, alternating, faults, independent, labels, lives, networks, own, running
-from benchmarks.fleet.counting import ThrowingAway, processor_s, rates_during_gaps
+from benchmarks.fleet.counting import Tally, ThrowingAway, processor_s, rates_during_gaps
 from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from benchmarks.marks import Marks
 from tests.waiting import wait_until
 
 from penstock.fleet.accounting import StepAccount
+from penstock.fleet.arrivals import STEP_ROW
 from penstock.types import RunFailed
 
 RATES = {"steps_per_s": 3000.0, "resets_per_s": 0.0, "main_cpu": 0.4, "simulators_cpu": 0.3, "batch_slots_mean": 15.5}
@@ -48,6 +50,16 @@ def test_a_tiny_fleet_is_measured_with_one_slow_simulator_and_its_books_close():
     found = own.measure(small, seconds=0.5, warm_up_s=0.1)
     assert 50 < found["steps_per_s"] < 10_000 and found["resets_per_s"] > 0
     assert 0 < found["main_cpu"] and 1 <= found["batch_slots_mean"] <= 2
+
+
+def test_a_fleet_is_settled_when_its_slowest_slot_has_made_its_steps():
+    tally = Tally(slots=2, settled_steps=3)
+    for slots in ([0, 1], [0, 1], [0], [0], [1]):
+        assert not tally.everyone.is_set()
+        rows = np.zeros(len(slots), STEP_ROW)
+        rows["slots"], rows["acted"] = slots, True
+        tally(SimpleNamespace(slots=rows["slots"], acted=rows["acted"], first=rows["first"]))
+    assert tally.everyone.is_set() and (tally.steps, tally.resets, tally.batches) == (7, 0, 5)
 
 
 def test_a_worker_that_lost_steps_or_failed_is_no_measurement():

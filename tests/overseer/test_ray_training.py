@@ -74,12 +74,19 @@ def closes(ledger: dict[str, int]) -> bool:
 
 def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     run_dir = tmp_path / "run"
-    words = ["runtime=ray", "rollout.workers=3", "inference.servers=2", "steps=140", f"--run-dir={run_dir}"]
+    words = [
+        "runtime=ray",
+        "rollout.workers=3",
+        "inference.servers=2",
+        "replay.groups_per_batch=8",
+        "steps=160",
+        f"--run-dir={run_dir}",
+    ]
     with driver(run_dir, "cats", *words) as run:
         assert run.end() == 0, run.output()
     status = read_status(run_dir / "status.json")
-    assert status["state"] == "finished" and status["step"] == 140 and status["lineage"] == 0
-    assert closes(status["ledger"]) and status["ledger"]["trained"] == 140 * 16 * 8
+    assert status["state"] == "finished" and status["step"] == 160 and status["lineage"] == 0
+    assert closes(status["ledger"]) and status["ledger"]["trained"] == 160 * 8 * 8
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluation"]
     evaluations = {event["when"]: event["reward"]["cats"] for event in events}
     assert evaluations["untrained"] < 0.1
