@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calm", type=float, default=60.0, help="longest time without an update while no fault lasts")
     parser.add_argument("--more-minutes", type=float, default=15.0, help="longest time after the faults")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="the recipe's own is 1e-3")
+    parser.add_argument("--groups", type=int, default=16, help="in a batch, of 8 rollouts each; the recipe's own is 16")
     parser.add_argument("--scratch", type=Path, help="an existing folder for everything; by default a new one")
     parser.add_argument("--out", type=Path, help="a line for each fault; by default runs/chaos-<time>.jsonl")
     options = parser.parse_args(arguments)
@@ -171,7 +172,7 @@ def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk) -> Outco
     clock_folder.mkdir()
     weights_port, failure = free_port(), ""
     with Proxy(weights_port) as proxy:
-        config = load.configuration(options.learning_rate, weights_port, proxy.port)
+        config = load.configuration(options.learning_rate, options.groups, weights_port, proxy.port)
         with load.wired(config, disk.folder / "run", clock_folder) as run:
             notes = auditing.Notes(run.directory)
             inflictor = Inflictor(run, Watch(run), disk, proxy, clock_folder, options.bound)

@@ -44,16 +44,18 @@ OVERRIDES = (
 )
 
 
-def configuration(learning_rate: float, weights_port: int, advertised_port: int) -> RunConfig:
+def configuration(learning_rate: float, groups: int, weights_port: int, advertised_port: int) -> RunConfig:
     """Of the run.
 
     Args:
         learning_rate: The recipe's own reaches the bar in minutes; a lower one keeps a long run learning.
+        groups: In a batch; each holds 8 rollouts.
         weights_port: Where the learner's weight server listens.
         advertised_port: Where its clients are told to find it.
     """
     more = (
         f"learner.optimizer.learning_rate={learning_rate}",
+        f"replay.groups_per_batch={groups}",
         f"weights.port={weights_port}",
         f"weights.advertise=127.0.0.1:{advertised_port}",
     )
