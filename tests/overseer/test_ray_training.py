@@ -35,9 +35,6 @@ class Driver:
     def status(self) -> dict[str, Any]:
         return read_status(self.run_dir / "status.json") or {}
 
-    def component(self, name: str) -> dict[str, Any]:
-        return self.status().get("components", {}).get(name, {})
-
     def until(self, reached: Callable[[], bool], what: str) -> None:
         wait_until(lambda: reached() or self.process.poll() is not None, what, LIMIT_S)
         assert self.process.poll() is None, f"ended before {what}: {self.output()}"
@@ -74,15 +71,8 @@ def closes(ledger: dict[str, int]) -> bool:
 
 def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     run_dir = tmp_path / "run"
-    words = [
-        "runtime=ray",
-        "rollout.workers=3",
-        "inference.servers=2",
-        "replay.groups_per_batch=8",
-        "steps=160",
-        f"--run-dir={run_dir}",
-    ]
-    with driver(run_dir, "cats", *words) as run:
+    words = ["replay.groups_per_batch=8", "steps=160", f"--run-dir={run_dir}"]
+    with driver(run_dir, "cats", "runtime=ray", "rollout.workers=3", "inference.servers=2", *words) as run:
         assert run.end() == 0, run.output()
     status = read_status(run_dir / "status.json")
     assert status["state"] == "finished" and status["step"] == 160 and status["lineage"] == 0
