@@ -131,7 +131,10 @@ def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path)
     assert not any(secret.encode() in text for text in texts)
 
 
-@pytest.mark.parametrize("name", ["rollout-0", "inference-1", "curriculum-0", "evaluator-0"])
+SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("curriculum-0", "evaluator-0")]
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "inference-1", *SLOW_NAMES])
 def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -149,7 +152,7 @@ def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Pa
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
-@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
+@pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
 def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
     with running(run_dir, {"steps": 10}) as run:
         run.until(lambda: run.conductor.step >= 5, "fifth update")
