@@ -208,7 +208,7 @@ def fleet_config(trigger: Path, envs: int = ENVS) -> FleetConfig:
         envs_per_worker=envs,
         full_queue="drop_oldest",
         queue_fragments=16,
-        limits=SimulatorLimits(step_timeout_s=STEP_TIMEOUT_S),
+        limits=SimulatorLimits(step_timeout_s=STEP_TIMEOUT_S, reset_timeout_s=STEP_TIMEOUT_S),
     )  # fmt: skip
 
 

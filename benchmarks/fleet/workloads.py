@@ -38,6 +38,7 @@ class Workload:
         words: For a person.
         simulators: All of them.
         envs_per_process: Our fleet's shape.
+        parts_per_process: Likewise.
         batch_size: Likewise; None: half of them.
         least: The mark: steps per second, or the ratio where `ideal` is no number of steps.
         ideal: What the ratio is to.
@@ -55,6 +56,7 @@ class Workload:
     ideal: Ideal = "steps_per_s"
     ideal_steps_per_s: float | None = None
     envs_per_process: int = 1
+    parts_per_process: int = 1
     batch_size: int | None = None
     seconds_factor: float = 1.0
     least_seconds: float = 0.0
@@ -79,6 +81,7 @@ class Workload:
             },
             envs_per_worker=self.envs,
             envs_per_process=self.envs_per_process,
+            parts_per_process=self.parts_per_process,
             batch_size=self.batch_size,
         )
 
@@ -119,8 +122,9 @@ WORKLOADS = {
             envs_per_process=16, seconds_factor=12,
         ),
         Workload(
-            "ale", "192 x Pong, 84x84x4", (Simulators("atari:pong", 192),), 0.85, "independent_steps",
-            envs_per_process=64, batch_size=64, seconds_factor=5, peers=("gymnasium", "envpool"), envpool="Pong-v5",
+            "ale", "256 x Pong, 84x84x4", (Simulators("atari:pong", 256),), 0.85, "independent_steps",
+            envs_per_process=128, parts_per_process=2, batch_size=64, seconds_factor=5, peers=("gymnasium", "envpool"),
+            envpool="Pong-v5",
         ),
         Workload(
             "slow_reset", "32 x 10 ms, one with 2 s resets", _SLOW, 31 / 32, "others_during_reset", seconds_factor=3,

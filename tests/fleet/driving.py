@@ -18,39 +18,46 @@ COUNTER = "tests.fleet.toys:Counter"
 QUICK = SimulatorLimits(backoff_s=0.02, spawn_timeout_s=20.0)
 
 
-def config_of(processes: int = 1, rows: int = 1, id: str = COUNTER, limits=QUICK, **kwargs: Any) -> FleetConfig:
+def config_of(
+    processes: int = 1, rows: int = 1, id: str = COUNTER, limits=QUICK, parts: int = 1, **kwargs: Any
+) -> FleetConfig:
     """A fleet of one task."""
     return FleetConfig(
         tasks={"t": {"id": id, "kwargs": kwargs}},
         envs_per_worker=processes * rows,
         envs_per_process=rows,
+        parts_per_process=parts,
         limits=limits,
     )
 
 
 class Driver:
-    """A pool, every row that arrived by slot, and how many actions each slot was given."""
+    """A pool, every row that arrived by slot, and how many actions each slot was given.
 
-    def __init__(self, pool: SimulatorPool) -> None:
-        self.pool = pool
+    Parts are numbered through; with one to a process they are the processes.
+    """
+
+    def __init__(self, pool: SimulatorPool, parts: int = 1) -> None:
+        self.pool, self._parts = pool, parts
         self.rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.acted: dict[int, int] = defaultdict(int)
         self.open: dict[int, Arrival] = {}
 
     def gather(self, timeout_s: float = 1.0) -> list[int]:
-        """Takes what arrives; returns its processes."""
-        arrivals = self.pool.poll(timeout_s)
-        for arrival in arrivals:
-            assert arrival.process not in self.open, "an arrival before its action"
-            self.open[arrival.process] = arrival
+        """Takes what arrives; returns its parts."""
+        arrivals = {one.process * self._parts + one.part: one for one in self.pool.poll(timeout_s)}
+        for number, arrival in arrivals.items():
+            assert number not in self.open, "an arrival before its action"
+            self.open[number] = arrival
             for row, slot in enumerate(arrival.slots.tolist()):
                 self.rows[slot].append(_row(arrival, row))
-        return [arrival.process for arrival in arrivals]
+        return list(arrivals)
 
-    def answer(self, process: int) -> None:
+    def answer(self, number: int) -> None:
         """Acts: the slot's count of actions, modulo 5."""
-        slots = self.open.pop(process).slots
-        self.pool.act(process, {"": np.array([self.acted[slot] % 5 for slot in slots.tolist()])})
+        slots = self.open.pop(number).slots
+        actions = {"": np.array([self.acted[slot] % 5 for slot in slots.tolist()])}
+        self.pool.act(number // self._parts, actions, number % self._parts)
         for slot in slots.tolist():
             self.acted[slot] += 1
 
@@ -61,8 +68,8 @@ class Driver:
             assert time.monotonic() < deadline_s, self.pool.counts()
             self.gather(0.2)
             if act:
-                for process in tuple(self.open):
-                    self.answer(process)
+                for number in tuple(self.open):
+                    self.answer(number)
 
     def steps(self, count: int) -> None:
         """Until every slot was answered so often more."""
@@ -101,7 +108,7 @@ def driven(
     pool = SimulatorPool(config, worker_id, seed, lambda name, fields: told.append((name, fields)))
     try:
         pool.start(20.0)
-        yield Driver(pool)
+        yield Driver(pool, config.parts_per_process)
     finally:
         pool.close()
 

@@ -136,7 +136,8 @@ class FakePool:
                     return ready
                 self._changed.wait(max(0.0, min(deadline, next_due) - now))
 
-    def act(self, process: int, actions: Leaves) -> None:
+    def act(self, process: int, actions: Leaves, part: int = 0) -> None:
+        assert part == 0
         with self._changed:
             this = self._processes[process]
             assert this.arrival is None, f"process {process} was acted on twice"

@@ -34,6 +34,19 @@ def test_both_sides_see_the_same_arrays(pair):
     assert not other.final_observations["image"].any() and not other.rewards.any()
 
 
+def test_a_part_is_views_of_its_rows(pair):
+    mine, other = pair
+    part = mine.part(1, 2)
+    part.observations["image"][0], part.actions["a"][0], part.rewards[:] = 5, 0.25, 3.0
+    assert other.observations["image"][:, 0, 0].tolist() == [0, 5] and other.actions["a"].tolist() == [
+        [0, 0],
+        [0.25] * 2,
+    ]
+    assert other.rewards.tolist() == [0.0, 3.0]
+    part.mark_lost()
+    assert other.faults.tolist() == other.truncated.tolist() == [False, True] and not other.rewards.any()
+
+
 def test_arrays_have_the_declared_form_and_lines_of_their_own(pair):
     block = pair[0]
     forms = {

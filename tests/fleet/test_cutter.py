@@ -79,8 +79,8 @@ def join(pool: FakePool, arrivals: list[Arrival], runner: FakeRunner) -> StepBat
         filler.add(arrival, 0.0)
     filler.join()
     decision = runner.decide(filler.slots, filler.room, filler.first).result()
-    for process, actions in filler.shares(decision.actions):
-        pool.act(process, actions)
+    for arrival, actions in filler.shares(decision.actions):
+        pool.act(arrival.process, actions, arrival.part)
     return filler.reported(decision)
 
 

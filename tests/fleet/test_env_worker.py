@@ -25,6 +25,8 @@ from penstock.fleet.messages import (
 )
 from penstock.types import Spaces
 
+_ARRIVED = ARRIVED + b"\0"
+
 
 class _Worded(Counter):
     """Rewards are clipped; the raw ones stand in `info`."""
@@ -49,17 +51,17 @@ class _Talker:
         )
         self._thread.start()
 
-    def ready(self, rows=1):
+    def ready(self, rows=1, parts=1):
         packet, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
         assert packet[:1] == READY
         self.block = Block(fds[0], Spaces.from_values(json.loads(packet[1:])["spaces"]), rows)
         os.close(fds[0])
-        assert self.channel.recv(99) == ARRIVED
+        assert [self.channel.recv(99) for _ in range(parts)] == [ARRIVED + bytes([part]) for part in range(parts)]
         return self.block
 
     def step(self, *actions):
         self.block.actions[""][:] = actions
-        self.channel.send(STEP)
+        self.channel.send(STEP + b"\0")
         return self.channel.recv(1 << 16)
 
     def end(self):
@@ -88,11 +90,23 @@ def talk():
 def test_statistics_count_raw_rewards_and_a_false_error_is_none(talk):
     talker = talk(_Worded, kwargs={"terminate_after": 2})
     block = talker.ready()
-    assert talker.step(0) == ARRIVED and block.rewards.tolist() == [0.5] and not block.faults[0]
-    assert talker.step(4) == ARRIVED and block.rewards.tolist() == [0.5]
+    assert talker.step(0) == _ARRIVED and block.rewards.tolist() == [0.5] and not block.faults[0]
+    assert talker.step(4) == _ARRIVED and block.rewards.tolist() == [0.5]
     assert block.terminated[0] and block.first[0] and block.returns.tolist() == [2.0] and block.lengths.tolist() == [2]
-    assert talker.step(4) == ARRIVED
+    assert talker.step(4) == _ARRIVED
     assert not (block.terminated[0] or block.first[0] or block.has_final[0]) and block.lengths.tolist() == [0]
+
+
+def test_parts_step_apart_in_the_order_of_their_tokens(talk):
+    talker = talk(rows=4, parts=2)
+    block = talker.ready(4, 2)
+    block.actions[""][:] = 1
+    for part in b"\1\0\1":
+        talker.channel.send(STEP + bytes([part]))
+    assert [talker.channel.recv(9) for _ in range(3)] == [ARRIVED + bytes([part]) for part in b"\1\0\1"]
+    assert block.observations[""][:, 1].tolist() == [1.0, 1.0, 2.0, 2.0]
+    talker.channel.send(STEP + b"\2")
+    assert talker.end() == [ExitCode.CLOSED], "there is no third part"
 
 
 def test_the_clock_tells_the_time_of_an_answer(talk):
@@ -113,7 +127,7 @@ def test_a_replacement_cuts_the_other_episodes_with_their_last_observations(talk
     talker = talk(Longer, 2, restart_interval_s=0.0001)
     block = talker.ready(2)
     for _ in range(2):
-        assert talker.step(1, 2) == ARRIVED
+        assert talker.step(1, 2) == _ARRIVED
     assert talker.step(1, 2) == RETIRING
     assert block.terminated.tolist() == [True, False] and block.truncated.tolist() == [False, True]
     assert block.cut.tolist() == [False, True], "the first one ended by itself"
@@ -127,7 +141,7 @@ def test_the_episode_that_began_with_random_steps_is_no_whole_one_but_ends_as_an
     talker = talk(rows=2, decorrelate_steps=4, kwargs={"terminate_after": 6})
     block, ends = talker.ready(2), {0: [], 1: []}
     for _ in range(18):
-        assert talker.step(1, 1) == ARRIVED
+        assert talker.step(1, 1) == _ARRIVED
         for row in np.flatnonzero(block.first).tolist():
             ends[row].append((bool(block.cut[row]), int(block.lengths[row])))
             assert block.terminated[row] and block.has_final[row] and not block.truncated[row]

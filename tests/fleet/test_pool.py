@@ -56,9 +56,9 @@ def _assert_same(rows, expected):
         assert (row["return"], row["length"]) == (total, length)
 
 
-@pytest.mark.parametrize(("processes", "rows"), [(1, 1), (2, 2)])
-def test_a_fleet_and_a_serial_loop_with_the_same_seeds_are_equal_to_the_bit(processes, rows):
-    with driven(config_of(processes, rows, terminate_after=7, truncate_after=4)) as driver:
+@pytest.mark.parametrize(("processes", "rows", "parts"), [(1, 1, 1), (2, 2, 1), (2, 4, 2)])
+def test_a_fleet_and_a_serial_loop_with_the_same_seeds_are_equal_to_the_bit(processes, rows, parts):
+    with driven(config_of(processes, rows, parts=parts, terminate_after=7, truncate_after=4)) as driver:
         driver.steps(25)
         driver.check_books()
         for slot in range(processes * rows):
@@ -219,6 +219,19 @@ def test_a_closed_pool_keeps_no_memory_of_arrivals_that_nobody_took():
     wait_until(lambda: pool._held or pool._held.extend(pool.poll(0.0)), "an arrival that is held")
     pool.close()
     assert open_descriptors() == before
+
+
+def test_a_process_steps_one_part_while_another_waits_for_its_actions():
+    with driven(config_of(1, 4, parts=2)) as driver:
+        driver.run_until(lambda: len(driver.open) == 2, act=False)
+        for _ in range(5):
+            driver.answer(1)
+            assert driver.gather(5.0) == [1]
+        assert [len(driver.rows[slot]) for slot in range(4)] == [1, 1, 6, 6] and 0 in driver.open
+        with pytest.raises(ValueError, match=r"must have \(2,\)"):
+            driver.pool.act(0, {"": np.zeros(4, np.int64)}, 1)
+        driver.steps(3)
+        driver.check_books()
 
 
 def test_actions_answer_arrivals_one_for_one():

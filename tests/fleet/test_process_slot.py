@@ -26,8 +26,9 @@ class _Life:
         self.slot, self.channel = slot, slot.open_channel(ticket, time.monotonic())
 
     def ready(self):
-        fd = create_memory(block_bytes(_SPACES, 2))
-        self.block = Block(fd, _SPACES, 2)
+        rows = len(self.slot.slots)
+        fd = create_memory(block_bytes(_SPACES, rows))
+        self.block = Block(fd, _SPACES, rows)
         self.block.clock[SINCE] = time.monotonic()
         self.block.clock[PHASE] = Phase.RESETTING
         socket.send_fds(self.channel, [READY + json.dumps({"spaces": _SPACES.to_values()}).encode()], [fd])
@@ -35,7 +36,7 @@ class _Life:
         assert self.slot.receive() is None and self.slot.stage is Stage.UP
         return self
 
-    def say(self, token=ARRIVED):
+    def say(self, token=ARRIVED + b"\0"):
         self.block.clock[PHASE] = Phase.RESTING
         self.channel.send(token)
         return self.slot.receive()
@@ -64,7 +65,7 @@ def test_the_first_arrival_had_no_action_and_later_ones_have(slot):
     assert (arrival.process, arrival.slots.tolist(), arrival.acted.tolist()) == (3, [6, 7], [False, False])
     assert arrival.observations[""].tolist() == [[5.0, 5.0]] * 2 and not arrival.truncated.any()
     assert slot.act(_ACTIONS) is None
-    assert life.channel.recv(9) == STEP and life.block.actions[""].tolist() == [1, 2]
+    assert life.channel.recv(9) == STEP + b"\0" and life.block.actions[""].tolist() == [1, 2]
     assert life.say().acted.all()
     life.end()
 
@@ -78,7 +79,7 @@ def test_a_lost_action_is_answered_once_and_late_lives_wait_for_it(slot):
     arrival = slot.act(_ACTIONS)
     assert arrival.faults.all() and arrival.truncated.all() and arrival.acted.all() and slot.lost_actions == 2
     slot.act(_ACTIONS)
-    assert life.channel.recv(9) == STEP
+    assert life.channel.recv(9) == STEP + b"\0"
     assert life.say().acted.all() and slot.lost_actions == 2
     life.end()
 
@@ -139,8 +140,64 @@ def test_an_answer_that_is_not_taken_yet_was_in_time(slot):
     life = _Life(slot).ready()
     life.say()
     slot.act(_ACTIONS)
-    life.channel.send(ARRIVED)
+    life.channel.send(ARRIVED + b"\0")
     assert slot.overdue(time.monotonic() + 1000.0) is None
+    life.end()
+
+
+@pytest.fixture
+def parted():
+    slot = ProcessSlot(0, "t", np.arange(4), _LIMITS, lambda task, spaces: None, parts=2)
+    yield slot
+    for fd in slot.bury():
+        os.close(fd)
+
+
+def _say_of_part(life, part):
+    return life.say(ARRIVED + bytes([part]))
+
+
+def test_parts_alternate_on_their_own(parted):
+    life = _Life(parted).ready()
+    assert [_say_of_part(life, part).slots.tolist() for part in (0, 1)] == [[0, 1], [2, 3]]
+    parted.act(_ACTIONS, 1)
+    assert life.channel.recv(9) == STEP + b"\1" and life.block.actions[""].tolist() == [0, 0, 1, 2]
+    arrival = _say_of_part(life, 1)
+    assert (arrival.part, arrival.acted.tolist()) == (1, [True, True])
+    with pytest.raises(ValueError, match="have shape"):
+        parted.act({"": np.arange(4)}, 0)
+    parted.act(_ACTIONS, 0)
+    with pytest.raises(ValueError, match="part 0 of process 0 has no open arrival"):
+        parted.act(_ACTIONS, 0)
+    life.end()
+
+
+def test_a_process_is_late_while_one_of_its_parts_is_owed(parted):
+    life = _Life(parted).ready()
+    _say_of_part(life, 0), _say_of_part(life, 1)
+    assert parted.overdue(time.monotonic() + 1000.0) is None
+    parted.act(_ACTIONS, 1)
+    assert "step_timeout_s" in parted.overdue(time.monotonic() + 11.0)
+    life.end()
+
+
+def test_each_part_loses_its_own_actions(parted):
+    life = _Life(parted).ready()
+    _say_of_part(life, 0), _say_of_part(life, 1)
+    parted.act(_ACTIONS, 0)
+    life.end()  # with the actions of part 0; part 1 is not acted on yet
+    assert parted.abandoned_actions == 2
+    life = _Life(parted, 1).ready()
+    assert _say_of_part(life, 0).faults.all() and parted.lost_actions == 2 and parted.abandoned_actions == 0
+    assert _say_of_part(life, 1) is None, "held back"
+    held = parted.act(_ACTIONS, 1)
+    assert held.part == 1 and held.faults.all() and parted.lost_actions == 4
+    life.end()
+
+
+def test_a_part_that_there_is_not_is_nonsense(parted):
+    life = _Life(parted).ready()
+    assert _say_of_part(life, 2) is None and parted.stage is Stage.DYING and "it said" in parted.reason
     life.end()
 
 

@@ -71,10 +71,12 @@ def test_a_batch_smaller_than_a_process_takes_the_process_whole():
     assert {len(batch) for batch in runner.batches} == {3}
 
 
-@pytest.mark.parametrize(("batch_size", "most"), [(None, 6), (1, 3), (5, 5), (99, 12)])
-def test_a_policy_is_made_for_as_many_as_a_batch_may_hold(batch_size, most):
-    tasks = {"t": SimulatorConfig(id="CartPole-v1")}
-    assert FleetConfig(tasks=tasks, envs_per_worker=12, envs_per_process=3, batch_size=batch_size).most_in_batch == most
+@pytest.mark.parametrize(
+    ("batch_size", "parts", "most"), [(None, 1, 6), (1, 1, 4), (5, 1, 5), (99, 1, 12), (1, 2, 2), (1, 4, 1)]
+)
+def test_a_policy_is_made_for_as_many_as_a_batch_may_hold(batch_size, parts, most):
+    shape = {"envs_per_worker": 12, "envs_per_process": 4, "parts_per_process": parts, "batch_size": batch_size}
+    assert FleetConfig(tasks={"t": SimulatorConfig(id="CartPole-v1")}, **shape).most_in_batch == most
 
 
 def test_a_batch_that_is_not_full_begins_after_the_longest_wait():
@@ -119,10 +121,10 @@ def test_what_was_acted_on_before_an_action_failed_is_reported():
     worker = worker_of(pool, FakeRunner(2), lambda batch: reported.append(batch.slots.tolist()), batch_size=2)
     act = pool.act
 
-    def fail_at_one(process, actions):
+    def fail_at_one(process, actions, part):
         if process == 1:
             raise RuntimeError("the pool broke")
-        act(process, actions)
+        act(process, actions, part)
 
     pool.act = fail_at_one
     with pytest.raises(RuntimeError, match="the pool broke"):

@@ -53,9 +53,9 @@ def fragments(pool, config, count):
         pool.close()
 
 
-@pytest.mark.parametrize(("envs", "per_process"), [(1, 1), (4, 2)])
-def test_a_fleet_and_a_serial_loop_give_the_same_trajectories(envs, per_process):
-    config = config_of(envs, per_process)
+@pytest.mark.parametrize(("envs", "per_process", "parts"), [(1, 1, 1), (4, 2, 1), (8, 4, 2)])
+def test_a_fleet_and_a_serial_loop_give_the_same_trajectories(envs, per_process, parts):
+    config = config_of(envs, per_process, parts_per_process=parts)
     fleet = fragments(SimulatorPool(config, "w", 5), config, 3)
     serial = fragments(SerialPool(config, "w", 5), config, 3)
     assert len(fleet) == envs and any(one.terminated.any() for one in serial[0])

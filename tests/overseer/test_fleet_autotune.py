@@ -19,6 +19,12 @@ def test_neighbours_differ_in_one_thing_and_are_valid():
     assert Shape(1, 8, 4, 4, 0.0) in found and Shape(1, 8, 1, 4, 0.0) in found and Shape(1, 16, 2, 8, 0.0) in found
     assert Shape(1, 8, 2, 8, 0.0) in found and Shape(1, 8, 2, 2, 0.0) in found and Shape(2, 4, 2, 4, 0.0) in found
     assert replace(SHAPE, max_wait_ms=2.0) in found and SHAPE not in found
+    assert Shape(1, 8, 4, 4, 0.0, 2) in found and Shape(1, 8, 2, 4, 0.0, 2) in found
+    assert all(shape.parts_per_process == 1 for shape in neighbours(SHAPE, 1, parts=False))
+    parted = Shape(1, 16, 8, 4, 0.0, 2)
+    assert replace(parted, parts_per_process=1) not in neighbours(parted, 1), "a batch would not hold a process"
+    found += neighbours(parted, 1)
+    assert {shape.parts_per_process for shape in found} == {1, 2}
     for shape in found:
         build({"fleet": {name: getattr(shape, name) for name in Shape.__dataclass_fields__}})
     assert all(shape.workers * shape.envs_per_worker // shape.envs_per_process >= 4 for shape in neighbours(SHAPE, 4))
@@ -41,7 +47,8 @@ def test_a_shape_is_proposed_only_where_it_is_clearly_faster():
 
     assert report(104.0).best.shape == SHAPE and report(106.0).best.shape == other
     assert report(106.0).to_json()["proposal"] == (
-        "fleet.workers=1 fleet.envs_per_worker=16 fleet.envs_per_process=2 fleet.batch_size=8 fleet.max_wait_ms=0"
+        "fleet.workers=1 fleet.envs_per_worker=16 fleet.envs_per_process=2 fleet.batch_size=8 fleet.max_wait_ms=0 "
+        "fleet.parts_per_process=1"
     )
 
 

@@ -60,6 +60,20 @@ def test_a_file_with_a_fleet_is_a_fleet_run():
             "lower the one or raise the other",
         ),
         (
+            {"fleet": {"envs_per_process": 4, "parts_per_process": 3}},
+            "fleet: parts_per_process is 3, which does not divide envs_per_process = 4: choose a divisor",
+        ),
+        (
+            {"fleet": {"envs_per_process": 4, "parts_per_process": 2, "limits": {"restart_interval_s": 60.0}}},
+            "fleet: parts_per_process is 2, but with limits.restart_interval_s a process acts as a whole: set "
+            "parts_per_process to 1",
+        ),
+        (
+            {"fleet": {"envs_per_process": 4, "parts_per_process": 2, "video": {"every_episodes": 9}}},
+            "fleet: parts_per_process is 2, but with video.every_episodes a process acts as a whole: set "
+            "parts_per_process to 1",
+        ),
+        (
             {"fleet": {"tasks": {"two": {"id": "CartPole-v1"}}}, "evaluation": {"simulators": 1}},
             "evaluation.simulators is 1, and fleet.tasks are 2: every task needs one; set at least 2",
         ),
@@ -99,3 +113,9 @@ def test_an_evaluation_replaces_no_process_since_that_would_cut_its_neighbours_e
     config = build({"fleet": {"limits": {"restart_interval_s": 5.0, "backoff_s": 0.5}}})
     limits = evaluation_fleet(config).limits
     assert (limits.restart_interval_s, limits.backoff_s) == (None, 0.5)
+
+
+def test_an_evaluation_acts_in_whole_processes_since_it_may_have_fewer_simulators():
+    config = build({"fleet": {"envs_per_process": 4, "parts_per_process": 4}, "evaluation": {"simulators": 2}})
+    fleet = evaluation_fleet(config)
+    assert (fleet.envs_per_worker, fleet.envs_per_process, fleet.parts_per_process) == (2, 2, 1)

@@ -103,7 +103,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival(StepRows):
-    """What the simulators of one process say together; n of them. Arrays are views that hold until `act` is called.
+    """What the simulators of one part of a process say together; n of them. Arrays are views that hold until `act`.
 
     Attributes:
         process: Which process of the worker.
@@ -111,6 +111,7 @@ class Arrival(StepRows):
         observations: By leaf name, [n, …]: what to act on next.
         final_observations: By leaf name, [n, …]; rows where `has_final`.
         simulate_s: Seconds that the process worked on it.
+        part: Which part of the process.
     """
 
     process: int
@@ -118,6 +119,7 @@ class Arrival(StepRows):
     observations: Leaves
     final_observations: Leaves
     simulate_s: float = 0.0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Inference batches: arrivals of whole processes, gathered in arrays that are allocated once.
+"""Inference batches: arrivals of processes, or of parts of them, gathered in arrays that are allocated once.
 
 A `BatchFiller` is filled, decided on, acted on and reported, then filled again; a worker has two, so that one fills
 while the other is in inference. Large leaves (frames) are copied when they arrive, which overlaps with inference; small
@@ -24,7 +24,7 @@ class BatchFiller(StepRows):
 
     Args:
         spaces: What arrives.
-        capacity: Most slots; at least those of one process.
+        capacity: Most slots; at least those of one arrival.
 
     Attributes:
         count: Slots in it.
@@ -51,7 +51,7 @@ class BatchFiller(StepRows):
         return self.count + len(arrival.rows) <= self.capacity
 
     def add(self, arrival: Arrival, now: float) -> None:
-        """Takes a process in."""
+        """Takes an arrival in."""
         if self.count == 0:
             self.first_at = now
         begin, end = self.count, self.count + len(arrival.rows)
@@ -84,15 +84,15 @@ class BatchFiller(StepRows):
         return self._observations
 
     def simulate_s(self) -> Sequence[float]:
-        """How long each process took."""
+        """How long each arrival took."""
         return [arrival.simulate_s for arrival in self._arrivals]
 
-    def shares(self, actions: Leaves) -> Iterator[tuple[int, Leaves]]:
-        """Each process with its part of the actions, as views."""
+    def shares(self, actions: Leaves) -> Iterator[tuple[Arrival, Leaves]]:
+        """Each arrival with its share of the actions, as views."""
         begin = 0
         for arrival in self._arrivals:
             end = begin + len(arrival.rows)
-            yield arrival.process, {name: array[begin:end] for name, array in actions.items()}
+            yield arrival, {name: array[begin:end] for name, array in actions.items()}
             begin = end
 
     def reported(self, decision: Decision) -> StepBatch:

@@ -2,8 +2,8 @@
 
 One block, laid out from the spaces and k alone, so both sides compute the same layout and only a file descriptor
 travels. The simulator process makes the block (a sealed `memfd`; where there is none, a nameless file), so it vanishes
-with its last holder and no name can leak. At any time one side owns it: the simulator process from the step token to
-its answer, the rollout worker otherwise; only `clock` may be read at any time.
+with its last holder and no name can leak. At any time one side owns a part's rows: the simulator process from the
+part's step token to its answer, the rollout worker otherwise; only `clock` may be read at any time.
 
 Not covered: more than one writer, other machines.
 """
@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from penstock.fleet.arrivals import STEP_ROW, StepRows
+from penstock.fleet.arrivals import STEP_ROW, Leaves, StepRows
 from penstock.fleet.film_area import FILM_AREA_BYTES, FilmArea
 from penstock.types import ConfigError, LeafSpace, Spaces
 
@@ -52,8 +52,49 @@ class _Place:
         return self.offset + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class Block(StepRows):
-    """A mapped block. Arrays keep the mapping alive: it goes when the last of them does.
+class BlockRows(StepRows):
+    """Some of a block's rows; views.
+
+    Attributes:
+        rows: `STEP_ROW` [n]; `slots` and `acted` are the rollout worker's to write, the rest is the process's.
+        observations: By leaf name, [n, …]: what to act on next.
+        final_observations: By leaf name, [n, …]: what an episode ended with; rows where `has_final`.
+        actions: By leaf name, [n, …].
+    """
+
+    def __init__(
+        self, rows: np.ndarray, observations: Leaves, final_observations: Leaves, actions: Leaves
+    ) -> None:  # fmt: skip
+        self.rows = rows
+        self.observations, self.final_observations, self.actions = observations, final_observations, actions
+
+    def part(self, begin: int, end: int) -> "BlockRows":
+        """Rows `begin` to `end` − 1."""
+        groups = (self.observations, self.final_observations, self.actions)
+        return BlockRows(
+            self.rows[begin:end], *({leaf: array[begin:end] for leaf, array in group.items()} for group in groups)
+        )
+
+    def take_results(self, other: "BlockRows") -> None:
+        """Copies what the last actions led to from as many rows of another block of the same layout."""
+        for name in RESULTS:
+            self.rows[name] = other.rows[name]
+        for leaf, array in self.final_observations.items():
+            array[:] = other.final_observations[leaf]
+
+    def mark_lost(self) -> None:
+        """Says of every row that its last action was lost with its simulator: a fault that cut the episode."""
+        self.clear_results()
+        self.truncated[:] = self.faults[:] = True
+
+    def clear_results(self) -> None:
+        """Says of every row that there was no last action."""
+        for name in RESULTS:
+            self.rows[name] = 0
+
+
+class Block(BlockRows):
+    """A mapped block: all rows. Arrays keep the mapping alive: it goes when the last of them does.
 
     Args:
         fd: Of the memory; it stays the caller's to close.
@@ -63,10 +104,6 @@ class Block(StepRows):
 
     Attributes:
         film: The room for pictures; None without.
-        observations: By leaf name, [k, …]: what to act on next.
-        final_observations: By leaf name, [k, …]: what an episode ended with; rows where `has_final`.
-        actions: By leaf name, [k, …].
-        rows: `STEP_ROW` [k]; `slots` and `acted` are the rollout worker's to write, the rest is the process's.
         clock: Four float64: see `PHASE`.
 
     Raises:
@@ -82,29 +119,14 @@ class Block(StepRows):
         arrays = {
             place.name: np.ndarray(place.shape, place.dtype, buffer=memory, offset=place.offset) for place in places
         }
-        self.observations = _group(arrays, "observations", spaces.observations)
-        self.final_observations = _group(arrays, "final_observations", spaces.observations)
-        self.actions = _group(arrays, "actions", spaces.actions)
-        self.rows = arrays["rows"]
+        super().__init__(
+            arrays["rows"],
+            _group(arrays, "observations", spaces.observations),
+            _group(arrays, "final_observations", spaces.observations),
+            _group(arrays, "actions", spaces.actions),
+        )
         self.clock = memory[places[0].offset : places[0].end].cast("d")
         self.film = FilmArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
-
-    def take_results(self, other: "Block") -> None:
-        """Copies what the last actions led to from another block of the same layout."""
-        for name in RESULTS:
-            self.rows[name] = other.rows[name]
-        for leaf, array in self.final_observations.items():
-            array[:] = other.final_observations[leaf]
-
-    def mark_lost(self) -> None:
-        """Says of every row that its last action was lost with its simulator: a fault that cut the episode."""
-        self.clear_results()
-        self.truncated[:] = self.faults[:] = True
-
-    def clear_results(self) -> None:
-        """Says of every row that there was no last action."""
-        for name in RESULTS:
-            self.rows[name] = 0
 
 
 def block_bytes(spaces: Spaces, rows: int, filmed: bool = False) -> int:

@@ -77,8 +77,11 @@ class FleetConfig(BaseModel):
         envs_per_worker: Simulators of each.
         envs_per_process: Simulators in one process, stepped one after the other: for cheap ones. It divides
             `envs_per_worker`.
-        batch_size: Most simulators in one inference, and never fewer than one process has, since they are decided for
-            together; None: half of them, so that the others step meanwhile.
+        parts_per_process: A process's simulators act in so many equal parts: it steps one while the policy decides for
+            another. 2 is for few processes that keep every processor busy. It divides `envs_per_process`, and is 1
+            where processes are replaced (`limits.restart_interval_s`) or filmed, since those act as wholes.
+        batch_size: Most simulators in one inference, and never fewer than one part of a process has, since they are
+            decided for together; None: half of them, so that the others step meanwhile.
         max_wait_ms: An inference that is not full begins so long after its first simulator came, once the policy is
             free. 0 is best where simulators are slower than the policy: what comes during an inference is decided in
             the next one, so batches grow by themselves under load. More saves inferences where each costs much.
@@ -101,6 +104,7 @@ class FleetConfig(BaseModel):
     workers: int = Field(default=1, ge=1)
     envs_per_worker: int = Field(default=16, ge=1)
     envs_per_process: int = Field(default=1, ge=1)
+    parts_per_process: int = Field(default=1, ge=1, le=16)
     batch_size: int | None = Field(default=None, ge=1)
     max_wait_ms: float = Field(default=0.0, ge=0)
     fragment_length: int = Field(default=64, ge=1)
@@ -121,6 +125,16 @@ class FleetConfig(BaseModel):
                 f"envs_per_process is {self.envs_per_process}, which does not divide envs_per_worker = "
                 f"{self.envs_per_worker}: choose a divisor"
             )
+        if self.envs_per_process % self.parts_per_process:
+            raise ValueError(
+                f"parts_per_process is {self.parts_per_process}, which does not divide envs_per_process = "
+                f"{self.envs_per_process}: choose a divisor"
+            )
+        if self.parts_per_process > 1 and self.acts_as_wholes is not None:
+            raise ValueError(
+                f"parts_per_process is {self.parts_per_process}, but with {self.acts_as_wholes} a process acts as a "
+                "whole: set parts_per_process to 1"
+            )
         if len(self.tasks) > self.workers * (self.envs_per_worker // self.envs_per_process):
             raise ValueError(
                 f"tasks are {len(self.tasks)}, more than processes (workers × envs_per_worker / envs_per_process): "
@@ -129,12 +143,24 @@ class FleetConfig(BaseModel):
         return self
 
     @property
+    def acts_as_wholes(self) -> str | None:
+        """The field because of which a process cannot act in parts; None: it can."""
+        if self.limits.restart_interval_s is not None:
+            return "limits.restart_interval_s"
+        return "video.every_episodes" if self.video.every_episodes else None
+
+    @property
     def processes_per_worker(self) -> int:
         """Processes of one worker."""
         return self.envs_per_worker // self.envs_per_process
 
     @property
+    def envs_per_part(self) -> int:
+        """Simulators that are decided for together."""
+        return self.envs_per_process // self.parts_per_process
+
+    @property
     def most_in_batch(self) -> int:
-        """Most simulators in one inference: `batch_size` within what a process and the worker have."""
+        """Most simulators in one inference: `batch_size` within what a part of a process and the worker have."""
         wanted = self.batch_size or self.envs_per_worker // 2
-        return min(self.envs_per_worker, max(self.envs_per_process, wanted))
+        return min(self.envs_per_worker, max(self.envs_per_part, wanted))

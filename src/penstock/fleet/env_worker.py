@@ -1,4 +1,4 @@
-"""What runs inside a simulator process: k simulators, stepped one after the other at every token.
+"""What runs inside a simulator process: k simulators in equal parts; a token has a part's stepped one after the other.
 
 The process makes its simulators, then a shared block that fits their spaces, and answers tokens until it is told to
 close, its parent goes, `restart_interval_s` is over at an episode's end, or something raises. An exception is told to
@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase, block_bytes, create_memory
 from penstock.fleet.camera import Camera, filmed_maker
-from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, EnvWorkerSpec, Failure
+from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, EnvWorkerSpec, Failure, packets_of_parts
 from penstock.fleet.simulator_row import Maker, SimulatorRow
 from penstock.fleet.spaces import PolicyActionError, spaces_of
 from penstock.types import ConfigError, fold
@@ -109,21 +109,26 @@ class EnvWorker:
         self._camera = Camera(block, self._simulators) if spec.filmed else None
 
     def serve(self) -> ExitCode:
-        """First observations, then one answer for every token."""
+        """First observations of every part, then one answer for every token."""
         assert self._block is not None
-        clock, channel = self._block.clock, self._channel
+        clock, channel, parts = self._block.clock, self._channel, self._spec.parts
         self._begin()
-        kind = ARRIVED
+        clock[PHASE] = Phase.RESTING
+        steps, arrived = packets_of_parts(STEP, parts), packets_of_parts(ARRIVED, parts)
+        for packet in arrived:
+            channel.send(packet)
         while True:
-            clock[PHASE] = Phase.RESTING
-            channel.send(kind)
-            if kind is RETIRING:
-                return ExitCode.RETIRED
-            if channel.recv(1) != STEP:
+            token = channel.recv(len(steps[0]))
+            if token not in steps:
                 return ExitCode.CLOSED
             began_s = time.monotonic()
-            kind = self._answer()
+            part = token[1]
+            retiring = self._step_part(part)
             clock[SIMULATE_S] = time.monotonic() - began_s
+            clock[PHASE] = Phase.RESTING
+            channel.send(RETIRING if retiring else arrived[part])
+            if retiring:
+                return ExitCode.RETIRED
 
     def failure(self, error: BaseException) -> Failure:
         """An exception as it is told."""
@@ -155,9 +160,11 @@ class EnvWorker:
             assert self._block is not None
             self._block.first[:] = True
 
-    def _answer(self) -> bytes:
+    def _step_part(self, part: int) -> bool:
+        """Whether the process is to be replaced now; then the part is the whole of it."""
         retiring, camera = False, self._camera
-        for row, simulator in enumerate(self._simulators):
+        each = len(self._simulators) // self._spec.parts
+        for row, simulator in enumerate(self._simulators[part * each : (part + 1) * each], part * each):
             if simulator.step():
                 retiring = retiring or self._is_due()
                 if camera is not None:
@@ -171,7 +178,7 @@ class EnvWorker:
         if retiring:
             for simulator in self._simulators:
                 simulator.cut()
-        return RETIRING if retiring else ARRIVED
+        return retiring
 
     def _is_due(self) -> bool:
         interval_s = self._spec.restart_interval_s

@@ -97,11 +97,11 @@ class FilmedPool:
         """Polls the pool."""
         return self._pool.poll(timeout_s)
 
-    def act(self, process: int, actions: Leaves) -> None:
+    def act(self, process: int, actions: Leaves, part: int = 0) -> None:
         """Takes the picture that came with the process's arrival, and acts."""
         if self._slot is not None and process == self._slot // self._rows:
             self._look(process, self._slot % self._rows)
-        self._pool.act(process, actions)
+        self._pool.act(process, actions, part)
 
     def counts(self) -> dict[str, int]:
         """The pool's, the films' (`VideoWriter.counts`), and ``films_skipped``."""

@@ -1,7 +1,7 @@
 """What a rollout worker and a simulator process say over their socket, and what a simulator process is started with.
 
-Packets keep their bounds (``SOCK_SEQPACKET``); the first byte is the kind. Kinds without content are the tokens of the
-hot path. No pickle: content is JSON.
+Packets keep their bounds (``SOCK_SEQPACKET``); the first byte is the kind. On the hot path a second byte follows, the
+number of the part of the process that is meant. No pickle: other content is JSON.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 from penstock.types import fold
 
 STEP = b"s"
-"""To the simulators: actions lie in the block."""
+"""To the simulators: actions of a part lie in the block. Content: the part, one byte."""
 CLOSE = b"c"
 """To the simulators: close and end."""
 ARRIVED = b"a"
-"""From the simulators: observations and results lie in the block."""
+"""From the simulators: observations and results of a part lie in the block. Content: the part, one byte."""
 RETIRING = b"r"
 """From the simulators: results lie in the block, no observations; the process ends to be replaced."""
 READY = b"y"
@@ -46,6 +46,7 @@ class EnvWorkerSpec:
         restart_interval_s: Likewise.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
         filmed: Episodes may be filmed.
+        parts: See `penstock.fleet.FleetConfig.parts_per_process`.
     """
 
     worker_id: str
@@ -60,6 +61,7 @@ class EnvWorkerSpec:
     restart_interval_s: float | None = None
     decorrelate_steps: int = 0
     filmed: bool = False
+    parts: int = 1
 
     def to_values(self) -> dict[str, Any]:
         """JSON values."""
@@ -102,6 +104,11 @@ class Failure:
     def from_packet(cls, packet: bytes) -> "Failure":
         """Reads `packet` back."""
         return cls(**json.loads(packet[1:]))
+
+
+def packets_of_parts(kind: bytes, parts: int) -> tuple[bytes, ...]:
+    """`STEP` or `ARRIVED` for each part."""
+    return tuple(kind + bytes([part]) for part in range(parts))
 
 
 def episode_seed(seed: int, worker_id: str, slot: int, life: int, episode: int) -> int:

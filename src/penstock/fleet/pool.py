@@ -69,8 +69,9 @@ class SimulatorPool:
         self.env_names = tuple(config.tasks[task].id for task in self.tasks)
         self.num_slots = len(self.tasks)
         self._agreed = SpaceAgreement()
+        slots, limits = np.arange(self.num_slots).reshape(-1, rows), config.limits
         self._processes = tuple(
-            ProcessSlot(number, task, np.arange(number * rows, (number + 1) * rows), config.limits, self._agreed.adopt)
+            ProcessSlot(number, task, slots[number], limits, self._agreed.adopt, config.parts_per_process)
             for number, task in enumerate(by_process)
         )
         self._watch: DescriptorWatch[Arrival] = DescriptorWatch()
@@ -78,8 +79,7 @@ class SimulatorPool:
         self._next_ticket = self._live_slots = 0
         self._nursery: NurseryLink | None = None
         self._nursery_due_s = self._next_look_s = 0.0
-        self._nursery_record = RestartRecord(config.limits)
-        limits = config.limits
+        self._nursery_record = RestartRecord(limits)
         shortest_s = min(limits.spawn_timeout_s, limits.reset_timeout_s, limits.step_timeout_s)
         self._look_interval_s = min(0.25, shortest_s / 5)
         self._held: list[Arrival] = []
@@ -132,7 +132,7 @@ class SimulatorPool:
             timeout_s: Longest wait; 0: none.
 
         Returns:
-            At most one arrival of each process; empty after `timeout_s`.
+            At most one arrival of each part of a process; empty after `timeout_s`.
 
         Raises:
             RunFailed: every process was given up, or a policy's action was outside its space.
@@ -151,17 +151,18 @@ class SimulatorPool:
             if arrivals or now_s >= until_s:
                 return arrivals
 
-    def act(self, process: int, actions: Leaves) -> None:
-        """Answers a process's last arrival.
+    def act(self, process: int, actions: Leaves, part: int = 0) -> None:
+        """Answers the last arrival of a part of a process.
 
         Args:
             process: Which.
-            actions: By leaf name, [k, …].
+            actions: By leaf name, [n, …].
+            part: Of the process.
 
         Raises:
             ValueError: it has no open arrival, or an array has a wrong shape.
         """
-        arrival = self._processes[process].act(actions)
+        arrival = self._processes[process].act(actions, part)
         if arrival is not None:
             self._held.append(arrival)
 
@@ -184,7 +185,7 @@ class SimulatorPool:
             "quarantined": len(quarantined),
             "restarts": sum(process.record.restarts for process in self._processes),
             "faults": sum(process.lost_actions for process in self._processes),
-            "abandoned": self._rows * sum(process.owes_lost_actions for process in quarantined),
+            "abandoned": sum(process.abandoned_actions for process in quarantined),
         }
 
     def process_ids(self) -> tuple[int | None, ...]:
@@ -279,7 +280,7 @@ class SimulatorPool:
         return EnvWorkerSpec(
             self._worker_id, self._seed, process.number, process.life, tuple(process.slots.tolist()), process.task,
             task.id, task.kwargs, limits.max_fast_resets, limits.restart_interval_s, self._config.decorrelate_steps,
-            self._config.video.every_episodes > 0,
+            self._config.video.every_episodes > 0, self._config.parts_per_process,
         )  # fmt: skip
 
     # --- the end of a process -------------------------------------------------------------------------------------

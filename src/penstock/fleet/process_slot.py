@@ -1,8 +1,6 @@
 """The rollout worker's view of one simulator process through all of its lives: what it says, owes, and may take.
 
-Invariant: arrivals and actions alternate. After an `Arrival` exactly one `act` is taken, and each action is answered by
-exactly one later arrival: with what it led to, or, where it was lost with its process, as a fault by the next life. A
-life that is ready before the worker has acted on the last arrival is held back until then, since that action is lost.
+Its simulators act in equal parts, each with its own alternation of arrivals and actions (`ProcessPart`).
 
 Not covered: when a process is started and what a failure leads to (`penstock.fleet.pool`, `penstock.fleet.restarts`).
 """
@@ -32,11 +30,14 @@ from penstock.fleet.messages import (
     STEP,
     Failure,
     packet_socketpair,
+    packets_of_parts,
 )
+from penstock.fleet.process_part import ProcessPart
 from penstock.fleet.restarts import RestartRecord
 from penstock.types import Spaces
 
 _ARRIVED = ARRIVED[0]
+_TOKEN_BYTES = 2
 _LAST_RITES_S = 0.5  # for a process that reported an exception, to close its simulators
 _RETIREMENT_S = 5.0  # likewise, for one that is to be replaced
 _NURSERY_S = 60.0  # for the nursery to load the simulators' modules
@@ -71,6 +72,7 @@ class ProcessSlot:
         slots: int64 [k], the worker's slots that they are.
         limits: Deadlines, restarts.
         adopt_spaces: Told the task and the spaces of every life; it refuses them by raising.
+        parts: Into so many equal parts the simulators fall.
 
     Attributes:
         number: Which.
@@ -86,13 +88,13 @@ class ProcessSlot:
         announced: Whether others were told that this life is up; the pool's to keep.
         reason: Why it is killed, or was last.
         failure: What it told before it ended.
-        lost_actions: Actions that were answered as faults, since they were lost with a life.
         hung_up: Its socket has ended: there is nothing more to receive.
+        retired: This life ended in good order, to be replaced.
     """
 
     def __init__(
         self, number: int, task: str, slots: np.ndarray, limits: SimulatorLimits,
-        adopt_spaces: Callable[[str, Spaces], None],
+        adopt_spaces: Callable[[str, Spaces], None], parts: int = 1,
     ) -> None:  # fmt: skip
         self.number, self.task, self.slots = number, task, slots
         self.record = RestartRecord(limits)
@@ -101,23 +103,18 @@ class ProcessSlot:
         self.pid: int | None = None
         self.reason = ""
         self.failure: Failure | None = None
-        self.hung_up, self.lost_actions, self.begun_s, self.announced = False, 0, 0.0, False
+        self.hung_up, self.begun_s, self.announced = False, 0.0, False
+        self._parts = tuple(ProcessPart(number, part, own) for part, own in enumerate(np.split(slots, parts)))
+        self._step_tokens = packets_of_parts(STEP, parts)
         self._limits, self._adopt_spaces = limits, adopt_spaces
         self._channel: socket.socket | None = None
         self._pidfd: int | None = None
         self._buffer = bytearray(MOST_PACKET_BYTES)
         self._block: Block | None = None
-        self._action_views: tuple[tuple[str, np.ndarray], ...] = ()
-        self._carried: Block | None = None  # of a retired life, whose results the next one's first arrival brings
         self._stage_since_s = 0.0
         self._sent_s = 0.0
-        self._owes = True  # an arrival is next, not an action
-        self._has_arrived = False
-        self._fresh = True  # this life has not arrived yet
         self._proven = False  # this life has answered an action
-        self._resting = False
-        self._held = False
-        self._lost = False  # the next arrival answers lost actions
+        self.retired = False
 
     # --- a life begins --------------------------------------------------------------------------------------------
 
@@ -126,7 +123,7 @@ class ProcessSlot:
         mine, other = packet_socketpair()
         mine.setblocking(False)
         self._channel, self.ticket, self.life = mine, ticket, self.life + 1
-        self._fresh, self._proven, self._resting, self._held = True, False, False, False
+        self._proven = self.retired = False
         self.failure, self.reason, self.hung_up = None, "", False
         self.begun_s, self.announced = now_s, False
         self._enter(Stage.ASKED, now_s)
@@ -164,8 +161,8 @@ class ProcessSlot:
             return None
         except ConnectionResetError:
             count = 0
-        if count == 1 and self._buffer[0] == _ARRIVED:
-            return self._arrive()
+        if count == _TOKEN_BYTES and self._buffer[0] == _ARRIVED and self._buffer[1] < len(self._parts):
+            return self._arrive(self._parts[self._buffer[1]])
         self._hear(bytes(self._buffer[:count]))
         return None
 
@@ -188,7 +185,11 @@ class ProcessSlot:
         finally:
             os.close(fds[0])
         self._block.slots[:] = self.slots
-        self._action_views = tuple(self._block.actions.items())
+        begin = 0
+        for part in self._parts:
+            end = begin + len(part.slots)
+            part.begin_life(self._block.part(begin, end))
+            begin = end
         self._enter(Stage.UP, time.monotonic())
         self._sent_s = self._stage_since_s
 
@@ -197,7 +198,9 @@ class ProcessSlot:
         now_s = time.monotonic()
         self.hung_up = self.hung_up or not packet
         if packet[:1] == RETIRING:
-            self._carried, self._resting = self._block, False
+            self.retired = True
+            for part in self._parts:
+                part.carry()
             self._enter(Stage.ENDING, now_s)
         elif packet[:1] == FAILED:
             self.failure = Failure.from_packet(packet)
@@ -207,39 +210,12 @@ class ProcessSlot:
                 f"it said {packet[:20]!r}" if packet else "", now_s
             )  # without a socket it is ending, or of no use
 
-    def _arrive(self) -> Arrival | None:
-        self._resting = True
-        if self._fresh:
-            self._fresh = False
-            self._settle_lost_actions()
-            if not self._owes:
-                self._held = True
-                return None
-        elif not self._proven:
+    def _arrive(self, part: ProcessPart) -> Arrival | None:
+        if not part.fresh and not self._proven:
             self._proven = True
             self.record.answered()
-        return self._arrival()
-
-    def _settle_lost_actions(self) -> None:
         assert self._block is not None
-        if self._carried is not None:
-            self._block.take_results(self._carried)
-            self._carried = None
-        elif self._has_arrived:
-            self._block.mark_lost()
-            self._lost = True
-        else:
-            self._block.clear_results()
-
-    def _arrival(self) -> Arrival:
-        block = self._block
-        assert block is not None
-        block.acted[:] = self._has_arrived
-        self._owes, self._has_arrived = False, True
-        if self._lost:
-            self.lost_actions += len(self.slots)
-            self._lost = False
-        return Arrival(self.number, block.rows, block.observations, block.final_observations, block.clock[SIMULATE_S])
+        return part.arrive(self._block.clock[SIMULATE_S])
 
     def last_words(self) -> Arrival | None:
         """Takes what a process that ended has still said; an arrival, or None when there is nothing more."""
@@ -255,8 +231,8 @@ class ProcessSlot:
         """Where pictures of its present life lie."""
         return None if self._block is None else self._block.film
 
-    def act(self, actions: Leaves) -> Arrival | None:
-        """Takes the actions that answer the last arrival.
+    def act(self, actions: Leaves, part: int = 0) -> Arrival | None:
+        """Takes the actions that answer a part's last arrival.
 
         Returns:
             The next arrival where it was held back for them: they are lost.
@@ -264,23 +240,11 @@ class ProcessSlot:
         Raises:
             ValueError: no arrival is open, or an array has a wrong shape.
         """
-        if self._owes:
-            raise ValueError(f"process {self.number} has no open arrival: it was acted on already")
-        for name, view in self._action_views:
-            if actions[name].shape != view.shape:
-                raise ValueError(f"actions {name!r} have shape {actions[name].shape}: they must have {view.shape}")
-        self._owes = True
-        if not self._resting:
-            return None  # it is gone: the next life answers
-        if self._held:
-            self._held = False
-            return self._arrival()
-        for name, view in self._action_views:
-            view[...] = actions[name]
-        self._resting = False
-        self._sent_s = time.monotonic()
-        self._send(STEP)
-        return None
+        taker = self._parts[part]
+        if taker.act(actions):
+            self._sent_s = time.monotonic()
+            self._send(self._step_tokens[part])
+        return taker.released()
 
     def close(self) -> None:
         """Asks a process to end in good order, if it listens; kills it otherwise."""
@@ -318,7 +282,7 @@ class ProcessSlot:
             return self._late("making", "spawn_timeout_s", self._limits.spawn_timeout_s)
         if self.stage is Stage.ENDING and waited_s > (_LAST_RITES_S if self.failure else _RETIREMENT_S):
             return "it took too long to close"
-        if self.stage is Stage.UP and not self._resting:
+        if self.stage is Stage.UP and not all(part.resting for part in self._parts):
             return self._overdue_at_work(now_s)
         return None
 
@@ -332,19 +296,19 @@ class ProcessSlot:
         if self._channel is not None:
             self._channel.detach()
         self._channel, self._pidfd, self._block, self.pid, self.ticket = None, None, None, None, None
-        self._action_views = ()
-        self._resting = self._held = False
+        for part in self._parts:
+            part.end_life()
         return descriptors
 
     @property
-    def retired(self) -> bool:
-        """Whether this life ended in good order, to be replaced."""
-        return self._carried is not None and not self._fresh
+    def lost_actions(self) -> int:
+        """Actions that were answered as faults, since they were lost with a life."""
+        return sum(part.lost_actions for part in self._parts)
 
     @property
-    def owes_lost_actions(self) -> bool:
-        """Whether an action waits for an answer, and there is no process to give it."""
-        return self._owes and self._has_arrived
+    def abandoned_actions(self) -> int:
+        """Actions that wait for an answer; for a process that was given up there is none to give it."""
+        return sum(len(part.slots) for part in self._parts if part.waits_for_answer)
 
     def _overdue_at_work(self, now_s: float) -> str | None:
         assert self._block is not None

@@ -3,7 +3,7 @@
 An inference begins when the batch is full, or `max_wait_ms` after its first slot came, whichever is first. Full means
 `config.most_in_batch` slots, or fewer where fewer could come: those whose process is quarantined, and those in the
 inference that runs, are not waited for. Two batches take turns: while one is in inference, arrivals fill the other.
-Processes act as wholes, so a batch ends with the last process that fits.
+What arrived together acts together, so a batch ends with the last arrival that fits.
 
 The loop never spins: it sleeps in `poll` (epoll) or in the policy's result. `progress_handler` is called once per
 batch, after its actions were sent and, where the next batch is full already, after its inference began.
@@ -57,7 +57,7 @@ class RolloutWorker:
         self._handler = progress_handler
         self._monitor = monitor or PipelineMonitor(config.most_in_batch)
         self._clock = clock
-        self._least = config.envs_per_process
+        self._least = config.envs_per_part
         self._most = max(config.most_in_batch, self._least)
         self._max_wait_s = config.max_wait_ms / 1000
         self._filling = BatchFiller(pool.spaces, self._most)
@@ -121,8 +121,8 @@ class RolloutWorker:
 
     def _act(self, batch: BatchFiller, decision: Decision) -> None:
         try:
-            for process, actions in batch.shares(decision.actions):
-                self._pool.act(process, actions)
+            for arrival, actions in batch.shares(decision.actions):
+                self._pool.act(arrival.process, actions, arrival.part)
         except BaseException:
             self._handler(batch.reported(decision))  # some may have acted: their steps are accounted for
             raise

@@ -101,11 +101,11 @@ class Simulators(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[Arrival]:
-        """What has arrived, waiting for the first of it. A process comes again only after it was acted on."""
+        """What has arrived, waiting for the first of it. A part of a process comes again only after it was acted on."""
         ...
 
-    def act(self, process: int, actions: Leaves) -> None:
-        """Lets a process step: [k, …] by leaf name."""
+    def act(self, process: int, actions: Leaves, part: int = 0) -> None:
+        """Lets a part of a process step: [n, …] by leaf name."""
         ...
 
     def counts(self) -> dict[str, int]:

@@ -37,19 +37,20 @@ class SerialPool:
     """
 
     def __init__(self, config: FleetConfig, worker_id: str, seed: int, *, worker_index: int = 0) -> None:
-        rows = config.envs_per_process
+        rows, self._parts = config.envs_per_part, config.parts_per_process
         by_process = assign_tasks(config, worker_index)
         self._specs = [
             EnvWorkerSpec(
-                worker_id, seed, number, 0, tuple(range(number * rows, (number + 1) * rows)), task,
+                worker_id, seed, number, 0, tuple(range(group * rows, (group + 1) * rows)), task,
                 config.tasks[task].id, config.tasks[task].kwargs, config.limits.max_fast_resets, None,
                 config.decorrelate_steps,
             )
             for number, task in enumerate(by_process)
+            for group in range(number * self._parts, (number + 1) * self._parts)
         ]  # fmt: skip
         self._groups: list[_Group] = []
         self._arrived: list[Arrival] = []
-        self.tasks = tuple(task for task in by_process for _ in range(rows))
+        self.tasks = tuple(task for task in by_process for _ in range(config.envs_per_process))
         self.env_names = tuple(config.tasks[task].id for task in self.tasks)
         self.num_slots = len(self.tasks)
 
@@ -77,7 +78,7 @@ class SerialPool:
         """Makes and resets all simulators, however long it takes."""
         from penstock.environments.simulators import make_simulator  # loads Gymnasium
 
-        self._groups = [_Group(spec, make_simulator) for spec in self._specs]
+        self._groups = [_Group(spec, make_simulator, number % self._parts) for number, spec in enumerate(self._specs)]
         self._arrived = [group.begin() for group in self._groups]
 
     def poll(self, timeout_s: float) -> list[Arrival]:
@@ -87,13 +88,13 @@ class SerialPool:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def act(self, process: int, actions: Leaves) -> None:
-        """Steps the simulators of a process."""
-        self._arrived.append(self._groups[process].step(actions))
+    def act(self, process: int, actions: Leaves, part: int = 0) -> None:
+        """Steps the simulators of a part of a process."""
+        self._arrived.append(self._groups[process * self._parts + part].step(actions))
 
     def counts(self) -> dict[str, int]:
         """All are live."""
-        return {"live": len(self._groups), "respawning": 0, "quarantined": 0, "restarts": 0, "faults": 0}
+        return {"live": len(self._groups) // self._parts, "respawning": 0, "quarantined": 0, "restarts": 0, "faults": 0}
 
     def close(self) -> None:
         """Closes every simulator. May be called twice."""
@@ -103,10 +104,10 @@ class SerialPool:
 
 
 class _Group:
-    """What one process would hold."""
+    """What one part of a process would hold."""
 
-    def __init__(self, spec: EnvWorkerSpec, make: Maker) -> None:
-        self._spec = spec
+    def __init__(self, spec: EnvWorkerSpec, make: Maker, part: int) -> None:
+        self._spec, self._part = spec, part
         self._rows = [SimulatorRow(spec, row, make) for row in range(len(spec.slots))]
         env = self._rows[0].env
         self.spaces = spaces_of(env.observation_space, env.action_space)
@@ -145,4 +146,6 @@ class _Group:
     def _arrival(self, acted: bool, seconds: float) -> Arrival:
         block = self._block
         block.acted[:] = acted
-        return Arrival(self._spec.process, block.rows, block.observations, block.final_observations, seconds)
+        return Arrival(
+            self._spec.process, block.rows, block.observations, block.final_observations, seconds, self._part
+        )

@@ -30,6 +30,8 @@ from penstock.types import NoProgressError, PenstockError, RunFailed, fold
 WARM_UP_S, MEASURE_S = 1.0, 2.0
 """After every simulator has stepped: not counted, and counted."""
 SHORT_WAIT_MS, MOST_WAIT_MS = 2.0, 50.0
+MOST_PARTS = 2
+"""Unless the recipe has more."""
 LEAST_GAIN = 1.05
 """A shape must be faster by this to be preferred; less is noise."""
 POLL_S = 0.1
@@ -45,6 +47,7 @@ class Shape:
         envs_per_process: Simulators in a process.
         batch_size: Most simulators in one inference.
         max_wait_ms: How long an inference waits for that many.
+        parts_per_process: Parts in which a process's simulators act.
     """
 
     workers: int
@@ -52,11 +55,20 @@ class Shape:
     envs_per_process: int
     batch_size: int
     max_wait_ms: float
+    parts_per_process: int = 1
+
+    @property
+    def envs_per_part(self) -> int:
+        """Simulators that act together."""
+        return self.envs_per_process // self.parts_per_process
 
     @classmethod
     def of(cls, fleet: FleetConfig) -> "Shape":
         """The recipe's."""
-        return cls(fleet.workers, fleet.envs_per_worker, fleet.envs_per_process, fleet.most_in_batch, fleet.max_wait_ms)
+        return cls(
+            fleet.workers, fleet.envs_per_worker, fleet.envs_per_process, fleet.most_in_batch, fleet.max_wait_ms,
+            fleet.parts_per_process,
+        )  # fmt: skip
 
     def words(self) -> str:
         """As overrides of a recipe."""
@@ -124,6 +136,7 @@ class AutotuneReport:
             "workers",
             "simulators",
             "per process",
+            "parts",
             "batch",
             "wait ms",
             "steps/s",
@@ -141,8 +154,9 @@ class AutotuneReport:
                     f"{measured.inference_ms:.2f}",
                 )
             table.add_row(
-                str(shape.workers), str(shape.envs_per_worker), str(shape.envs_per_process), str(shape.batch_size),
-                f"{shape.max_wait_ms:g}", *numbers, style="bold green" if measured is self.best else None,
+                str(shape.workers), str(shape.envs_per_worker), str(shape.envs_per_process),
+                str(shape.parts_per_process), str(shape.batch_size), f"{shape.max_wait_ms:g}", *numbers,
+                style="bold green" if measured is self.best else None,
             )  # fmt: skip
         console.print(table)
         if self.proposal is None:
@@ -181,7 +195,7 @@ def autotune(
     improved = True
     while improved:
         improved = False
-        for shape in neighbours(best.shape, len(config.fleet.tasks)):
+        for shape in neighbours(best.shape, len(config.fleet.tasks), config.fleet.acts_as_wholes is None):
             if time.monotonic() - started > seconds:
                 improved = False
                 break
@@ -191,13 +205,21 @@ def autotune(
     return AutotuneReport(first, tuple(measured.values()), time.monotonic() - started)
 
 
-def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
-    """Shapes that differ in one thing, and are valid; the most promising first. Waits by a factor of five, else two."""
+def neighbours(shape: Shape, tasks: int, parts: bool = True) -> Iterator[Shape]:
+    """Shapes that differ in one thing, and are valid; the most promising first. Waits by a factor of five, else two.
+
+    Args:
+        shape: Of which.
+        tasks: How many there are; each needs a process.
+        parts: Processes may act in parts.
+    """
     each, envs, batch, wait_ms = shape.envs_per_process, shape.envs_per_worker, shape.batch_size, shape.max_wait_ms
     grown = replace(shape, envs_per_worker=2 * envs, batch_size=2 * batch)
     candidates = [
         replace(shape, envs_per_process=2 * each),
         replace(shape, envs_per_process=each // 2),
+        replace(shape, envs_per_process=2 * each, parts_per_process=2 * shape.parts_per_process),
+        replace(shape, parts_per_process=1 if shape.parts_per_process > 1 else 2),
         grown,
         replace(shape, batch_size=2 * batch),
         replace(shape, batch_size=batch // 2),
@@ -209,7 +231,11 @@ def neighbours(shape: Shape, tasks: int) -> Iterator[Shape]:
     ]
     for candidate in candidates:
         envs, each = candidate.envs_per_worker, candidate.envs_per_process
-        if each < 1 or envs < each or envs % each or not each <= candidate.batch_size <= envs:
+        if each < 1 or envs < each or envs % each or each % candidate.parts_per_process:
+            continue
+        if not candidate.envs_per_part <= candidate.batch_size <= envs:
+            continue
+        if candidate.parts_per_process > (max(MOST_PARTS, shape.parts_per_process) if parts else 1):
             continue
         if candidate == shape or candidate.max_wait_ms > max(MOST_WAIT_MS, wait_ms):
             continue

@@ -75,6 +75,7 @@ def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:
         "workers": 1,
         "envs_per_worker": max(len(tasks), wanted // each) * each,
         "envs_per_process": each,
+        "parts_per_process": 1,
         "batch_size": None,
         "decorrelate_steps": 0,
         "limits": fleet.limits.model_copy(update={"restart_interval_s": None}),
@@ -123,7 +124,8 @@ def probe_spaces(config: FleetRunConfig) -> Spaces:
     fleet = config.fleet
     most = min(PROBE_FAILURES, fleet.limits.max_failures_in_row or PROBE_FAILURES)
     changes = {
-        "workers": 1, "envs_per_worker": len(fleet.tasks), "envs_per_process": 1, "batch_size": None,
+        "workers": 1, "envs_per_worker": len(fleet.tasks), "envs_per_process": 1, "parts_per_process": 1,
+        "batch_size": None,
         "limits": fleet.limits.model_copy(update={"max_failures_in_row": most}),
     }  # fmt: skip
     pool = SimulatorPool(fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), _nobody)

@@ -102,6 +102,7 @@ def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) 
 def _film_fleet(fleet: FleetConfig, task: str) -> FleetConfig:
     changes = {
         "tasks": {task: fleet.tasks[task]}, "workers": 1, "envs_per_worker": 1, "envs_per_process": 1,
+        "parts_per_process": 1,
         "batch_size": 1, "decorrelate_steps": 0, "video": fleet.video.model_copy(update={"every_episodes": 1}),
         "limits": fleet.limits.model_copy(update={"restart_interval_s": None}),
     }  # fmt: skip
