@@ -26,7 +26,7 @@ def test_the_workloads_are_the_promised_ones_and_fit_a_fleet():
     promised = {
         "sleep32": (32, 2800, 3200), "sleep64": (64, 5200, 6400), "jitter32": (32, 2700, 3200),
         "sleep72x50": (72, 1300, 1440), "zero": (32, 18_000, None), "cartpole": (128, 40_000, None),
-        "crafter": (32, 0.95, None), "ale": (192, 0.85, None), "slow_reset": (32, 31 / 32, None),
+        "crafter": (32, 0.95, None), "ale": (256, 0.85, None), "slow_reset": (32, 31 / 32, None),
     }  # fmt: skip
     found = {name: (one.envs, one.least, one.ideal_steps_per_s) for name, one in WORKLOADS.items()}
     assert found == promised

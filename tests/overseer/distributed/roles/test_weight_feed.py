@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from tests.overseer.distributed.roles.lonely import Lonely
 TOKEN = "a token of sixteen or more"
 CONFIG = WeightsConfig(transport="shared_memory")
 ARRAYS = {"layer": np.arange(4, dtype=np.float32)}
+BASE = {"layer": jnp.zeros(4), "embedding": jnp.full(2, 7.0)}
 
 
 def learner(endpoint, training=True):
@@ -27,13 +29,18 @@ def around():
 
 @pytest.fixture
 def feed(around):
-    feed = WeightFeed(around, SimpleNamespace(config=SimpleNamespace(weights=CONFIG), token=TOKEN), in_training=True)
+    feed = feed_of(around, CONFIG)
     yield feed
     feed.close()
 
 
-def broadcaster(tmp_path):
-    return open_broadcaster(CONFIG, f"feed-{tmp_path.name}", TOKEN, str(tmp_path))
+def feed_of(around, config):
+    settings = SimpleNamespace(config=SimpleNamespace(weights=config), token=TOKEN)
+    return WeightFeed(around, settings, BASE, in_training=True)
+
+
+def broadcaster(tmp_path, config=CONFIG):
+    return open_broadcaster(config, f"feed-{tmp_path.name}", TOKEN, str(tmp_path))
 
 
 def test_without_a_learner_that_trains_there_is_nothing_and_that_is_no_failure(feed, around, tmp_path):
@@ -47,6 +54,19 @@ def test_without_a_learner_that_trains_there_is_nothing_and_that_is_no_failure(f
     around.view = learner(sender.endpoint())
     assert feed.latest() == WeightVersion(0, 3)
     assert feed.fetch(WeightVersion(0, 3))["layer"].tolist() == [0, 1, 2, 3]
+    sender.close()
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_what_travelled_as_bfloat16_or_not_at_all_is_the_policys_own_again(around, tmp_path, encoding):
+    config = WeightsConfig(transport="shared_memory", bfloat16=True, encoding=encoding)
+    sender, feed = broadcaster(tmp_path, config), feed_of(around, config)
+    sender.publish(WeightVersion(0, 1), {"layer": jnp.array([1.0, 1.001, 3.0, -0.1])})
+    around.view = learner(sender.endpoint())
+    fetched = feed.fetch(WeightVersion(0, 1))
+    assert {name: array.dtype.name for name, array in fetched.items()} == dict.fromkeys(BASE, "float32")
+    assert fetched["layer"].tolist() == [1.0, 1.0, 3.0, -0.10009765625] and fetched["embedding"].tolist() == [7.0, 7.0]
+    feed.close()
     sender.close()
 
 

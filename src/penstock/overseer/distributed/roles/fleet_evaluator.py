@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.model.control import named_arrays
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -43,7 +44,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
     ) -> None:
         super().__init__(around, settings)
         policy = make_policy(settings.config, spaces)
-        self._feed = WeightFeed(around, settings)
+        self._feed = WeightFeed(around, settings, named_arrays(policy))
         self._evaluator = FleetEvaluator(settings.config, policy, around.metrics, self._on_event)
         if state:
             self._evaluator.restore(state)

@@ -12,6 +12,7 @@ from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy
 from penstock.replay import RemoteFragmentBatches
 from penstock.types import PenstockError, Spaces
+from penstock.weights import trained_arrays
 
 
 class FleetLearnerRole(TrainerRole[FleetRunConfig]):
@@ -44,6 +45,9 @@ class FleetLearnerRole(TrainerRole[FleetRunConfig]):
 
     def _arrays(self) -> Mapping[str, Any]:
         return self._loaded().named_arrays()
+
+    def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        return trained_arrays(arrays, self.config.learner.optimizer.frozen)
 
     def _write_checkpoint(self, save: Any, step: int, states: Mapping[str, Any]) -> Path:
         folder, keep = self.settings.directory.checkpoints, self.config.overseer.keep_checkpoints

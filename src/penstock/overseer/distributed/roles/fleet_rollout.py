@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.fleet import RolloutWorkerWrapper
+from penstock.model.control import named_arrays
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -46,9 +47,10 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._replay = around.caller("replay-0")
         self._clock = RunClock(self._replay)
         self._sink = RemoteFragments(self._replay, me.name, full_limit_s=config.replay.max_waiting_s)
-        self._feed = WeightFeed(around, settings, in_training=True)
+        policy = make_policy(config, spaces)
+        self._feed = WeightFeed(around, settings, named_arrays(policy), in_training=True)
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
-        self._runner = make_worker_runner(make_policy(config, spaces), config, me.index, before, me.incarnation)
+        self._runner = make_worker_runner(policy, config, me.index, before, me.incarnation)
         name = f"{me.name}.{lineage}"  # every life of a run has fragments of its own
         pool = worker_pool(config, me.index, lineage, me.incarnation, self._on_event)
         filmed = filmed_pool(pool, config, settings.directory, f"{name}-{me.incarnation}", self._on_event)

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
 from penstock.types import Stopped, UnreachableError, WeightVersion
-from penstock.weights import WeightClient, open_client
+from penstock.weights import WeightClient, merged_arrays, open_client
 
 
 class WeightFeed:
@@ -16,11 +16,20 @@ class WeightFeed:
     Args:
         around: Knows the view.
         settings: The run.
+        base: All arrays of the policy, as JAX has them. What is fetched gets their dtypes, and those that do not travel
+            since they do not train are taken from here.
         in_training: Nothing is there unless the learner trains: a worker begins with the training.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings[AnyConfig], *, in_training: bool = False) -> None:
-        self._around = around
+    def __init__(
+        self,
+        around: Surroundings,
+        settings: Settings[AnyConfig],
+        base: Mapping[str, Any],
+        *,
+        in_training: bool = False,
+    ) -> None:
+        self._around, self._base = around, base
         self._config = settings.config.weights
         self._token = settings.token
         self._in_training = in_training
@@ -65,13 +74,13 @@ class WeightFeed:
 
         Raises:
             UnreachableError: there is no learner at present.
-            WeightsError: the version is superseded or unknown.
+            WeightsError: the version is superseded or unknown, or its arrays do not fit the policy.
         """
         with self._lock:
             client = self._connected()
             if client is None:
                 raise UnreachableError("there is no learner to fetch weights from at present")
-            return client.fetch(version)
+            return merged_arrays(self._base, client.fetch(version))
 
     def metrics(self) -> dict[str, float]:
         """The client's, as ``weights/<name>``."""
