@@ -4,11 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 RAY_STAMP := $(VENV)/.ready-ray
+TORCH_VENV := .venv-torch
+TORCH_STAMP := $(TORCH_VENV)/.ready
+TORCH := torch==2.13.0
 # Most of these tests' time goes to compiling what runs for an instant.
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray lint setup clean
+.PHONY: train test test-slow fuzz test-ray test-torch lint setup clean
 
 setup: $(STAMP)
 
@@ -20,6 +23,12 @@ $(STAMP): pyproject.toml constraints.txt
 $(RAY_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
 	touch $(RAY_STAMP)
+
+$(TORCH_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(TORCH_STAMP)
 
 train: $(STAMP)
 	$(BIN)/penstock train cats
@@ -42,5 +51,8 @@ fuzz: $(STAMP)
 test-ray: $(RAY_STAMP)
 	PJRT_NPROC=1 XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest -m "ray and not slow" --numprocesses 2 --dist worksteal
 
+test-torch: $(TORCH_STAMP)
+	$(TORCH_VENV)/bin/pytest tests/fleet/test_torch_policy.py
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) build dist .pytest_cache .ruff_cache

@@ -166,6 +166,17 @@ def test_a_simulator_is_killed_in_a_tiny_fleet_and_one_step_says_so(monkeypatch)
     assert found.respawn_s is not None and 0.2 < found.respawn_s < 10  # the back-off, and the rest
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in faults.FAULTS if name != "simulator killed"])
+def test_after_every_other_fault_the_books_close_and_nothing_is_mislabelled(name, monkeypatch):
+    monkeypatch.setattr(faults, "INIT_S", 0.05)
+    monkeypatch.setattr(faults, "LEAST_S", 0.2)
+    found = faults.inflict(name, seconds=0.5, envs=3)
+    victims = 0 if name in faults.NO_VICTIM else 1
+    assert found.wrong == () and found.faults == victims and found.share > 0
+    assert (found.respawn_s is not None) == bool(victims)
+
+
 def test_the_marks_of_a_fault():
     marks = Marks()
     faults.add_marks(marks, faults.Found("simulator killed", 0.95, 1.2, 1, ()))

@@ -54,9 +54,9 @@ class Driver:
         return list(arrivals)
 
     def answer(self, number: int) -> None:
-        """Acts: the slot's count of actions, modulo 5."""
-        slots = self.open.pop(number).slots
-        actions = {"": np.array([self.acted[slot] % 5 for slot in slots.tolist()])}
+        """Acts: the slot's count of actions, modulo 5 or the choices that there are."""
+        slots, choices = self.open.pop(number).slots, min(5, *self.pool.spaces.actions[0].n)
+        actions = {"": np.array([self.acted[slot] % choices for slot in slots.tolist()])}
         self.pool.act(number // self._parts, actions, number % self._parts)
         for slot in slots.tolist():
             self.acted[slot] += 1

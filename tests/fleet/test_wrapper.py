@@ -5,10 +5,11 @@ import time
 
 import numpy as np
 import pytest
-from tests.fleet.fake_pool import FakePool, FakeRunner, ListSink, Script
+from tests.fleet.fake_pool import ACTIONS, FakePool, FakeRunner, ListSink, Script
 from tests.waiting import wait_until
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
+from penstock.fleet.user_policy import UserPolicyRunner
 from penstock.fleet.wrapper import RolloutWorkerWrapper
 from penstock.types import NoProgressError, Stopped, SupersededVersionError, UnreachableError, WeightVersion
 from penstock.weights import InProcessBroadcaster
@@ -156,6 +157,38 @@ def test_the_account_closes_under_faults_deaths_ends_and_staleness(policy):
     assert account.sent_faults > 0 and account.stale > 0
     assert (account.dropped > 0) == (policy == "drop_oldest")
     assert (wrapper.metrics()["fleet/blocked_s"] > 0) == (policy == "block")
+
+
+class CountsSteps:
+    """A user's policy: acts with the number of its steps in the episode, and knows it from its own state."""
+
+    def __init__(self):
+        self.gain = 0.0
+
+    def initial_state(self, batch):
+        return {"steps": np.zeros(batch, np.int64)}
+
+    def act(self, observations, state, key):
+        n, steps = len(state["steps"]), state["steps"]
+        return steps % ACTIONS, np.full(n, -1.0), steps + self.gain, {"steps": steps + 1}
+
+    def set_arrays(self, arrays):
+        self.gain = float(arrays["w"][0])
+
+
+def test_any_object_that_acts_rolls_out():
+    pool, sink = FakePool(4), ListSink()
+    runner = UserPolicyRunner(CountsSteps(), pool.spaces, pool.num_slots, seed=0)
+    wrapper = wrapper_of(pool, runner, sink, published(3))
+    wrapper.start()
+    wait_until(lambda: len(sink.fragments) >= 12)
+    wrapper.stop(10)
+    check_account(wrapper, pool, sink)
+    for fragment in sink.fragments:
+        step = fragment.observations[""][:, 2]
+        np.testing.assert_array_equal(fragment.actions[""], step[:-1] % ACTIONS)
+        np.testing.assert_array_equal(fragment.values, step + 3.0)
+        assert fragment.initial_state["steps"] == step[0] and (fragment.weight_steps == 3).all()
 
 
 def test_a_version_belongs_to_its_arrays_while_weights_change():

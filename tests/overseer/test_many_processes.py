@@ -61,3 +61,22 @@ def test_what_all_machines_reach_is_not(
     monkeypatch.setattr(RayLauncher, "machines", machines)
     with pytest.raises(Begun):
         begin(load_config("cats", ["runtime=ray", f"weights.transport={transport}"]), tmp_path / "run", hosts)
+
+
+def test_the_token_is_the_environments_or_a_new_secret(monkeypatch: pytest.MonkeyPatch):
+    from penstock.overseer.many_processes import run_token
+
+    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    made = {run_token(), run_token()}
+    assert len(made) == 2 and {len(token) for token in made} == {64}
+    monkeypatch.setenv("PENSTOCK_TOKEN", "sixteen letters!")
+    assert run_token() == "sixteen letters!"
+
+
+def test_a_token_that_could_be_guessed_is_refused_before_anything_is_written(
+    tmp_path: Path, launchers: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PENSTOCK_TOKEN", "guess")
+    with pytest.raises(ConfigError, match="PENSTOCK_TOKEN has 5 characters, and .* at least 16") as raised:
+        begin(load_config("cats", ["runtime=ray"]), tmp_path / "run", {})
+    assert "guess" not in str(raised.value) and not (tmp_path / "run").exists() and not launchers

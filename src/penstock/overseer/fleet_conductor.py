@@ -126,7 +126,7 @@ class FleetConductor(LocalRun[FleetRunConfig, FleetStart, FleetComponents]):
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = self._parts
         assert parts is not None  # the loop that calls this is one of them
-        self._updates.note(step, {**metrics, **parts.manager.metrics()})
+        self._updates.note(step, {**metrics, **parts.manager.log_statistics()})
 
     def _save(self, step: int) -> None:
         parts = self._parts

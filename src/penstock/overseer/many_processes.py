@@ -1,5 +1,6 @@
 """Opens a run whose components are in processes of their own, under Ray, whatever it trains."""
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ from penstock.types import ConfigError
 
 States = Mapping[str, Any] | None
 
+_LEAST_TOKEN = 16  # characters
+
 
 def run_under_ray(
     config: AnyConfig,
@@ -58,6 +61,7 @@ def run_under_ray(
     Raises:
         ConfigError: bad input; nothing was written.
     """
+    token = run_token()
     directory = existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
     with directory.locked():
         damages = Damages()
@@ -75,13 +79,30 @@ def run_under_ray(
             raise
         try:
             log = open_log(config, directory, progress, damages if resume else None, step_of(checkpoint))
-            settings = Settings(config, directory, secrets.token_hex(32), lineage, checkpoint)
+            settings = Settings(config, directory, token, lineage, checkpoint)
             conductor = make_conductor(settings, states, launcher, log)
         except BaseException:
             launcher.close(config.overseer.stop_timeout_s)
             raise
         oversee(conductor, Crew(), log, config, directory, quiet)
     return directory, conductor
+
+
+def run_token() -> str:
+    """What the run's servers ask for: `PENSTOCK_TOKEN` of the environment, or else a new secret that nobody else has.
+
+    Raises:
+        ConfigError: the environment's is too short.
+    """
+    given = os.environ.get("PENSTOCK_TOKEN")
+    if given is None:
+        return secrets.token_hex(32)
+    if len(given) < _LEAST_TOKEN:
+        raise ConfigError(
+            f"PENSTOCK_TOKEN has {len(given)} characters, and a run's token has at least {_LEAST_TOKEN}: set a longer "
+            "one, or unset it for one that the run makes itself"
+        )
+    return given
 
 
 def _joined(config: AnyConfig, directory: RunDirectory, hosts: Mapping[str, str]) -> RayLauncher:

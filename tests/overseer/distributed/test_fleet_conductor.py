@@ -302,8 +302,11 @@ def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_
 
 
 @pytest.mark.slow
-def test_weights_travel_through_shared_memory_too(run_dir: Path):
-    with running(run_dir, {"steps": 100_000, "weights": {"transport": "shared_memory"}}) as run:
+@pytest.mark.parametrize("weights", [{"transport": "shared_memory"}, {"transport": "checkpoint"}])
+def test_weights_travel_by_other_ways_as_deltas_in_bfloat16_and_only_what_trains(run_dir: Path, weights: Any):
+    frozen = {"optimizer": {"frozen": ["value_head.bias"]}}
+    changes = {"weights": {**weights, "encoding": "delta", "bfloat16": True}, "learner": frozen}
+    with running(run_dir, {"steps": 100_000, **changes}) as run:
         run.until(lambda: run.conductor.status()["numbers"].get("fleet/weight_step_min", 0) >= 2, "second version")
         run.conductor.stop()
         run.end()

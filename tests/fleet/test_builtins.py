@@ -1,0 +1,65 @@
+"""The built-in simulators that are real engines, as simulator processes of a pool."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
+
+from penstock.fleet.descendants import children_by_parent, subtree
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def shared_memory():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("ViZDoom")}
+
+
+def engine_of(pid):
+    (engine,) = [one for one in subtree(pid, children_by_parent()) if one != pid]
+    assert b"vizdoom" in Path(f"/proc/{engine}/cmdline").read_bytes()
+    return engine
+
+
+@pytest.mark.parametrize("victim", ["engine", "process"])
+def test_a_killed_engine_and_its_killed_process_cost_one_step_and_leave_nothing(victim):
+    pytest.importorskip("vizdoom")
+    before = shared_memory()
+    limits = QUICK.model_copy(update={"step_timeout_s": 2.0})
+    with driven(config_of(1, 1, id="vizdoom:basic", limits=limits)) as driver:
+        driver.steps(3)
+        old = driver.pool.process_ids()[0]
+        engine = engine_of(old)
+        os.kill(engine if victim == "engine" else old, signal.SIGKILL)
+        driver.run_until(lambda: driver.faults(0))
+        driver.steps(3)
+        driver.check_books()
+        (fault,) = driver.faults(0)
+        row = driver.rows[0][fault]
+        assert row["truncated"] and not row["terminated"] and not row["has_final"]
+        assert driver.rows[0][-1]["observation"]["screen"].shape == (120, 160, 3)
+        await_gone([old, engine])
+        new = driver.pool.process_ids()[0]
+        last = [new, engine_of(new)]
+    await_gone(last)
+    assert shared_memory() == before and not any(map(lives, last))
+
+
+@pytest.mark.parametrize(
+    ("id", "package", "leaf", "shape"),
+    [
+        ("atari:pong", "ale_py", "", (84, 84, 4)),
+        ("crafter", "crafter", "", (64, 64, 3)),
+        ("minigrid:Empty-5x5-v0", "minigrid", "image", (7, 7, 3)),
+    ],
+)
+def test_others_are_stepped_in_parts_as_alone(id, package, leaf, shape):
+    pytest.importorskip(package)
+    with driven(config_of(1, 2, id=id, parts=2)) as driver:
+        driver.steps(3)
+        driver.check_books()
+        for slot in range(2):
+            observation = driver.rows[slot][-1]["observation"][leaf]
+            assert observation.shape == shape and np.ptp(observation) > 0 and not driver.faults(slot)

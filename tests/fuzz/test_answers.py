@@ -1,0 +1,97 @@
+"""Malformed answers of inference servers, as a client judges them."""
+
+import json
+
+import numpy as np
+import pytest
+from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
+
+from penstock.inference.link import Answer
+from penstock.inference.server_request import requests_of
+from penstock.inference.trials import BadAnswer, Unanswered, judged
+from penstock.text import Tokenizer
+from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall
+
+PROMPTS, N = [np.array([5, 6, 7], np.int32), np.array([8], np.int32)], 2
+ERROR = {"error": {"message": "max_tokens is 0: give at least 1", "type": "invalid_request_error", "code": "bad_value"}}
+CODES = ("invalid_prompt", "overloaded", None)
+STATUSES = (400, 401, 404, 413, 429, 500, 502, 503, 504, 302)
+
+
+def choice(index, length):
+    return {
+        "index": index, "text": "purrs", "finish_reason": "stop" if index % 2 else "length",
+        "token_ids": list(range(9, 9 + length)), "token_logprobs": [-0.25, None, -3.5, -1e-7][:length],
+        "weight_steps": [3] * length, "oldest_weight_step": 2, "lineage": 0,
+    }  # fmt: skip
+
+
+GOOD = {"id": "a", "object": "text_completion", "choices": [choice(index, index + 1) for index in range(2 * N)]}
+
+
+@pytest.fixture(scope="module")
+def request_():
+    call = GenerationCall(PROMPTS, N, Decoding(stop_strings=("zz", "\n")), (1, 2))
+    (request,) = requests_of(call, Tokenizer.load("penstock"), "tiny", None, None)
+    return request
+
+
+def check(groups):
+    """What passes can be trained on: as many as were asked for, of the dtypes that records have, one number each."""
+    assert [len(group) for group in groups] == [N] * len(PROMPTS)
+    for group, prompt in zip(groups, PROMPTS, strict=True):
+        for completion in group:
+            arrays = (completion.response_tokens, completion.response_logprobs, completion.weight_steps)
+            assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
+            assert len({array.shape for array in arrays}) == 1 and arrays[0].ndim == 1
+            assert not np.isinf(completion.response_logprobs).any()
+            assert completion.prompt_tokens is prompt and completion.finish_reason in ("stop", "length")
+            completion.text.encode()
+            np.array([completion.oldest_weight_step, completion.lineage]).astype(np.int32, casting="same_kind")
+
+
+def odd_numbers(rng):
+    """One choice with one of its fields changed, which `json_bytes` rarely reaches: in type, length or number."""
+    choices = [dict(one) for one in GOOD["choices"]]
+    changed = rng.choice(choices)
+    field = rng.choice(list(changed))
+    values = changed[field]
+    if isinstance(values, list) and rng.random() < 0.8:
+        values = list(values)
+        values[rng.randrange(len(values))] = rng.choice(ODD)()
+        changed[field] = values if rng.random() < 0.8 else values[:-1]
+    else:
+        changed[field] = rng.choice(ODD)()
+    return json.dumps({"choices": choices}).encode()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_completions_are_read_or_asked_for_again(request_, count):
+    def make(rng):
+        return odd_numbers(rng) if rng.random() < 0.5 else json_bytes(GOOD, rng)
+
+    def target(content):
+        check(judged(Answer(200, content), request_))
+
+    assert 0.3 * count < fuzz(target, make, count, BadAnswer) < count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_errors_are_told_whatever_they_are(request_, count):
+    def make(rng):
+        error = {"error": ERROR["error"] | {"code": rng.choice(CODES)}}
+        content = json_bytes(error, rng) if rng.random() < 0.8 else damaged(b"<html>502 Bad Gateway</html>", rng)
+        return rng.choice(STATUSES), content
+
+    def target(given):
+        failure = judged(Answer(*given), request_)
+        assert isinstance(failure, EnvironmentFailure) and str(failure).encode()
+
+    def told(given):
+        try:
+            target(given)
+        except (Unanswered, ConfigError) as error:
+            str(error).encode()
+            raise
+
+    assert fuzz(told, make, count, (Unanswered, ConfigError)) > 0.5 * count
