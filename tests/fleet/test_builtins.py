@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.environments.simulators.minestudio_stub import JAR
 from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
 
 from penstock.fleet.descendants import children_by_parent, subtree
 
 pytestmark = pytest.mark.timeout(60)
+
+LOST_CONNECTION = 7  # the stub's
 
 
 def shared_memory():
@@ -45,6 +48,40 @@ def test_a_killed_engine_and_its_killed_process_cost_one_step_and_leave_nothing(
         last = [new, engine_of(new)]
     await_gone(last)
     assert shared_memory() == before and not any(map(lives, last))
+
+
+def minecraft(folder, **kwargs):
+    (folder / JAR).parent.mkdir(parents=True)
+    (folder / JAR).touch()
+    return config_of(1, 1, id="tests.environments.simulators.minestudio_stub:make", folder=str(folder), **kwargs)
+
+
+def act_in_minecraft(driver, camera):
+    driver.run_until(lambda: 0 in driver.open, act=False)
+    driver.open.pop(0)
+    driver.pool.act(0, {"buttons": np.array([[3]]), "camera": np.array([[camera]])})
+    driver.run_until(lambda: 0 in driver.open, act=False)
+    return driver.rows[0][-1]
+
+
+def test_minecraft_loses_its_connection_and_then_its_process_and_leaves_no_engine(tmp_path):
+    with driven(minecraft(tmp_path)) as driver:
+        row = act_in_minecraft(driver, 60)
+        assert row["reward"] == 0.5 and row["observation"]["image"].shape == (16, 32, 3) and not row["fault"]
+        row = act_in_minecraft(driver, LOST_CONNECTION)
+        assert row["fault"] and row["truncated"] and not row["terminated"] and row["first"] and not row["has_final"]
+        assert not act_in_minecraft(driver, 60)["fault"], "the error stays in MineStudio's info, and counts once"
+        pid = driver.pool.process_ids()[0]
+        engine = [one for one in subtree(pid, children_by_parent()) if one != pid]
+        assert len(engine) > 1 and all(os.getsid(one) != os.getsid(pid) for one in engine)
+        os.kill(pid, signal.SIGKILL)
+        row = act_in_minecraft(driver, 60)
+        assert row["fault"] and row["truncated"] and driver.pool.counts()["faults"] == 1
+        await_gone([pid, *engine])
+        new = driver.pool.process_ids()[0]
+        last = subtree(new, children_by_parent())
+        assert len(last) > 1
+    await_gone(last)
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,11 @@ def modules(folder: Path) -> dict[str, Any]:
     vars(made["minestudio.utils"]).update(get_mine_studio_dir=get_mine_studio_dir)
     vars(made["minestudio"]).update(simulator=made["minestudio.simulator"], utils=made["minestudio.utils"])
     return {**made, entry.__name__: entry, "minestudio.callbacks_stub": sys.modules[__name__]}
+
+
+def make(folder: str, **kwargs: Any) -> gymnasium.Env:
+    """Minecraft by a dotted path, for simulator processes: the adapter over this stub; MineStudio's folder is `folder`."""
+    from penstock.environments.simulators import make_simulator
+
+    sys.modules.update(modules(Path(folder)))
+    return make_simulator("minecraft", {"obs_size": [32, 16], **kwargs})
