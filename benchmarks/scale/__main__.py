@@ -8,7 +8,7 @@ interface. Everything that a run has once is real: the supervisor in this proces
 replay buffer with its files, the curriculum, a Flight broadcaster whose versions two clients fetch. Only the learner
 does no arithmetic. The numbers of workers take turns, medians are printed. After each window the books are compared:
 nothing that was delivered is lost, nothing is trained twice. Then the largest run goes faster and faster until a limit
-is crossed. Takes about 10 minutes. Exits with 1 where a mark is missed.
+is crossed. Takes about 12 minutes. Exits with 1 where a mark is missed.
 """
 
 import argparse

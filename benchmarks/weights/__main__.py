@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights [--quick] [--sizes 25,500,2000]
 
-The whole takes about 5 minutes, and memory for ten times the largest size; sizes that the machine has no memory for
+The whole takes about 7 minutes, and memory for ten times the largest size; sizes that the machine has no memory for
 are skipped, and said. Arrays that arrive are compared with those that were published. Exits with 1 where a mark is
 missed.
 """

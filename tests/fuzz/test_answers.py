@@ -1,7 +1,5 @@
 """Malformed answers of inference servers, as a client judges them."""
 
-import json
-
 import numpy as np
 import pytest
 from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
@@ -50,25 +48,24 @@ def check(groups):
             np.array([completion.oldest_weight_step, completion.lineage]).astype(np.int32, casting="same_kind")
 
 
-def odd_numbers(rng):
-    """One choice with one of its fields changed, which `json_bytes` rarely reaches: in type, length or number."""
+def with_odd_field(rng):
+    """The answer with one field of one choice changed: in type, in length, or in one of its numbers."""
     choices = [dict(one) for one in GOOD["choices"]]
     changed = rng.choice(choices)
     field = rng.choice(list(changed))
-    values = changed[field]
-    if isinstance(values, list) and rng.random() < 0.8:
-        values = list(values)
+    if isinstance(changed[field], list) and rng.random() < 0.8:
+        values = list(changed[field])
         values[rng.randrange(len(values))] = rng.choice(ODD)()
-        changed[field] = values if rng.random() < 0.8 else values[:-1]
+        changed[field] = values[:-1] if rng.random() < 0.2 else values
     else:
         changed[field] = rng.choice(ODD)()
-    return json.dumps({"choices": choices}).encode()
+    return {"choices": choices}
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_completions_are_read_or_asked_for_again(request_, count):
     def make(rng):
-        return odd_numbers(rng) if rng.random() < 0.5 else json_bytes(GOOD, rng)
+        return json_bytes(with_odd_field(rng) if rng.random() < 0.5 else GOOD, rng)
 
     def target(content):
         check(judged(Answer(200, content), request_))
@@ -84,14 +81,6 @@ def test_errors_are_told_whatever_they_are(request_, count):
         return rng.choice(STATUSES), content
 
     def target(given):
-        failure = judged(Answer(*given), request_)
-        assert isinstance(failure, EnvironmentFailure) and str(failure).encode()
+        assert isinstance(judged(Answer(*given), request_), EnvironmentFailure)
 
-    def told(given):
-        try:
-            target(given)
-        except (Unanswered, ConfigError) as error:
-            str(error).encode()
-            raise
-
-    assert fuzz(told, make, count, (Unanswered, ConfigError)) > 0.5 * count
+    assert fuzz(target, make, count, (Unanswered, ConfigError)) > 0.5 * count

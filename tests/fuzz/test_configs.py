@@ -1,6 +1,7 @@
 """Malformed recipes, overrides, and checkpoints."""
 
 import json
+import shutil
 import zlib
 
 import jax
@@ -84,7 +85,9 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "learner.safetensors", "model/config.json"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "state.json", "learner.safetensors", "model/config.json", "model/model.safetensors"]
+)
 def test_checkpoints_are_read_or_refused(checkpoint, name, count):
     """Damage with the right checksum in the manifest: as by a writer that was wrong, or by somebody who means it."""
     path, manifest_path = checkpoint / name, checkpoint / "manifest.json"
@@ -106,3 +109,22 @@ def test_checkpoints_are_read_or_refused(checkpoint, name, count):
         path.write_bytes(good)
         manifest_path.write_text(json.dumps(manifest))
     assert load_checkpoint(checkpoint).step == 0
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_tokenizers_are_read_or_refused(checkpoint, tmp_path, name, count):
+    """Read, not used: steps of a tokenizer are a program, and some lengthen the text without bound."""
+    directory = shutil.copytree(checkpoint / "model", tmp_path / "model")
+    good = (directory / name).read_bytes()
+
+    def target(content):
+        (directory / name).write_bytes(content)
+        tokenizer = Tokenizer.load(directory)
+        assert min(tokenizer.vocab_size, tokenizer.pad_token_id + 1, *(i + 1 for i in tokenizer.stop_token_ids)) > 0
+        tokenizer.decode([0, tokenizer.eos_token_id, 2**31 - 1])
+
+    def make(rng):
+        return damaged(good, rng) if rng.random() < 0.5 else json_bytes(json.loads(good), rng)
+
+    assert 0.2 * count < fuzz(target, make, count, ConfigError) < count

@@ -175,6 +175,9 @@ def leaf(dtype="<f4", shape=(5, 4), size=80):
         ("observations", leaf(dtype="O"), "part-9 holds no fragments: a leaf is of dtype 'O'"),
         ("observations", leaf(dtype="nonsense"), "part-9 holds no fragments: data type 'nonsense' not understood"),
         ("logprobs", [None] * 4, "part-9 holds no fragments: there is a null among the elements"),
+        ("timestamp", None, "part-9: column timestamp has 1 nulls where none may be: write its rows again"),
+        ("task", None, "part-9: column task has 1 nulls"),
+        ("actions", None, "part-9: column actions has 1 nulls"),
     ],
 )
 def test_a_wrong_row_is_named(column, value, message):

@@ -125,6 +125,14 @@ def test_stop_tokens_are_the_end_of_text_the_ends_of_a_turn_and_the_checkpoints_
     assert Tokenizer.load(directory).stop_token_ids == (pad, turn_end, 7)
 
 
+@pytest.mark.parametrize("value", [[None], "x", -1, 2**31, [[2]], 0.5, True])
+def test_stop_tokens_that_are_no_ids_are_refused_with_the_remedy(variant, value):
+    directory = variant()
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match="eos_token_id is .*: it must be a token's id, or a list .*leave it out"):
+        Tokenizer.load(directory)
+
+
 def test_padding_falls_back_to_the_end_of_text(tokenizer, variant):
     assert tokenizer.pad_token_id == 0
     assert Tokenizer.load(variant(pad_token=None)).pad_token_id == tokenizer.eos_token_id
@@ -168,6 +176,7 @@ def test_saving_writes_the_very_files_that_were_loaded_even_when_they_are_gone(v
         (lambda d: (d / "tokenizer.json").unlink(), "it has no tokenizer.json"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "cannot be read"),
         (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json is not valid JSON"),
+        (lambda d: (d / "generation_config.json").write_text("[" * 100_000), "generation_config.json is not valid"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_in_one_line(variant, damage, message):

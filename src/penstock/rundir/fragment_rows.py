@@ -135,12 +135,18 @@ def fragments_from_table(table: pa.Table, name: str = "part") -> list[RolloutRec
 
     Raises:
         RunDirectoryError: a column is missing, or of a type that does not fit.
-        InvalidRolloutError: a row is no fragment; the message names row and field.
+        InvalidRolloutError: a row is no fragment, or lacks a value; the message names the field, and the row if it can.
     """
     if schema_version(table.schema) == 0:
         raise RunDirectoryError(f"{name} has no schema version: it holds no fragments")
     if not table.schema.equals(FRAGMENT_SCHEMA):
         table = _conformed(table, name)
+    for field, column in zip(FRAGMENT_SCHEMA, table.columns, strict=True):
+        if column.null_count and not field.nullable:
+            raise InvalidRolloutError(
+                f"{name}: column {field.name} has {column.null_count} nulls where none may be: write its rows again "
+                "with a value in each"
+            )
     return [record for batch in table.to_batches() for record in _records(batch, name)]
 
 

@@ -180,7 +180,13 @@ def _generation_stop_ids(directory: Path) -> list[int]:
         return []
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    ids = config.get("eos_token_id") if isinstance(config, dict) else None
-    return [int(token) for token in (ids if isinstance(ids, list) else [ids] if ids is not None else [])]
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise ConfigError(
+            f"{path}: eos_token_id is {value!r:.100}: it must be a token's id, or a list of them; leave it out to use "
+            "the tokenizer's own"
+        )
+    return ids

@@ -170,7 +170,7 @@ def modules(folder: Path) -> dict[str, Any]:
 
 
 def make(folder: str, **kwargs: Any) -> gymnasium.Env:
-    """Minecraft by a dotted path, for simulator processes: the adapter over this stub; MineStudio's folder is `folder`."""
+    """Minecraft by a dotted path, for simulator processes: the adapter over this stub, whose folder is `folder`."""
     from penstock.environments.simulators import make_simulator
 
     sys.modules.update(modules(Path(folder)))

@@ -71,3 +71,15 @@ def test_the_dead_are_forgotten():
     watch(stragglers, [1.0, 0.1], range(25))
     stragglers.forget(rollout(1))
     assert stragglers.newly_slow(25.0) == [] and list(stragglers.rates(25.0)) == [rollout(0)]
+
+
+def test_a_group_that_is_finished_when_nothing_is_owed_any_more_counts():
+    """One group at a time: work that owes progress, then an answer and a wait for tokens that owes none."""
+    stragglers = Stragglers(3.0)
+    for second in range(60):
+        for index, work in enumerate((4, 4, 20)):
+            groups, moment = divmod(second, work + 2)
+            condition = Condition("running", "", float(groups) if moment < work else None)
+            stragglers.observe(rollout(index), "", condition, float(second))
+    (slow,) = stragglers.newly_slow(59.0)
+    assert slow.identity == rollout(2) and 0 < slow.rate < 0.1 < slow.median

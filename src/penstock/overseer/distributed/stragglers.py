@@ -1,8 +1,9 @@
 """Which components are slow by a factor over their peers.
 
 The rate of a component is its progress by its seconds of work, over a sliding window: seconds in which it owed none,
-and seconds in which it says that it waited for others, do not count, so a starved worker is not called slow. One that
-works without any progress has the rate zero. Compared are components of one role and one peer group, each with the
+and seconds in which it says that it waited for others, do not count, so a starved worker is not called slow. What it
+finished meanwhile does count: a group is finished just after the work on it, when nothing may be owed any more. One
+that works without any progress has the rate zero. Compared are components of one role and one peer group, each with the
 median of the others.
 """
 
@@ -37,7 +38,8 @@ class Slow:
 @dataclass(slots=True)
 class _Track:
     peers: Hashable
-    last: tuple[float, float, float] | None = None  # time, progress, idle seconds
+    progress: float | None = None  # as it was last told
+    working: tuple[float, float] | None = None  # time and idle seconds of the last report; None: it owed no progress
     steps: deque[tuple[float, float, float]] = field(default_factory=deque)  # time, work seconds, progress
 
 
@@ -61,13 +63,13 @@ class Stragglers:
         """Takes a report."""
         track = self._tracks.setdefault(identity, _Track((identity.role, peer_group)))
         if condition.progress is None:
-            track.last = None
+            track.working = None
             return
-        if track.last is not None:
-            then_s, progress, idle_s = track.last
+        if track.progress is not None:
+            then_s, idle_s = track.working or (now_s, condition.idle_s)
             work_s = max(0.0, now_s - then_s - max(0.0, condition.idle_s - idle_s))
-            track.steps.append((now_s, work_s, condition.progress - progress))
-        track.last = (now_s, condition.progress, condition.idle_s)
+            track.steps.append((now_s, work_s, condition.progress - track.progress))
+        track.progress, track.working = condition.progress, (now_s, condition.idle_s)
 
     def forget(self, identity: Identity) -> None:
         """It does not live any more."""
