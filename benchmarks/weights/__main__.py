@@ -23,6 +23,8 @@ SMALL_MB, REPEATS = 100, 7
 """Sizes up to this are measured so many times anew."""
 
 RATES = (1e-6, 1e-3)
+CHANGED_SHARES, DELTA_VERSIONS = (0.01, 0.3), 3
+"""Of each size, through Flight without a limit to its rate."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -48,6 +50,9 @@ def measure_transports(options: argparse.Namespace, marks: Marks) -> None:
         repeats = 1 if options.quick or megabytes > SMALL_MB else REPEATS
         measured = handover.measure(megabytes * 1_000_000, options.rounds, repeats)
         handover.print_measured(measured)
+        for share in CHANGED_SHARES:
+            arrays = handover.make_arrays(megabytes * 1_000_000)
+            deltas.print_sized(deltas.measure(deltas.changing(arrays, share, DELTA_VERSIONS), None))
         marks.at_most(f"{megabytes} MB: local, ms", measured.median("local") * 1e3, LOCAL_MS)
         shared = measured.rate("shared_memory: digests ready") / measured.rate("memory copy")
         marks.at_least(f"{megabytes} MB: shared memory / memory copy", shared, SHARED)

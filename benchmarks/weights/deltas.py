@@ -2,11 +2,12 @@
 
 Two training runs were recorded, with a fine-tuning learning rate and a large one. Over the slow network whole arrays
 and deltas of the same publications are timed from `publish` to arrays in another process, everything included, in turn.
+Arrays of other sizes, in which a chosen share changes, go the same way without a limit to the network.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,21 +31,32 @@ class Update:
     seconds: dict[str, float]
 
 
-def measure(publications: Sequence[dict[str, np.ndarray]], bits_per_s: float = GIGABIT) -> list[Update]:
-    """Publishes what a run published again, whole and as deltas, through a slow link each.
+def changing(arrays: dict[str, np.ndarray], share: float, versions: int) -> Iterator[dict[str, np.ndarray]]:
+    """These float32 arrays, and so many later versions, in each of which about that share of the elements changed."""
+    rng = np.random.default_rng(0)
+    yield arrays
+    for _ in range(versions):
+        arrays = {name: array.copy() for name, array in arrays.items()}
+        for array in arrays.values():
+            array.view(np.uint32)[rng.integers(0, array.size, round(share * array.size))] ^= 1
+        yield arrays
 
-    The first version, which all get whole, is left out.
+
+def measure(publications: Iterable[dict[str, np.ndarray]], bits_per_s: float | None = GIGABIT) -> list[Update]:
+    """Publishes one version after the other, whole and as deltas, through a slow link each.
+
+    The first version, which all get whole, is left out. Without `bits_per_s` there is no link between.
     """
     fetcher, links, broadcasters = Fetcher(), [], {}
     found: list[Update] = []
     try:
         for encoding in ("full", "delta"):
             config = WeightsConfig.model_validate({"encoding": encoding, "fanout": 8})
-            broadcaster = open_broadcaster(config, f"bench-{encoding}", TOKEN, "unused")
-            link = SlowLink(broadcaster.endpoint()["address"], bits_per_s)
-            endpoint = broadcaster.endpoint() | {"address": link.address}
-            broadcasters[encoding] = broadcaster
-            links.append(link)
+            broadcasters[encoding] = open_broadcaster(config, f"bench-{encoding}", TOKEN, "unused")
+            endpoint = broadcasters[encoding].endpoint()
+            if bits_per_s is not None:
+                links.append(SlowLink(endpoint["address"], bits_per_s))
+                endpoint |= {"address": links[-1].address}
             fetcher(do="open", name=encoding, endpoint=endpoint, config=config.model_dump())
         for step, arrays in enumerate(publications):
             turn = ("full", "delta") if step % 2 else ("delta", "full")
@@ -86,6 +98,18 @@ def time_ratio(found: list[Update]) -> float:
     """Seconds of whole arrays over seconds of deltas, medians."""
     full, delta = (statistics.median(update.seconds[name] for update in found) for name in ("full", "delta"))
     return full / delta
+
+
+def print_sized(found: list[Update]) -> None:
+    """A line of a table: what changed, what was sent, and how fast the arrays were there."""
+    nbytes, sent = found[0].bytes_full, statistics.median(update.bytes_delta for update in found)
+    share = statistics.median(update.changed_share for update in found)
+    words = [
+        f"{name} {seconds * 1e3:,.0f} ms ({nbytes / seconds / 1e9:.2f} GB/s)"
+        for name in ("full", "delta")
+        for seconds in [statistics.median(update.seconds[name] for update in found)]
+    ]
+    print(f"  delta, {share:.1%} changed: {sent / 1e6:,.1f} MB sent; {', '.join(words)}")
 
 
 def print_deltas(learning_rate: float, found: list[Update]) -> None:

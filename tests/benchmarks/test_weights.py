@@ -84,6 +84,20 @@ def test_a_run_is_the_same_every_time_and_begins_with_the_weights_before_it(reco
     assert any(runs[0][0][name].tobytes() != runs[0][1][name].tobytes() for name in runs[0][0])
 
 
+def test_arrays_of_any_size_change_by_a_share_and_cross_whole_and_as_deltas(capsys):
+    arrays = make_arrays(400_000)
+    first, second = deltas.changing(arrays, 0.05, 1)
+    bits = [(array.view(np.uint32), second[name].view(np.uint32)) for name, array in first.items()]
+    changed = sum(int((before != after).sum()) for before, after in bits) / sum(before.size for before, _ in bits)
+    assert first is arrays and 0.04 < changed <= 0.05
+    found = deltas.measure(deltas.changing(arrays, 0.05, 2), None)
+    assert len(found) == 2 and all(0.04 < update.changed_share <= 0.05 for update in found)
+    assert all(update.bytes_delta < update.bytes_full / 4 for update in found)
+    deltas.print_sized(found)
+    said = capsys.readouterr().out
+    assert re.search(r"delta, 4\.\d% changed: 0\.\d MB sent; full [\d,]+ ms \(.* GB/s\), delta", said), said
+
+
 def test_the_slow_link_passes_everything_at_its_rate():
     source = socket.create_server(("127.0.0.1", 0))
     sent = bytes(range(256)) * 1024
@@ -113,7 +127,7 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
     updates = [deltas.Update(0.01, 100.0, 5.0, {"full": 0.3, "delta": 0.1})]
     monkeypatch.setattr(handover, "measure", lambda nbytes, rounds, repeats: measured)
     monkeypatch.setattr(training, "record", lambda size, rate, updates_: [])
-    monkeypatch.setattr(deltas, "measure", lambda publications: updates)
+    monkeypatch.setattr(deltas, "measure", lambda publications, *link: updates)
     assert benchmark.main(["--sizes", "25"]) == 1
     printed = capsys.readouterr().out
     assert "Flight is 1.00 of raw Flight, thrown away" in printed
