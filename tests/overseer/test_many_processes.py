@@ -63,7 +63,7 @@ def test_what_all_machines_reach_is_not(
         begin(load_config("cats", ["runtime=ray", f"weights.transport={transport}"]), tmp_path / "run", hosts)
 
 
-def test_the_token_is_the_environments_or_a_new_secret(monkeypatch: pytest.MonkeyPatch):
+def test_the_token_is_the_environments_or_a_new_secret(launchers: list[Any], monkeypatch: pytest.MonkeyPatch):
     from penstock.overseer.many_processes import run_token
 
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
