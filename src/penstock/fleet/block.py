@@ -62,9 +62,7 @@ class BlockRows(StepRows):
         actions: By leaf name, [n, …].
     """
 
-    def __init__(
-        self, rows: np.ndarray, observations: Leaves, final_observations: Leaves, actions: Leaves
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: np.ndarray, observations: Leaves, final_observations: Leaves, actions: Leaves) -> None:
         self.rows = rows
         self.observations, self.final_observations, self.actions = observations, final_observations, actions
 

@@ -185,11 +185,9 @@ class ProcessSlot:
         finally:
             os.close(fds[0])
         self._block.slots[:] = self.slots
-        begin = 0
-        for part in self._parts:
-            end = begin + len(part.slots)
-            part.begin_life(self._block.part(begin, end))
-            begin = end
+        each = len(self.slots) // len(self._parts)
+        for number, part in enumerate(self._parts):
+            part.begin_life(self._block.part(number * each, (number + 1) * each))
         self._enter(Stage.UP, time.monotonic())
         self._sent_s = self._stage_since_s
 
