@@ -70,6 +70,16 @@ def config() -> EngineConfig:
     )
 
 
+@pytest.fixture(scope="session")
+def served_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> Iterator[InferenceEngine]:
+    """One that runs for all tests that only ask it through HTTP."""
+    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, config)
+    engine.start()
+    engine.wait_until_ready(READY_TIMEOUT_S)
+    yield engine
+    engine.stop(STOP_TIMEOUT_S)
+
+
 @pytest.fixture
 def start_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> Iterator[Callable[..., InferenceEngine]]:
     """Starts engines, ready to serve; all of them are stopped at the end of the test."""

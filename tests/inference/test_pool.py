@@ -5,67 +5,24 @@ import json
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.certificates import write_certificate
 from tests.inference.fake_servers import HANG_UP, FakeServer, answer, refusal, serving
+from tests.inference.pools import WAIT_S, in_threads, metric, pools, request
 from tests.waiting import wait_until
 
 from penstock.inference import HttpServer, ServerPool
 from penstock.inference import trials as module
 from penstock.inference.routing import Server, Target
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
 from penstock.types import (
     ConfigError,
-    EnvironmentFailure,
     NoProgressError,
-    RunFailed,
     Stopped,
     UnreachableError,
 )
 
-WAIT_S = 20.0
-
-start = pytest.fixture(serving)
-
-
-@pytest.fixture
-def make_pool():
-    pools = []
-
-    def make(*servers, **settings):
-        pool = ServerPool(**({"request_timeout_s": WAIT_S} | settings))
-        pools.append(pool)
-        pool.set_servers(servers)
-        return pool
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-@pytest.fixture
-def in_threads():
-    """Runs something in another thread; its result is a future."""
-    with ThreadPoolExecutor(16) as threads:
-        yield threads.submit
-
-
-def read(content):
-    choices = json.loads(content)["choices"]
-    if not choices:
-        raise MalformedAnswer("it holds no choices")
-    return [choice["token_ids"][0] for choice in choices]
-
-
-def request(seed=1, tokens=10, session=None, target=None):
-    body = json.dumps({"seeds": [seed], "n": 1}).encode()
-    return ServerRequest(body, tokens, read, session, target)
-
-
-def metric(pool, name):
-    return pool.metrics()[f"inference_client/{name}"]
+start, make_pool, in_threads = (pytest.fixture(each) for each in (serving, pools, in_threads))
 
 
 def test_requests_are_answered_in_order_over_connections_that_stay(start, make_pool):
@@ -265,64 +222,6 @@ def test_a_draining_server_finishes_what_it_has_and_gets_nothing_new(start, make
     assert pool.ask([request(2, session="talk")]) == [[2]] and len(other.bodies) == 1
     release.set()
     assert running.result(WAIT_S) == [[1]] and len(draining.bodies) == 1
-
-
-def test_a_prompt_that_does_not_fit_fails_alone(start, make_pool):
-    def behave(body):
-        return refusal(400, "prompt is too long", "invalid_prompt") if body["seeds"] == [1] else answer(body)
-
-    pool = make_pool(start(behave).known_as("inference-0"))
-    first, second, third = pool.ask([request(0), request(1), request(2)])
-    assert (first, third) == ([0], [2])
-    assert isinstance(second, EnvironmentFailure) and str(second) == "prompt is too long"
-    assert metric(pool, "retries_total") == 0
-
-
-def test_a_body_that_is_too_large_fails_alone(start, make_pool):
-    pool = make_pool(start(lambda body: refusal(413, "larger than 9 bytes")).known_as("inference-0"))
-    (failure,) = pool.ask([request(0)])
-    assert isinstance(failure, EnvironmentFailure) and "larger than 9" in str(failure)
-
-
-def test_a_parameter_out_of_range_is_the_callers_mistake(start, make_pool):
-    server = start(lambda body: refusal(400, "temperature is -1", "invalid_value"))
-    pool = make_pool(server.known_as("inference-0"))
-    with pytest.raises(ConfigError, match="refused the request: temperature is -1"):
-        pool.ask([request(0)])
-    assert len(server.bodies) == 1
-
-
-@pytest.mark.parametrize(
-    ("reply", "said"),
-    [
-        (refusal(401, "missing or wrong token"), "status 401, missing or wrong token"),
-        (refusal(500, "internal error: KeyError"), "status 500, internal error"),
-        ((404, b"<html>"), "status 404, with a body of 6 bytes that is no error object"),
-        ((200, {"choices": []}), "it holds no choices"),
-    ],
-)
-def test_servers_that_answer_nonsense_end_it_soon(start, make_pool, monkeypatch, reply, said):
-    monkeypatch.setattr(module, "MOST_BAD_ANSWERS", 3)
-    server = start(lambda body: reply)
-    pool = make_pool(server.known_as("inference-0"))
-    with pytest.raises(RunFailed, match=rf"cannot be used: asked inference-0#0 \(times: 3, at last: {said}"):
-        pool.ask([request(0)])
-    assert len(server.bodies) == 3
-
-
-def test_one_bad_answer_is_no_end(start, make_pool):
-    replies = iter([(200, b"\x00"), (200, b"{}"), refusal(500)])
-    server = start()
-    server.behave = lambda body: next(replies, None) or answer(body)
-    pool = make_pool(server.known_as("inference-0"))
-
-    def strict(content):
-        try:
-            return read(content)
-        except (ValueError, KeyError) as error:
-            raise MalformedAnswer(str(error)) from error
-
-    assert pool.ask([ServerRequest(request(6).body, 1, strict)]) == [[6]]
 
 
 def test_no_answer_in_time_names_the_servers_and_what_they_did(start, make_pool):

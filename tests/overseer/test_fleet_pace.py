@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.overseer.fleet_pace import FleetPace, describe
+from penstock.overseer.fleet_pace import FleetPace, find_bottleneck
 
 
 def update(steps: float, blocked_s: float = 0.0, wait_s: float = 1.0, update_s: float = 1.0) -> dict[str, float]:
@@ -23,7 +23,7 @@ def test_counters_are_compared_with_the_update_before():
         "fleet/blocked_fraction": 0.25,
     }
     assert pace.steps_per_s == 800.0
-    assert pace.bottleneck.startswith("learner idle 50%: simulators set the pace, 20 ms")
+    assert pace.bottleneck.words.startswith("learner idle 50%: simulators set the pace, 20 ms")
 
 
 def test_an_update_without_time_says_nothing():
@@ -31,12 +31,13 @@ def test_an_update_without_time_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("learner_idle", "inference_busy", "words"),
+    ("learner_idle", "inference_busy", "part", "words"),
     [
-        (0.05, 0.9, "learner busy 95%: it sets the pace"),
-        (0.5, 0.8, "learner idle 50%: inference is busy 80%"),
-        (0.5, 0.7, "learner idle 50%: simulators set the pace, 20 ms for a process's step"),
+        (0.05, 0.9, "learner", "learner busy 95%: it sets the pace"),
+        (0.5, 0.8, "inference", "learner idle 50%: inference is busy 80%"),
+        (0.5, 0.7, "simulators", "learner idle 50%: simulators set the pace, 20 ms for a process's step"),
     ],
 )
-def test_the_bottleneck_in_words(learner_idle, inference_busy, words):
-    assert describe(learner_idle, inference_busy, 0.02).startswith(words)
+def test_the_bottleneck_in_words(learner_idle, inference_busy, part, words):
+    found = find_bottleneck(learner_idle, inference_busy, 0.02)
+    assert found.part == part and found.words.startswith(words)

@@ -72,6 +72,8 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     status = read_status(run_dir / "status.json")
     assert status["state"] == "finished" and status["ledger"]["trained"] == 12 and closes(status["ledger"])
     assert status["bottleneck"].startswith("learner ")
+    said = [event["words"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "bottleneck"]
+    assert said and said[0].startswith("learner ")
     account = status["account"]
     assert account["started"] == sum(count for place, count in account.items() if place != "started")
     assert account["acting"] == account["buffered"] == account["waiting"] == 0

@@ -58,6 +58,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert names[0] == "start"
     assert names[-1] == "end"
     assert "parity" in names
+    assert "bottleneck" in names
 
     parts = [pq.read_table(path) for path in (run_dir / "rollouts").glob("part-*.parquet")]
     assert sum(part.num_rows for part in parts) >= 27

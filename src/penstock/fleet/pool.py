@@ -383,13 +383,12 @@ class SimulatorPool:
         self._watch.drop(nursery.fileno())
         if not nursery.kill():
             self._tell_left_behind(nursery)
-        now_s = time.monotonic()
         for process in tuple(self._tickets.values()):
             if process.pid is not None:
                 kill_group(process.pid)
             self._bury(process, f"the nursery that started it is gone: {reason}", counted=False)
         end_descendants_of_nursery(nursery.pid)
-        verdict = self._nursery_record.failed(now_s)
+        verdict = self._nursery_record.failed(now_s := time.monotonic())
         if isinstance(verdict, Quarantine):
             self._fatal = RunFailed(f"the simulators' nursery: {verdict.reason}")
         else:

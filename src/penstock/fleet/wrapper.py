@@ -145,7 +145,7 @@ class RolloutWorkerWrapper:
         self._threads: list[threading.Thread] = []
         self._counts: dict[str, int] = {}
         self._moved = clock()
-        self._loads = 0
+        self._loads, self._swap_s = 0, 0.0
 
     def start(self) -> None:
         """Starts its threads and returns at once. Once in a life."""
@@ -217,6 +217,11 @@ class RolloutWorkerWrapper:
         version = self._runner.version
         weights = {} if version is None else {"fleet/weight_step": float(version.step)}
         return pipeline_metrics([self._monitor.report()]) | self.account().metrics() | self._gauges() | weights
+
+    @property
+    def swap_s(self) -> float:
+        """Seconds from the newest fetched arrays to a policy that decides with them; 0 before the first."""
+        return self._swap_s
 
     def _steps(self) -> StepCounts:
         return StepCounts() if self._cutter is None else self._cutter.counts()
@@ -330,7 +335,9 @@ class RolloutWorkerWrapper:
         except UnreachableError:
             self._stopping.wait(POLL_S)  # whoever serves the weights is being replaced: `wait_for` finds the next
             return
+        began = self._clock()
         self._runner.set_weights(version, arrays)
+        self._swap_s = self._clock() - began
         with self._weights_changed:
             self._loaded, self._loads = version, self._loads + 1
             self._weights_changed.notify_all()

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness"]
-"""`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns."""
+Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness", "simulators"]
+"""`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns;
+`simulators`: of a fleet."""
 
 BUSY = 0.10
 """A learner with less idle time than this sets the pace."""

@@ -214,6 +214,7 @@ class Conductor(LocalRun[RunConfig, Start, Components]):
         gauges = {"staleness_budget": float(self._config.replay.staleness_budget)}
         found, shares = find_bottleneck(idle, gauges, local=True)
         self._bottleneck = found.words
+        self._log.bottleneck(found.part, found.words)
         return shares
 
     def _save(self, step: int) -> None:

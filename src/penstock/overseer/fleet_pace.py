@@ -6,7 +6,7 @@ is busy; otherwise the simulators do.
 
 from collections.abc import Mapping
 
-from penstock.overseer.bottleneck import BUSY, BUSY_SUPPLIER
+from penstock.overseer.bottleneck import BUSY, BUSY_SUPPLIER, Bottleneck
 
 COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
 """What only grows, but where the replay buffer of many processes is begun anew, and counts from there."""
@@ -17,7 +17,7 @@ class FleetPace:
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
-        self.bottleneck = ""
+        self.bottleneck = Bottleneck()
         self.steps_per_s = 0.0
 
     def note(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -42,7 +42,7 @@ class FleetPace:
         workers = max(metrics.get("fleet/workers", 1.0), 1.0)
         inference = min(1.0, batches * metrics.get("fleet/inference_p50_s", 0.0) / whole_s / workers)
         idle = waited_s / whole_s
-        self.bottleneck = describe(idle, inference, metrics.get("fleet/step_p50_s", 0.0))
+        self.bottleneck = find_bottleneck(idle, inference, metrics.get("fleet/step_p50_s", 0.0))
         return {
             "fleet/steps_per_s": self.steps_per_s,
             "time/idle/learner": idle,
@@ -51,8 +51,8 @@ class FleetPace:
         }
 
 
-def describe(learner_idle: float, inference_busy: float, step_s: float) -> str:
-    """The bottleneck in words.
+def find_bottleneck(learner_idle: float, inference_busy: float, step_s: float) -> Bottleneck:
+    """Which part sets the pace, and what helps.
 
     Args:
         learner_idle: Share of an update in which the learner waited.
@@ -60,16 +60,19 @@ def describe(learner_idle: float, inference_busy: float, step_s: float) -> str:
         step_s: Median seconds that a process takes for its simulators' step.
     """
     if learner_idle < BUSY:
-        return (
+        words = (
             f"learner busy {1 - learner_idle:.0%}: it sets the pace: train fewer epochs (learner.epochs), a smaller "
             "network, or on a faster device"
         )
+        return Bottleneck("learner", words)
     if inference_busy > 1 - BUSY_SUPPLIER:
-        return (
+        words = (
             f"learner idle {learner_idle:.0%}: inference is busy {inference_busy:.0%}: raise fleet.batch_size, or "
             "shrink the network (model)"
         )
-    return (
+        return Bottleneck("inference", words)
+    words = (
         f"learner idle {learner_idle:.0%}: simulators set the pace, {1000 * step_s:.3g} ms for a process's step: more "
         "of them (fleet.envs_per_worker) or more cores"
     )
+    return Bottleneck("simulators", words)

@@ -29,7 +29,7 @@ class FleetUpdates:
     @property
     def bottleneck(self) -> str:
         """What set the pace lately, in words."""
-        return self._pace.bottleneck
+        return self._pace.bottleneck.words
 
     @property
     def steps_per_s(self) -> float:
@@ -51,6 +51,7 @@ class FleetUpdates:
         values |= self._pace.note(values)
         self.step = self._log.step = step
         self.metrics = values
+        self._log.bottleneck(self._pace.bottleneck.part, self._pace.bottleneck.words)
         self._log.metrics(step, values)
         rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
         progress = self._log.progress

@@ -52,6 +52,7 @@ class RunLog:
         self.progress = progress
         self.step = 0
         self.failures, self.last_failure = 0, ""
+        self._bottleneck: str | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
@@ -65,6 +66,12 @@ class RunLog:
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
             self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+
+    def bottleneck(self, part: str | None, words: str) -> None:
+        """What set the pace of the last update; an event where that is another part than before. None: not known."""
+        if part not in (None, self._bottleneck):
+            self.event("bottleneck", part=part, words=words)
+            self._bottleneck = part
 
     def phase(self, words: str) -> None:
         """The run comes to another phase."""

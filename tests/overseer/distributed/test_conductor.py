@@ -273,8 +273,9 @@ def test_what_its_machine_tells_to_end_drains_and_is_replaced(run_dir: Path, nam
         run.until(lambda: run.launcher.incarnations(name) == [0, 1], "replacement")
         run.end()
     assert run.conductor.complete and not run.events("rewind")
-    (death,) = run.events("component_death")
-    assert (death["component"], death["reason"]) == (name, "it was told to end, and drained")
+    (drained,) = run.events("component_drained")
+    assert (drained["component"], drained["reason"]) == (name, "it was told to end, and drained")
+    assert not run.events("component_death") and components(run)[name]["deaths"] == 0
 
 
 def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pytest.MonkeyPatch):

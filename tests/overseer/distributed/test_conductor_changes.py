@@ -133,15 +133,16 @@ def test_a_worker_whose_machine_goes_finishes_what_it_began_and_is_replaced(run_
         assert host is not None
         host.drain("SIGTERM")
         run.until(lambda: run.events("drain_notice"), "notice")
-        assert run.launcher.incarnations("rollout-1") == [0] and not run.events("component_death")
+        assert run.launcher.incarnations("rollout-1") == [0] and not run.events("component_drained")
         gate.open()
         run.until(lambda: run.launcher.incarnations("rollout-1") == [0, 1], "replacement")
         run.end()
     check_all_is_trained_once(run, 8)
-    (notice,), (death,) = run.events("drain_notice"), run.events("component_death")
+    (notice,), (drained,) = run.events("drain_notice"), run.events("component_drained")
+    assert not run.events("component_death")
     assert (notice["component"], notice["reason"]) == ("rollout-1#0", "SIGTERM")
-    assert (death["component"], death["incarnation"]) == ("rollout-1", 0)
-    assert death["reason"] == "it was told to end, and drained"
+    assert (drained["component"], drained["incarnation"]) == ("rollout-1", 0)
+    assert drained["reason"] == "it was told to end, and drained"
     assert set(gate.held) <= tickets(run.trained())
     assert all(gate.begun.count(ticket) == 1 for ticket in gate.held)
 

@@ -248,6 +248,7 @@ def test_a_run_is_scaled_while_it_goes_on(run_dir: Path):
         run.until(lambda: run.updates()[-1].get("fleet/weight_loads", 0) >= 4, "weights that the workers took")
         row = run.updates()[-1]
         assert row["weights/bytes_served"] >= row["fleet/weight_loads"] * model_bytes(run_dir) > 0
+        assert 0 < row["weights/swap_s"] < LIMIT_S
         assert row["replay/received_bytes"] > 0 and row["fleet/workers"] == 2
         ask_to_scale(run_dir, "rollout", 3, LIMIT_S)
         run.until(lambda: run.conductor.status()["numbers"].get("fleet/workers") == 3, "third worker")

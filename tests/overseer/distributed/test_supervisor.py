@@ -257,6 +257,17 @@ def test_a_component_that_was_told_to_end_by_its_machine_drains_and_is_replaced(
     assert world.losses == [("learner-0#0", "it was told to end, and drained")]
 
 
+def test_notices_of_machines_use_up_no_restarts():
+    world = World()
+    world.add("rollout-0")
+    for incarnation in range(20):
+        assert world.started("rollout-0")[-1] == incarnation
+        world.change("rollout-0", state="drained")
+        world.advance(5.0)
+    assert world.told("component_death") == [] and world.supervisor.metrics()["overseer/deaths_total"] == 0.0
+    assert [told["reason"] for told in world.told("component_drained")] == ["it was told to end, and drained"] * 20
+
+
 def test_a_finished_component_is_left_alone():
     world = World()
     world.add("learner-0", essential=True)

@@ -17,14 +17,16 @@ from penstock.types import RunFailed, UnreachableError
 DRAIN_CALL_S = 10.0
 """Longest call that asks a component to drain; it is repeated."""
 DRAINED = "drained"
-"""Why one ends that was asked to, and has finished what it began: no death."""
+"""Why one ends that the run asked to, and that has finished what it began: no death."""
+NOTICED = "it was told to end, and drained"
+"""Why one ends that its machine gave notice, and that has finished what it began: no death either."""
 
 
 class Lifecycle:
     """Moves members from one phase to the next; see `Supervisor` for the arguments.
 
     Attributes:
-        deaths: So many incarnations died or were ended.
+        deaths: So many incarnations died or were ended before they had drained.
         late: What came from those afterwards.
     """
 
@@ -94,10 +96,12 @@ class Lifecycle:
         """Begins to end the process of a member that is alive."""
         heartbeat, identity = member.heartbeat, member.identity
         assert heartbeat is not None and identity is not None  # it is alive
-        self.deaths += 1
-        member.deaths += 1
+        orderly = reason in (DRAINED, NOTICED)
+        if not orderly:
+            self.deaths += 1
+            member.deaths += 1
         member.reason = reason
-        kind = "component_drained" if reason == DRAINED else "component_death"
+        kind = "component_drained" if orderly else "component_death"
         self._on_event(kind, component=member.name, incarnation=identity.incarnation, reason=reason)
         self.late.expect(heartbeat.abandon())
         self._stragglers.forget(identity)
@@ -115,7 +119,8 @@ class Lifecycle:
         elif member.leaving and now_s > member.leave_by:
             self.end(member, f"not drained within {config.no_progress_s:g} s (overseer.no_progress_s)", now_s)
         elif condition.state == "drained":
-            self._died(member, "it was told to end, and drained", now_s)
+            self.end(member, NOTICED, now_s)
+            member.not_before = now_s + self._config.backoff_s
         elif member.is_stuck(config, now_s):
             self._died(member, f"no progress for {member.stuck_s(now_s):.0f} s at «{condition.doing}»", now_s)
         elif member.is_late_to_start(config, now_s):

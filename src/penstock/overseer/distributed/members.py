@@ -72,7 +72,7 @@ class Member:
         leave_by: When it is ended although it has not drained.
         draining: The call that asks it to drain.
         reason: Why it last died or was ended.
-        deaths: So many times it died or was ended.
+        deaths: So many times it died or was ended before it had drained.
     """
 
     spec: ComponentSpec

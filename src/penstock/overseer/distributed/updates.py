@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.overseer.bottleneck import Part, find_bottleneck
+from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.numbers import IdleShares
 from penstock.overseer.run_log import RunLog
@@ -50,7 +50,6 @@ class Updates:
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}
         self._idle = IdleShares()
-        self._named: Part | None = None
 
     def begin_at(self, step: int) -> None:
         """The learner begins with that version."""
@@ -70,9 +69,7 @@ class Updates:
         shares |= {f"time/idle/{name}": share for name, share in sorted(self._idle.of_components.items())}
         self.step, self.bottleneck = step, found.words
         self._log.step = step
-        if found.part not in (None, self._named):
-            self._log.event("bottleneck", part=found.part, words=found.words)
-            self._named = found.part
+        self._log.bottleneck(found.part, found.words)
         values = {**look.numbers(), **shares, **overseer, **metrics}
         self._log.metrics(step, values)
         progress = self._log.progress

@@ -147,7 +147,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
             float(condition.steps) if working else None,
             lived_s - blocked_s,
             blocked_s,
-            metrics=self._feed.metrics(),
+            metrics=self._feed.metrics() | {"weights/swap_s": self._worker.swap_s},
             facts=facts,
         )
 

@@ -1,0 +1,325 @@
+"""The API over real HTTP with the official client, and raw requests where the client would not misbehave."""
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import Future
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from penstock.inference import GenerationRequest, HttpServer, create_app
+from penstock.types import Decoding, fold
+
+TOKEN = "a test's token"
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def url(served_engine, codec):
+    app = create_app(served_engine, codec, "tiny", TOKEN, max_body_bytes=10_000, max_waiting=2)
+    server = HttpServer(app)
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0, timeout=WAIT_S) as client:
+        yield client
+
+
+@pytest.fixture
+def raw(url):
+    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=WAIT_S) as raw:
+        yield raw
+
+
+def direct(engine, prompt, seed, n=1, **decoding):
+    """What the engine says without HTTP."""
+    request = GenerationRequest(np.array(prompt, np.int32), Decoding(**decoding), seed, n)
+    return engine.submit([request])[0].result(WAIT_S)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "penstock"
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' does not exist"):
+        client.models.retrieve("gpt")
+
+
+def test_a_completion_is_the_engines_own_answer(client, served_engine, codec):
+    answer = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=9, seed=3, temperature=0.8, logprobs=1, n=2,
+        extra_body={"return_token_ids": True, "top_k": 50},
+    )  # fmt: skip
+    expected = direct(served_engine, codec.encode("hello"), fold(3, 0), 2, temperature=0.8, top_k=50,
+                      max_output_tokens=9)  # fmt: skip
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice, completion in zip(answer.choices, expected, strict=True):
+        assert choice.text == completion.text and choice.finish_reason == completion.finish_reason
+        assert choice.token_ids == completion.response_tokens.tolist()
+        assert choice.prompt_token_ids == list(b"hello")
+        assert choice.logprobs.token_logprobs == pytest.approx(completion.response_logprobs.tolist(), abs=1e-5)
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(choice.token_ids)
+    tokens = sum(len(c.response_tokens) for c in expected)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, tokens)
+    assert answer.usage.total_tokens == 5 + tokens
+    assert answer.system_fingerprint == "weights-2-7"
+
+
+def test_batches_and_token_id_prompts(client):
+    texts = client.completions.create(model="tiny", prompt=["ab", "c"], n=2, seed=1, max_tokens=3)
+    ids = client.completions.create(model="tiny", prompt=[[97, 98], [99]], n=2, seed=1, max_tokens=3)
+    one = client.completions.create(model="tiny", prompt=[97, 98], n=2, seed=1, max_tokens=3)
+    assert [c.text for c in texts.choices] == [c.text for c in ids.choices]
+    assert [c.text for c in one.choices] == [c.text for c in ids.choices[:2]]
+    assert [c.index for c in texts.choices] == [0, 1, 2, 3]
+    assert texts.usage.prompt_tokens == 3
+
+
+def test_a_seed_for_each_prompt_and_the_engines_whole_record(raw, served_engine, codec):
+    body = {"model": "tiny", "prompt": ["hello", "you"], "max_tokens": 9, "seeds": [3, 2**62], "n": 2}
+    choices = raw.post("/v1/completions", json=body | {"return_token_ids": True}).json()["choices"]
+    expected = [
+        *direct(served_engine, codec.encode("hello"), 3, 2, max_output_tokens=9),
+        *direct(served_engine, codec.encode("you"), 2**62, 2, max_output_tokens=9),
+    ]
+    for choice, completion in zip(choices, expected, strict=True):
+        assert choice["token_ids"] == completion.response_tokens.tolist()
+        assert choice["token_logprobs"] == pytest.approx(completion.response_logprobs.tolist(), abs=1e-5)
+        assert choice["weight_steps"] == [7] * len(completion.response_tokens)
+        assert (choice["oldest_weight_step"], choice["lineage"]) == (7, 2)
+    bare = raw.post("/v1/completions", json=body).json()["choices"][0]
+    assert set(bare) == {"index", "text", "finish_reason", "logprobs"}
+
+
+def test_a_logprob_that_is_not_finite_is_null(raw, served_engine, monkeypatch, codec):
+    (finished,) = direct(served_engine, codec.encode("a"), 0, max_output_tokens=2, stop_token_ids=(999,))
+    object.__setattr__(finished, "response_logprobs", np.array([np.nan, -0.5], np.float32))
+    future = Future()
+    future.set_result([finished])
+    monkeypatch.setattr(served_engine, "submit", lambda requests: [future])
+    body = {"model": "tiny", "prompt": "a", "return_token_ids": True, "logprobs": 1}
+    (choice,) = raw.post("/v1/completions", json=body).json()["choices"]
+    assert choice["token_logprobs"] == choice["logprobs"]["token_logprobs"] == [None, -0.5]
+
+
+def test_chat(client, served_engine, codec):
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], seed=5,
+        max_completion_tokens=7, logprobs=True, user="somebody", extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    (expected,) = direct(served_engine, codec.encode("user: hi\n"), fold(5, 0), max_output_tokens=7)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.token_ids == expected.response_tokens.tolist()
+    assert choice.weight_steps == [7] * 7 and choice.lineage == 2
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(
+        expected.response_logprobs.tolist(), abs=1e-5
+    )
+    assert answer.prompt_token_ids == list(b"user: hi\n")
+    assert answer.usage.prompt_tokens == 9
+
+
+def test_chat_without_a_limit_fills_the_room(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x" * 50}], extra_body={"stop_token_ids": [999]}
+    )
+    assert answer.usage.total_tokens == 64 and answer.choices[0].finish_reason == "length"
+
+
+def test_the_text_ends_before_the_stop_string(client):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 30, "seed": 4}
+    asked["extra_body"] = {"stop_token_ids": [999], "return_token_ids": True}
+    free = client.completions.create(**asked).choices[0]
+    at = next(i for i in range(1, 29) if max(free.token_ids[i : i + 2]) < 128)
+    stop = bytes(free.token_ids[at : at + 2]).decode()
+    ended = client.completions.create(**asked, stop=["never", stop]).choices[0]
+    assert ended.finish_reason == "stop" and stop not in ended.text
+    assert ended.token_ids == free.token_ids[: free.text.index(stop) and len(ended.token_ids)]
+    assert free.text.startswith(ended.text + stop)
+
+
+def test_without_a_seed_answers_differ(client):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 12}
+    assert client.completions.create(**asked).choices[0].text != client.completions.create(**asked).choices[0].text
+
+
+def test_tokenize_and_health(raw):
+    assert raw.post("/tokenize", json={"prompt": "ab"}).json() == {
+        "count": 2, "max_model_len": 64, "tokens": [97, 98],
+    }  # fmt: skip
+    messages = [{"role": "user", "content": "a"}]
+    assert raw.post("/tokenize", json={"messages": messages}).json()["tokens"] == list(b"user: a\n")
+    assert raw.post("/tokenize", json={}).status_code == 400
+    healthy = httpx.get(f"{raw.base_url}/health")  # no token needed
+    assert (healthy.status_code, healthy.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "message"),
+    [
+        ({"stream": True}, 400, "stream", "stream is not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+        ({"best_of": 3}, 400, "best_of", "not supported"),
+        ({"nonsense": 1}, 400, "nonsense", "Extra inputs"),
+        ({"temperature": "hot"}, 400, "temperature", "valid number"),
+        ({"temperature": -1}, 400, None, "temperature is -1"),
+        ({"top_p": 0}, 400, None, "top_p is 0"),
+        ({"max_tokens": 0}, 400, None, "max_output_tokens is 0"),
+        ({"n": 0}, 400, "n", "greater than or equal to 1"),
+        ({"logprobs": 5}, 400, "logprobs", "less than or equal to 1"),
+        ({"prompt": "x" * 64}, 400, None, "leaves no room"),
+        ({"prompt": []}, 400, "prompt", "at least one"),
+        ({"prompt": [1 << 40]}, 400, "prompt", "32 bits"),
+        ({"prompt": [300]}, 400, None, "token id 300"),
+        ({"prompt": ""}, 400, None, "prompt is empty"),
+        ({"model": "other"}, 404, "model", "does not exist"),
+    ],
+)
+def test_bad_requests_get_an_error_object(raw, change, status, param, message):
+    response = raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"} | change)
+    error = response.json()["error"]
+    assert response.status_code == status
+    assert error["param"] == param and message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_neutral_parameters_are_accepted(raw):
+    neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False}
+    assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1} | neutral).is_success
+
+
+def test_the_client_sees_the_refusal_of_streams(client):
+    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], stream=True)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, f"bearer {TOKEN}", "Bearer té"])
+def test_a_wrong_token_is_refused(url, header):
+    headers = {} if header is None else {b"authorization": header.encode()}
+    response = httpx.get(f"{url}/v1/models", headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_bodies_are_bounded_and_declared_as_json(raw):
+    assert raw.post("/v1/completions", json={"model": "x" * 20_000}).status_code == 413
+    chunks = (b"x" * 4000 for _ in range(5))  # no content-length
+    streamed = raw.post("/v1/completions", content=chunks, headers={"content-type": "application/json"})
+    assert streamed.status_code == 413
+    assert raw.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    broken = raw.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert (broken.status_code, "not JSON" in broken.json()["error"]["message"]) == (400, True)
+    assert raw.post("/v1/completions", json=[1]).status_code == 400
+
+
+def test_unknown_paths_get_an_error_object_too(raw):
+    for response, status in ((raw.get("/v2"), 404), (raw.get("/v1/completions"), 405)):
+        assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
+
+
+def test_too_many_responses_are_refused(raw):
+    body = {"model": "tiny", "prompt": ["a"] * 100, "n": 100}
+    assert "at most 4096" in raw.post("/v1/completions", json=body).json()["error"]["message"]
+
+
+class Watch(logging.Handler):
+    """Knows when a text has been logged."""
+
+    def __init__(self, text):
+        super().__init__()
+        self._text, self.seen = text, threading.Event()
+
+    def emit(self, record):
+        if self._text in self.format(record):
+            self.seen.set()
+
+
+def test_an_unexpected_error_is_an_error_object_and_logged(raw, served_engine, monkeypatch):
+    monkeypatch.setattr(served_engine, "submit", lambda requests: 1 / 0)
+    watch = Watch("ZeroDivisionError")
+    logging.getLogger("uvicorn.error").addHandler(watch)
+    try:
+        response = raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert watch.seen.wait(WAIT_S)  # logged with its traceback, after the answer
+    finally:
+        logging.getLogger("uvicorn.error").removeHandler(watch)
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error: ZeroDivisionError")
+
+
+class Held:
+    """Takes the engine's place in accepting requests; nothing is answered until the test says so."""
+
+    def __init__(self, engine, monkeypatch):
+        self.futures, self.arrived = [], threading.Semaphore(0)
+        monkeypatch.setattr(engine, "submit", self.submit)
+
+    def submit(self, requests):
+        futures = [Future() for _ in requests]
+        self.futures += futures
+        self.arrived.release()
+        return futures
+
+
+def test_overload_is_refused_while_other_requests_wait_and_the_loop_stays_free(
+    raw, url, served_engine, monkeypatch, codec
+):
+    finished = direct(served_engine, codec.encode("a"), 0, max_output_tokens=1)
+    held = Held(served_engine, monkeypatch)
+    body = {"model": "tiny", "prompt": "a"}
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    statuses = []
+
+    def ask():
+        statuses.append(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert all(held.arrived.acquire(timeout=WAIT_S) for _ in threads)
+    assert raw.get("/health").status_code == 200  # both requests hang, the loop does not
+    refused = raw.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+    for future in held.futures:
+        future.set_result(finished)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert statuses == [200, 200]
+
+
+def test_a_client_that_leaves_cancels_its_request(url, served_engine, monkeypatch):
+    held = Held(served_engine, monkeypatch)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+
+    async def leave():
+        async with httpx.AsyncClient(headers=headers) as client:
+            ask = asyncio.ensure_future(client.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a"}))
+            assert await asyncio.to_thread(held.arrived.acquire, timeout=WAIT_S)
+            ask.cancel()
+
+    asyncio.run(leave())
+    cancelled = threading.Event()
+    held.futures[0].add_done_callback(lambda _: cancelled.set())
+    assert cancelled.wait(WAIT_S) and held.futures[0].cancelled()
+
+
+def test_an_engine_that_failed_is_reported(raw, served_engine, monkeypatch):
+    monkeypatch.setattr(served_engine, "_failure", ValueError("device lost"))
+    response = raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+    assert response.status_code == 503 and "device lost" in response.json()["error"]["message"]
+    health = raw.get("/health")
+    assert health.status_code == 503 and "device lost" in health.json()["reason"]
+
+
+def test_an_aborted_response_is_an_error_not_an_answer(raw, served_engine, monkeypatch, codec):
+    (finished,) = direct(served_engine, codec.encode("a"), 0, max_output_tokens=1)
+    object.__setattr__(finished, "finish_reason", "aborted")
+    future = Future()
+    future.set_result([finished])
+    monkeypatch.setattr(served_engine, "submit", lambda requests: [future])
+    assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 503
