@@ -132,6 +132,9 @@ def _numbers(rounds: Rounds, player: str) -> str:
     if player == OURS:
         words += f", simulators {rounds.median(player, 'simulators_cpu'):.0%}"
         words += f"; {rounds.median(player, 'batch_slots_mean'):.1f} in a batch"
+        if rounds.workload.ideal in RATIOS:
+            steps, work = (rounds.median(player, name) for name in RATIOS.values())
+            words += f"; {steps:.3f} of independent processes' steps, {work:.3f} of their work"
     return words
 
 

@@ -19,12 +19,13 @@ START_S = 150.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A script, the modules that it needs, and in how many rounds it plays at most."""
+    """A script, the modules that it needs, in how many rounds it plays at most, and how long it may take to start."""
 
     script: str
     needs: tuple[str, ...]
     words: str
     most_rounds: int = 99
+    start_s: float = START_S
 
 
 PEERS = {
@@ -32,7 +33,7 @@ PEERS = {
     "pipes": Peer("pipe_loop.py", ("gymnasium", "numpy"), "pipes and fixed batches"),
     "rllib": Peer("rllib_runners.py", ("ray.rllib", "torch"), "RLlib EnvRunners"),
     "envpool": Peer("envpool_batch.py", ("envpool",), "EnvPool (C++), no policy"),
-    "sample_factory": Peer("sample_factory_loop.py", ("sample_factory", "torch"), "Sample Factory, trains", 1),
+    "sample_factory": Peer("sample_factory_loop.py", ("sample_factory", "torch"), "Sample Factory, trains", 1, 480.0),
 }
 
 
@@ -74,7 +75,8 @@ def peer(name: str, python: str, workload: Workload, seconds: float, warm_up_s: 
         "simulators": [(some.id, some.kwargs, some.count) for some in workload.simulators],
         "seconds": seconds, "warm_up_s": warm_up_s, "envpool": workload.envpool,
     }  # fmt: skip
-    return run([python, str(SCRIPTS / PEERS[name].script), json.dumps(play)], START_S + seconds + warm_up_s)
+    command = [python, str(SCRIPTS / PEERS[name].script), json.dumps(play)]
+    return run(command, PEERS[name].start_s + seconds + warm_up_s)
 
 
 def pythons_of(environments: list[Path]) -> dict[str, str]:

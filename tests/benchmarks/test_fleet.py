@@ -283,6 +283,7 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
         "slow_reset: others during reset, ratio": "reached",
     }
     assert "0.938 of the ideal" in printed and "main process   40% of a core" in printed
+    assert "0.860 of independent processes' steps, 0.940 of their work" in printed
     assert "penstock                              FAILED: no room" in printed
     assert "RLlib EnvRunners                      not installed: skipped" in printed
     assert (

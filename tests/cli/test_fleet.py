@@ -2,6 +2,7 @@
 
 import json
 
+import imageio.v3 as imageio
 import pytest
 from tests.cli.test_bad_input import expect_refusal
 
@@ -44,9 +45,10 @@ def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, tmp_path):
     assert "8 trained" in penstock("rollouts", "mine").stdout
     expect_refusal(penstock("serve", "mine/checkpoints/step-2"), "holds a control policy")
 
-    report = penstock("eval", "mine/checkpoints/step-2", "--n", "3", "--json")
+    report = penstock("eval", "mine/checkpoints/step-2", "--n", "3", "--video", "films", "--json")
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["tasks"]["cartpole"]["episodes"] == 3
+    assert imageio.imread(tmp_path / "films" / "cartpole.mp4", plugin="pyav").ndim == 4
 
     for command in ("eval", "serve"):
         expect_refusal(penstock(command, "mine"), "mine is a run directory", "mine/checkpoints/step-2")

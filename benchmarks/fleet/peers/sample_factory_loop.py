@@ -8,7 +8,7 @@ import time
 
 from playing import Play, tell
 
-START_S = 100.0
+START_S = 450.0
 
 
 def make_simulator(name, cfg=None, env_config=None, render_mode=None):
@@ -61,6 +61,9 @@ def watch(play: Play, runner) -> None:
     deadline_s = time.monotonic() + START_S
     while not sum(runner.env_steps.values()) and time.monotonic() < deadline_s:
         time.sleep(0.05)
+    if not sum(runner.env_steps.values()):
+        sys.stderr.write(f"the learner got no step within {START_S:g} s\n")
+        os._exit(1)
     time.sleep(play.warm_up_s)
     steps, begin_s, main_s = sum(runner.env_steps.values()), time.perf_counter(), time.process_time()
     time.sleep(play.seconds)
