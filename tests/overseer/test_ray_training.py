@@ -69,13 +69,25 @@ def closes(ledger: dict[str, int]) -> bool:
     return ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
-def test_cats_is_learned_as_in_one_process(tmp_path: Path):
+def test_cats_is_learned_as_in_one_process_though_the_run_was_stopped_on_the_way(tmp_path: Path):
+    """Components that die are the matter of tests/benchmarks/test_chaos.py."""
     run_dir = tmp_path / "run"
-    words = ["replay.groups_per_batch=8", "steps=160", f"--run-dir={run_dir}"]
-    with driver(run_dir, "cats", "runtime=ray", "rollout.workers=3", "inference.servers=2", *words) as run:
+    words = ["rollout.workers=3", "inference.servers=2", "replay.groups_per_batch=8", "steps=160"]
+    with driver(run_dir, "cats", *QUICK, *words, f"--run-dir={run_dir}") as run:
+        run.until(lambda: run.status().get("step", 0) >= 6, "sixth update")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 130, run.output()
+        assert not any(word in run.output() for word in ("raylet", "(pid=", "Traceback"))
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "stopped" and status["lineage"] == 0
+    assert closes(status["ledger"])
+    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert newest == status["step"] >= 6
+
+    with driver(run_dir, "--resume", str(run_dir)) as run:
         assert run.end() == 0, run.output()
     status = read_status(run_dir / "status.json")
-    assert status["state"] == "finished" and status["step"] == 160 and status["lineage"] == 0
+    assert status["state"] == "finished" and status["step"] == 160 and status["lineage"] == 1
     assert closes(status["ledger"]) and status["ledger"]["trained"] == 160 * 8 * 8
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "evaluation"]
     evaluations = {event["when"]: event["reward"]["cats"] for event in events}
@@ -83,30 +95,6 @@ def test_cats_is_learned_as_in_one_process(tmp_path: Path):
     assert evaluations["after"] >= 0.9
     assert {f"rollout-{i}" for i in range(3)} | {"inference-0", "inference-1"} <= status["components"].keys()
     assert all((run_dir / "logs" / f"{name}.jsonl").is_file() for name in status["components"])
-    assert not any(word in run.output() for word in ("raylet", "(pid=", "Traceback"))
-
-
-def test_a_run_that_was_drained_goes_on_where_it_was(tmp_path: Path):
-    """Components that die are the matter of tests/benchmarks/test_chaos.py."""
-    run_dir = tmp_path / "run"
-    words = ["cats", *QUICK, "rollout.workers=2", "overseer.checkpoint_every=5", "steps=100000"]
-    with driver(run_dir, *words, f"--run-dir={run_dir}") as run:
-        run.until(lambda: run.status().get("step", 0) >= 6, "sixth update")
-        run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 130, run.output()
-    status = read_status(run_dir / "status.json")
-    assert status["state"] == "stopped" and status["lineage"] == 0
-    assert closes(status["ledger"])
-    newest = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
-    assert newest == status["step"]
-
-    reached = status["step"]
-    words = ["--resume", str(run_dir), f"steps={reached + 5}"]
-    with driver(run_dir, *words) as run:
-        assert run.end() == 0, run.output()
-    status = read_status(run_dir / "status.json")
-    assert status["step"] == reached + 5 and status["lineage"] == 1
-    assert closes(status["ledger"])
 
 
 def run_on_cluster(
@@ -130,19 +118,36 @@ sys.exit(code)
     return run_dir
 
 
-def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
+OWN_CODE = """
+from penstock.environments.cats import CatsEnvironment
+
+class OwnAnimals(CatsEnvironment):
+    def __init__(self, seen: str) -> None:
+        super().__init__()
+        with open(seen, "a") as file:
+            file.write(f"{__file__}\\n")
+"""
+
+
+def test_two_machines_reached_through_ray_client_share_nothing_but_sockets_and_have_the_users_code(tmp_path: Path):
     """Two Ray nodes; learner and replay on one, engines and workers on the other: weights and rollouts cross.
 
     At staleness zero the server may leave no version out.
     """
     here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay", "curriculum")]
     there = [f"roles.{role}.resources.there=1" for role in ("inference", "rollout", "evaluator")]
+    port, own, seen = free_port(), tmp_path / "own", tmp_path / "seen"
+    own.mkdir()
+    (own / "own_animals.py").write_text(OWN_CODE)
+    environment = "curriculum.lessons.cats.environment"
     run_dir = run_on_cluster(
         tmp_path,
-        '{"num_cpus": 4, "resources": {"here": 100}}',
-        'cluster.add_node(num_cpus=4, resources={"there": 100})',
-        "{cluster.address}",
+        f'{{"num_cpus": 4, "resources": {{"here": 100}}, "ray_client_server_port": {port}}}',
+        f'cluster.add_node(num_cpus=4, resources={{"there": 100}})\nsys.path.insert(0, {str(own)!r})',
+        f"ray://127.0.0.1:{port}",
         "steps=6", "async=false", "rollout.workers=2", "weights.transport=arrow_flight", *here, *there,
+        f"ray.runtime_env.working_dir={own}", f"{environment}.env_class=own_animals.OwnAnimals",
+        f"{environment}.env_args.seen={seen}",
     )  # fmt: skip
     arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-6" / "model" / "model.safetensors")
     size = sum(array.nbytes for array in arrays.values())
@@ -152,7 +157,10 @@ def test_two_machines_share_nothing_but_sockets(tmp_path: Path):
     assert rows[-1]["weights/bytes_served"] >= 6 * size > 0  # versions 0 to 5
     status = read_status(run_dir / "status.json")
     assert status is not None and status["numbers"]["rollout_storage/received_bytes"] > 0
-    assert closes(status["ledger"])
+    assert status["state"] == "finished" and closes(status["ledger"])
+    driver, *components = sorted(set(seen.read_text().split()), key=lambda path: not path.startswith(str(own)))
+    assert driver == str(own / "own_animals.py")
+    assert components and all("runtime_resources" in path for path in components), components
 
 
 NODES_OF_ACTORS = """
@@ -201,35 +209,6 @@ def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path:
     assert not any(event["event"] == "component_death" for event in events)
     returns = {event["when"]: event["reward"]["cartpole"] for event in events if event["event"] == "evaluation"}
     assert returns["untrained"] < 60 < 90 < returns["after"], returns
-
-
-OWN_CODE = """
-from penstock.environments.cats import CatsEnvironment
-
-class OwnAnimals(CatsEnvironment):
-    def __init__(self, seen: str) -> None:
-        super().__init__()
-        with open(seen, "a") as file:
-            file.write(f"{__file__}\\n")
-"""
-
-
-def test_a_cluster_is_reached_through_ray_client_and_given_the_users_code(tmp_path: Path):
-    port = free_port()
-    head = f'{{"num_cpus": 4, "ray_client_server_port": {port}}}'
-    own, seen = tmp_path / "own", tmp_path / "seen"
-    own.mkdir()
-    (own / "own_animals.py").write_text(OWN_CODE)
-    run_dir = run_on_cluster(
-        tmp_path, head, f"sys.path.insert(0, {str(own)!r})", f"ray://127.0.0.1:{port}", "steps=2",
-        f"ray.runtime_env.working_dir={own}", "curriculum.lessons.cats.environment.env_class=own_animals.OwnAnimals",
-        f"curriculum.lessons.cats.environment.env_args.seen={seen}",
-    )  # fmt: skip
-    status = read_status(run_dir / "status.json")
-    assert status is not None and status["state"] == "finished" and status["step"] == 2
-    driver, *components = sorted(set(seen.read_text().split()), key=lambda path: not path.startswith(str(own)))
-    assert driver == str(own / "own_animals.py")
-    assert components and all("runtime_resources" in path for path in components), components
 
 
 def free_port() -> int:
