@@ -1,5 +1,7 @@
 """Weight swaps: between dispatches only, whole, and recorded token by token."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,14 +85,38 @@ def test_a_prompt_cached_under_old_weights_is_not_lent_to_new_requests(engine, m
 
 
 def test_only_the_newest_of_several_published_versions_is_served(engine, make_decoder, monkeypatch):
-    loaded, load = [], engine._batch._runner.load
-    monkeypatch.setattr(engine._batch._runner, "load", lambda decoder: (loaded.append(decoder), load(decoder))[1])
+    runner, loaded = engine._batch._runner, []
+    load = runner.load
+    monkeypatch.setattr(runner, "load", lambda weights: (loaded.append(weights), load(weights))[1])
     first, second = make_decoder(1), make_decoder(2)
     with engine._changed:  # the engine cannot look in between
         engine.set_weights(WeightVersion(0, 1), first)
         engine.set_weights(WeightVersion(0, 2), second)
     (completion,) = engine.submit([request()])[0].result(WAIT_S)
-    assert loaded == [second] and set(completion.weight_steps) == {2}
+    assert [weights.ends.embedding is second.embedding for weights in loaded] == [True]
+    assert set(completion.weight_steps) == {2}
+
+
+def test_generation_goes_on_while_weights_are_brought_into_their_form(engine, make_decoder, monkeypatch):
+    runner, begun, go_on = engine._batch._runner, threading.Event(), threading.Event()
+    prepare, unstacked_by = runner.prepare, []
+
+    def prepare_when_told(decoder):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        unstacked_by.append(threading.current_thread())
+        return prepare(decoder)
+
+    monkeypatch.setattr(runner, "prepare", prepare_when_told)
+    publisher = threading.Thread(target=engine.set_weights, args=(WeightVersion(0, 1), make_decoder(9)))
+    publisher.start()
+    assert begun.wait(WAIT_S)
+    (before,) = engine.submit([request()])[0].result(WAIT_S)
+    assert set(before.weight_steps) == {0} and engine.version == WeightVersion(0, 0)
+    go_on.set()
+    publisher.join(WAIT_S)
+    (after,) = engine.submit([request()])[0].result(WAIT_S)
+    assert set(after.weight_steps) == {1} and unstacked_by == [publisher]
 
 
 def test_a_new_lineage_is_recorded(engine, decoder):

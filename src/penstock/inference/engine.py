@@ -17,6 +17,7 @@ from concurrent.futures import Future
 import jax
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights
 from penstock.inference.meter import Meter
 from penstock.inference.requests import GenerationRequest, check_request
 from penstock.inference.responses import PendingRequest, Response
@@ -60,7 +61,7 @@ class InferenceEngine:
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[Response] = deque()
         self._served = version
-        self._next_weights: tuple[WeightVersion, Decoder] | None = None
+        self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
@@ -129,6 +130,9 @@ class InferenceEngine:
     def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
         """Serves these weights from the next dispatch on; responses that run go on with them.
 
+        They are brought into the form that they are served in here, while generation goes on: the swap itself, between
+        two dispatches, changes a reference.
+
         Args:
             version: Recorded for every token that they sample.
             decoder: Of the same shape as the first. Kept by reference: its arrays must not be donated.
@@ -140,7 +144,10 @@ class InferenceEngine:
             raise WeightsError("the new decoder's arrays differ in name, shape or dtype from the engine's")
         with self._changed:
             self._refuse_if_ended()
-            self._next_weights = (version, decoder)
+        prepared = self._batch.prepare(decoder)
+        with self._changed:
+            self._refuse_if_ended()
+            self._next_weights = (version, prepared)
             self._changed.notify_all()
 
     def wait_until_served(self, version: WeightVersion, timeout_s: float) -> None:
@@ -235,8 +242,8 @@ class InferenceEngine:
             taken = self._next_weights
         if taken is None:
             return
-        version, decoder = taken
-        self._batch.load(decoder)
+        version, weights = taken
+        self._batch.load(weights)
         with self._changed:
             self._served = version
             if self._next_weights is taken:  # a newer one that came meanwhile waits for the next turn

@@ -1,8 +1,8 @@
 """Owns what is on the device: the served weights and the cache; runs the compiled programs on them.
 
 `warm_up` compiles every shape that can occur, so that serving never compiles again. Used by one thread only, which is
-the only writer of weights and cache, on however many devices they lie. What runs when is decided elsewhere
-(`penstock.inference.engine`).
+the only writer of weights and cache, on however many devices they lie; any other may `prepare` weights meanwhile. What
+runs when is decided elsewhere (`penstock.inference.engine`).
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class ModelRunner:
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
-        self.load(decoder)
+        self.load(self.prepare(decoder))
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
     @property
@@ -45,9 +45,14 @@ class ModelRunner:
         """Positions that fit into the cache at present."""
         return self._cache.window
 
-    def load(self, decoder: Decoder) -> None:
-        """Serves these weights from the next program on. Cached keys and values stay as they are."""
-        self._weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
+    def prepare(self, decoder: Decoder) -> ServedWeights:
+        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
+        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
+        return jax.block_until_ready(weights)
+
+    def load(self, weights: ServedWeights) -> None:
+        """Serves these from the next program on: a reference changes. Cached keys and values stay as they are."""
+        self._weights = weights
 
     def resize(self, window: int) -> None:
         """Takes the cache to another of the configured windows, through those between (each a compiled step)."""

@@ -1,6 +1,7 @@
 """The responses that run at present, and how they move on: admission, one dispatch, departure.
 
-Joins the slots (host) with the runner (device). Used by the engine's thread only; knows no queue, lock or future.
+Joins the slots (host) with the runner (device). Used by the engine's thread only, but for `prepare`; knows no queue,
+lock or future.
 """
 
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.inference.admission import Admission, PrefixIndex, plan_admission
 from penstock.inference.config import EngineConfig
+from penstock.inference.decoding import ServedWeights
 from penstock.inference.meter import Meter
 from penstock.inference.responses import Response
 from penstock.inference.runner import ModelRunner
@@ -55,9 +57,13 @@ class RunningBatch:
         """Compiles every program; yields after each."""
         return self._runner.warm_up(self._slots.rows)
 
-    def load(self, decoder: Decoder) -> None:
-        """Serves these weights from the next program on; prompts cached before are not lent any more."""
-        self._runner.load(decoder)
+    def prepare(self, decoder: Decoder) -> ServedWeights:
+        """Weights as the programs take them; what runs goes on meanwhile. For any thread."""
+        return self._runner.prepare(decoder)
+
+    def load(self, weights: ServedWeights) -> None:
+        """Serves these from the next program on; prompts cached before are not lent any more."""
+        self._runner.load(weights)
         self._prefixes.clear()
         self._meter.add(weight_swaps=1)
 
