@@ -22,7 +22,7 @@ from penstock.rundir import (
     read_parquet,
     read_status,
 )
-from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, fold
+from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, SampleFragment, fold
 from tests.overseer.conftest import merged
 from tests.overseer.simulators import Guess
 
@@ -50,6 +50,14 @@ def tiny(changes: dict[str, Any] | None = None) -> FleetRunConfig:
 
 def closes(ledger: dict[str, int]) -> bool:
     return ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+
+
+def stored_fragments(run_dir: Path) -> list[SampleFragment]:
+    return [
+        record.rollout
+        for path in sorted((run_dir / "fragments").glob("*.parquet"))
+        for record in fragments_from_table(read_parquet(path))
+    ]
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -107,18 +115,28 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert "serve" not in text and "prompts" not in text and "lessons" not in text
 
 
+@pytest.mark.parametrize("memory", ["none", "gru"])
+def test_steps_that_are_too_old_are_cut_off_and_every_step_is_accounted_for(run_dir: Path, memory: str):
+    """A budget of zero versions: no fragment that was sent may hold steps of two."""
+    changes = {"steps": 8, "fleet": {"max_staleness": 0}, "model": {"memory": memory}, "evaluation": {"before": False}}
+    train(tiny(changes), run_dir, quiet=True)
+    status, stored = read_status(run_dir / "status.json"), stored_fragments(run_dir)
+    assert status["state"] == "finished" and status["ledger"]["trained"] == 8 * 4 and closes(status["ledger"])
+    assert closes(status["account"]) and status["account"]["stale"] > 0
+    assert any(fragment.length < 8 for fragment in stored), "shorter ones are trained on"
+    assert all(len(set(fragment.weight_steps)) == 1 for fragment in stored)
+    assert len(stored) == status["ledger"]["started"]
+    sent = status["account"]["sent"] + status["account"]["sent_faults"]
+    assert sum(fragment.length for fragment in stored) == sent, "one book continues the other, step by step"
+
+
 def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: Path):
     train(tiny({"steps": 4, "fleet": {"workers": 2}, "evaluation": {"before": False}}), run_dir, quiet=True)
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_started"]
     started = {(event["worker"], event["process"]): event for event in events}
     assert {(f"fleet-{worker}", process) for worker in (0, 1) for process in (0, 1)} <= started.keys()
     assert all(event["seed"] == fold(3, "simulators", 0, 0) for event in events if event["worker"] != "evaluator-0")
-    stored = [
-        record.rollout
-        for path in sorted((run_dir / "fragments").glob("*.parquet"))
-        for record in fragments_from_table(read_parquet(path))
-    ]
-    firsts = [fragment for fragment in stored if fragment.group_id.endswith(f"-{fragment.slot}-0")]
+    firsts = [fragment for fragment in stored_fragments(run_dir) if fragment.group_id.endswith(f"-{fragment.slot}-0")]
     assert firsts
     for fragment in firsts:
         worker = fragment.metadata.worker_id.partition(".")[0]
