@@ -25,7 +25,7 @@ SAMPLING = {
 BODIES = {
     "/v1/completions": [
         SAMPLING | {"prompt": "Who purrs?", "max_tokens": 3, "logprobs": 1},
-        SAMPLING | {"prompt": [[5, 6, 7], [8]], "max_tokens": 2},
+        SAMPLING | {"prompt": [[5, 6, 7], [8]], "max_tokens": 2, "least_weights": [0, 0]},
     ],
     "/v1/chat/completions": [
         SAMPLING | {

@@ -7,7 +7,6 @@ from tests.inference.fake_servers import serving
 from penstock.inference import (
     EngineContext,
     HttpServer,
-    InferenceEngine,
     RemoteContext,
     Server,
     ServerPool,
@@ -27,15 +26,6 @@ from penstock.types import (
 TOKEN = "a test's token"
 
 start = pytest.fixture(serving)
-
-
-@pytest.fixture(scope="module")
-def served_engine(decoder, codec, config):
-    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, config)
-    engine.start()
-    engine.wait_until_ready(120.0)
-    yield engine
-    engine.stop(30.0)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +172,10 @@ def test_a_session_stays_and_only_goes_where_it_is_told(start, codec):
         for _ in range(3):
             context.only("inference-1").generate(prompts("a"), 2, Decoding(), [1])
             context.for_session("talk").only("inference-1", 1).generate(prompts("a"), 2, Decoding(), [1])
-        assert sum(len(server.bodies) for server in servers) == 10 and len(servers[1].bodies) in (6, 10)
+        context.for_session("talk", WeightVersion(2, 9)).generate(prompts("a"), 1, Decoding(), [1])
+        newest = [body["least_weights"] for server in servers for body in server.bodies if "least_weights" in body]
+        assert newest == [[2, 9]]
+        assert sum(len(server.bodies) for server in servers) == 11 and len(servers[1].bodies) in (6, 11)
         with pytest.raises(UnreachableError, match="inference-1#0 does not live"):
             context.only("inference-1", 0).generate(prompts("a"), 1, Decoding(), [1])
     finally:

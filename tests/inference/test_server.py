@@ -189,6 +189,18 @@ def test_bad_requests_get_an_error_object(raw, change, status, param, message):
     assert set(error) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("least", "status"), [([2, 7], 200), ([2, 6], 200), ([1, 9], 200), ([3, 0], 200), ([2, 8], 503)]
+)
+def test_older_weights_than_were_asked_for_do_not_answer(raw, least, status):
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "least_weights": least}
+    answer = raw.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    if status == 503:
+        error = answer.json()["error"]
+        assert error["code"] == "weights_behind" and "[2, 8] were asked for" in error["message"]
+
+
 def test_neutral_parameters_are_accepted(raw):
     neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False}
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1} | neutral).is_success

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.inference import server_request as module
 from penstock.inference.routing import Target
 from penstock.inference.server_request import MalformedAnswer, requests_of
-from penstock.types import Decoding, EnvironmentFailure, GenerationCall
+from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
 
 
 def prompt(text):
@@ -30,11 +30,12 @@ def choice(index, text="x", **changes):
 def test_a_request_says_everything_that_is_asked_for(codec):
     (request,) = requests_of(
         call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y")), codec, "policy",
-        "talk", Target("inference-1"),
+        "talk", Target("inference-1"), WeightVersion(2, 40),
     )  # fmt: skip
     assert json.loads(request.body) == {
         "model": "policy", "prompt": [[97, 98], [99]], "n": 2, "seeds": [11, 12], "temperature": 0.7, "top_k": 5,
         "top_p": 0.9, "max_tokens": 30, "stop": ["x", "y"], "stop_token_ids": [256], "return_token_ids": True,
+        "least_weights": [2, 40],
     }  # fmt: skip
     assert request.tokens == 3 + 4 * 30
     assert (request.session, request.target) == ("talk", Target("inference-1"))
@@ -42,7 +43,7 @@ def test_a_request_says_everything_that_is_asked_for(codec):
 
 def test_stop_tokens_of_the_call_win_over_the_tokenizers(codec):
     (request,) = requests_of(call(stop_token_ids=(7, 9)), codec, "policy", None, None)
-    assert json.loads(request.body)["stop_token_ids"] == [7, 9]
+    assert json.loads(request.body)["stop_token_ids"] == [7, 9] and "least_weights" not in json.loads(request.body)
 
 
 def test_a_large_call_goes_in_several_requests(codec, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.inference.api_errors import ApiError
-from penstock.types import Decoding, fold
+from penstock.types import Decoding, WeightVersion, fold
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -73,6 +73,14 @@ class CompletionBody(_Body):
     max_tokens: int = 16
     logprobs: int | None = Field(default=None, ge=0, le=1)
     seeds: list[int] | None = None
+    least_weights: list[int] | None = Field(default=None, min_length=2, max_length=2)
+
+    def is_ahead_of(self, version: WeightVersion) -> bool:
+        """Whether `least_weights`, a lineage and a step, asks for newer weights than these of the same lineage."""
+        if self.least_weights is None:
+            return False
+        lineage, step = self.least_weights
+        return lineage == version.lineage and step > version.step
 
     @property
     def prompts(self) -> list[str | np.ndarray]:

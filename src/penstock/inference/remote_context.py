@@ -12,7 +12,7 @@ import numpy as np
 from penstock.inference.pool import ServerPool
 from penstock.inference.routing import Target
 from penstock.inference.server_request import ServerRequest, requests_of
-from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec
+from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
 
 
 class RemoteContext:
@@ -23,22 +23,28 @@ class RemoteContext:
         tokenizer: The policy's; the servers have the same.
         session: Its requests are one conversation, which stays with its server while that lives and accepts.
         target: Its requests go to this server only.
+        least: Servers with an older version of the same lineage do not answer its requests.
     """
 
     def __init__(
-        self, pool: ServerPool, tokenizer: TextCodec, session: str | None = None, target: Target | None = None
+        self,
+        pool: ServerPool,
+        tokenizer: TextCodec,
+        session: str | None = None,
+        target: Target | None = None,
+        least: WeightVersion | None = None,
     ) -> None:
         self._pool, self._tokenizer = pool, tokenizer
-        self._session, self._target = session, target
+        self._session, self._target, self._least = session, target, least
 
     @property
     def tokenizer(self) -> TextCodec:
         """The policy's tokenizer."""
         return self._tokenizer
 
-    def for_session(self, session: str) -> "RemoteContext":
-        """The context of one conversation, or of one group."""
-        return RemoteContext(self._pool, self._tokenizer, session, self._target)
+    def for_session(self, session: str, least: WeightVersion | None = None) -> "RemoteContext":
+        """The context of one conversation, or of one group, with no older weights than these."""
+        return RemoteContext(self._pool, self._tokenizer, session, self._target, least)
 
     def only(self, name: str, incarnation: int | None = None) -> "RemoteContext":
         """A context that asks one server only, also one that accepts nothing from others.
@@ -48,7 +54,7 @@ class RemoteContext:
             incarnation: Where it is given and does not live (any more), calls raise `UnreachableError` at once.
                 Otherwise they wait for another of that name, within the limit of a request.
         """
-        return RemoteContext(self._pool, self._tokenizer, self._session, Target(name, incarnation))
+        return RemoteContext(self._pool, self._tokenizer, self._session, Target(name, incarnation), self._least)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
@@ -83,7 +89,7 @@ class RemoteContext:
 
     def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
         try:
-            return requests_of(call, self._tokenizer, self._pool.model, self._session, self._target)
+            return requests_of(call, self._tokenizer, self._pool.model, self._session, self._target, self._least)
         except EnvironmentFailure as failure:
             return failure
 

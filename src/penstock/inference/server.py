@@ -98,6 +98,9 @@ class _Api:
     async def completions(self, request: Request) -> JSONResponse:
         """Continues prompts."""
         body = await self._read(request, CompletionBody)
+        if body.is_ahead_of(self._engine.version):
+            message = f"this server has weights of {self._engine.version}, and {body.least_weights} were asked for"
+            raise ApiError(503, message, param="least_weights", code="weights_behind")
         decoding = body.decoding(body.max_tokens)
         prompts = await run_in_threadpool(lambda: [self._render(prompt) for prompt in body.prompts])
         seeds = body.prompt_seeds(len(prompts))

@@ -15,7 +15,15 @@ import numpy as np
 
 from penstock.inference.routing import Target
 from penstock.inference.stopping import text_of
-from penstock.types import Completion, Decoding, EnvironmentFailure, FinishReason, GenerationCall, TextCodec
+from penstock.types import (
+    Completion,
+    Decoding,
+    EnvironmentFailure,
+    FinishReason,
+    GenerationCall,
+    TextCodec,
+    WeightVersion,
+)
 
 REQUEST_TOKENS = 16_384
 """A call with more tokens, prompts and longest responses together, goes in several requests, to several servers."""
@@ -53,9 +61,22 @@ class ServerRequest(Generic[_T_co]):
 
 
 def requests_of(
-    call: GenerationCall, tokenizer: TextCodec, model: str, session: str | None, target: Target | None
+    call: GenerationCall,
+    tokenizer: TextCodec,
+    model: str,
+    session: str | None,
+    target: Target | None,
+    least: WeightVersion | None = None,
 ) -> list[ServerRequest[list[list[Completion]]]]:
     """The requests that serve a call, in the order of its prompts.
+
+    Args:
+        call: What is asked for.
+        tokenizer: The policy's.
+        model: The servers' name for it.
+        session: See `ServerRequest`.
+        target: See `ServerRequest`.
+        least: A server with an older version of the same lineage does not answer; None: any will do.
 
     Raises:
         EnvironmentFailure: a prompt is not int32 [p].
@@ -69,7 +90,7 @@ def requests_of(
     decoding = call.decoding
     return [
         ServerRequest(
-            _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model),
+            _body(call.prompts[first:end], call.n, decoding, call.seeds[first:end], tokenizer, model, least),
             _tokens(call, first, end),
             _Reader(call.prompts[first:end], call.n, decoding.stop_strings, tokenizer),
             session,
@@ -105,6 +126,7 @@ def _body(
     seeds: Sequence[int],
     tokenizer: TextCodec,
     model: str,
+    least: WeightVersion | None,
 ) -> bytes:
     body: dict[str, Any] = {
         "model": model,
@@ -119,6 +141,8 @@ def _body(
         "stop_token_ids": list(decoding.stop_token_ids or tokenizer.stop_token_ids),
         "return_token_ids": True,
     }
+    if least is not None:
+        body["least_weights"] = [least.lineage, least.step]
     return json.dumps(body).encode()
 
 

@@ -21,8 +21,8 @@ class _Held:
 class ServingVersions:
     """Tells the issuer of the version that all servers have reached; it never goes back. Thread-safe.
 
-    A server that joins late with an older version holds nothing up that was admitted already; should it generate with
-    that, freshness decides.
+    A server that joins late with an older version holds nothing up that was admitted already, and does not answer for
+    it: requests say which version their ticket was admitted at.
 
     Args:
         issuer: Stamps tickets with the version.

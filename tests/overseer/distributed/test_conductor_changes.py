@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 
 from penstock.environments.cats import CatsEnvironment
 from penstock.overseer.distributed import supervisor
+from penstock.overseer.distributed.roles import rollout
+from penstock.overseer.distributed.roles.servers import servers_of
 from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.distributed.stragglers import Stragglers
+from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.run_opening import oversee
 from penstock.overseer.supervision import Crew
 from penstock.rollout import RolloutManager
 from penstock.rundir import read_events, read_status
-from penstock.types import RunFailed
+from penstock.types import RunFailed, WeightVersion
 from tests.overseer.distributed.test_conductor import LIMIT_S, Run, components, running
 
 HEALTHY_S, SLOW_S = 0.1, 2.0
@@ -145,6 +149,25 @@ def test_a_worker_whose_machine_goes_finishes_what_it_began_and_is_replaced(run_
     assert drained["reason"] == "it was told to end, and drained"
     assert set(gate.held) <= tickets(run.trained())
     assert all(gate.begun.count(ticket) == 1 for ticket in gate.held)
+
+
+def test_nothing_is_generated_with_weights_that_an_evaluation_holds_back(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Though no worker knows which server that is: it says so itself."""
+    monkeypatch.setattr(rollout, "servers_of", lambda view: [replace(s, accepting=True) for s in servers_of(view)])
+    evaluate = Evaluator.__call__
+
+    def evaluate_for_three_updates(self: Evaluator, version: WeightVersion) -> None:
+        run.until(lambda: run.conductor.step >= min(version.step + 3, 9), "updates during an evaluation")
+        evaluate(self, version)
+
+    monkeypatch.setattr(Evaluator, "__call__", evaluate_for_three_updates)
+    with running(run_dir, {"steps": 10}) as run:
+        run.end()
+    check_all_is_trained_once(run, 10)
+    ledger, numbers = run.conductor.status()["ledger"], run.conductor.status()["numbers"]
+    assert ledger["stale_step"] == 0 and numbers["inference_client/retries_total"] > 0
 
 
 @pytest.mark.slow

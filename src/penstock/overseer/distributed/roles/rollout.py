@@ -21,7 +21,7 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.replay import RemoteSink, RemoteTickets
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import InferenceContext, RolloutBatch, Ticket
+from penstock.types import InferenceContext, RolloutBatch, Ticket, WeightVersion
 
 
 class RolloutRole(ThreadedComponent):
@@ -99,7 +99,9 @@ class RolloutRole(ThreadedComponent):
     @contextmanager
     def _context_of(self, ticket: Ticket) -> Iterator[InferenceContext]:
         with self.activity.busy():
-            yield TimedContext(self._contexts.for_session(ticket.ticket_id), self.activity, self._count_answer)
+            least = WeightVersion(self._tickets.lineage, ticket.admitted_step)  # all servers that are free have it
+            context = self._contexts.for_session(ticket.ticket_id, least)
+            yield TimedContext(context, self.activity, self._count_answer)
 
     def _count_answer(self) -> None:
         self.answers += 1
