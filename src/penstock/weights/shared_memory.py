@@ -59,7 +59,8 @@ class SharedMemory:
 
     def write_marker(self, content: bytes) -> None:
         """See `WritableShelf.write_marker`."""
-        self._write(_MARKER, content, self._finish_copying)
+        self._finish_copying()  # first: once this thread gives the interpreter up, it waits long to be woken
+        self._write(_MARKER, content)
 
     def discard(self, names: set[str]) -> None:
         """See `WritableShelf.discard`. One segment that nobody reads stays for the next version."""
@@ -109,7 +110,7 @@ class SharedMemory:
             finally:
                 segment.give()
 
-    def _write(self, name: str, content: bytes, before: Callable[[], None] | None = None) -> None:
+    def _write(self, name: str, content: bytes) -> None:
         """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
         path = f"{self._folder.path}/{name}"
         aside = f"{path}.tmp"
@@ -119,8 +120,6 @@ class SharedMemory:
                 _write_all(descriptor, content)
             finally:
                 os.close(descriptor)
-            if before is not None:
-                before()
             os.replace(aside, path)
         except OSError as error:
             Path(aside).unlink(missing_ok=True)
