@@ -57,6 +57,15 @@ def test_what_is_written_is_read_again_from_its_own_row_only(space, seed):
     assert Spaces.from_values(Spaces(leaves, leaves).to_values()) == Spaces(leaves, leaves)
 
 
+@pytest.mark.parametrize("dtype", [",", "f4,f4", "(2,)f4", "", 4, None, "float999"])
+def test_a_leaf_whose_dtype_is_no_name_is_refused(dtype):
+    leaves = leaves_of(gym.Box(0, 1, (2,)), "observation")
+    values = Spaces(leaves, leaves).to_values()
+    values["actions"][0]["dtype"] = dtype
+    with pytest.raises(ConfigError, match="these are no spaces: .*(is no name of a dtype|not understood)"):
+        Spaces.from_values(values)
+
+
 def test_leaves_are_named_by_their_path_and_count_from_zero():
     space = gym.Dict(
         {

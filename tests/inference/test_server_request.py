@@ -117,7 +117,7 @@ def test_an_answer_that_does_not_fit_is_refused(codec, change, said):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"choices": 5}', b'{"choices": [[]]}',
-                                     b'{"choices": []}', b"[" * 100_000, b"\xff\xfe"])  # fmt: skip
+                                     b'{"choices": []}', b'{"choices": [5]}', b"[" * 100_000, b"\xff\xfe"])  # fmt: skip
 def test_what_is_no_answer_is_refused(codec, content):
     (request,) = requests_of(call(["a"], 1, [1]), codec, "policy", None, None)
     with pytest.raises(MalformedAnswer):

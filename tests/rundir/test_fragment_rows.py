@@ -174,6 +174,7 @@ def leaf(dtype="<f4", shape=(5, 4), size=80):
         ("observations", leaf(size=76), "part-9 holds no fragments: cannot reshape array of size 19"),
         ("observations", leaf(dtype="O"), "part-9 holds no fragments: a leaf is of dtype 'O'"),
         ("observations", leaf(dtype="nonsense"), "part-9 holds no fragments: data type 'nonsense' not understood"),
+        ("observations", leaf(dtype=",<f4"), "part-9 holds no fragments: ',<f4' is no name of a dtype"),
         ("logprobs", [None] * 4, "part-9 holds no fragments: there is a null among the elements"),
         ("timestamp", None, "part-9: column timestamp has 1 nulls where none may be: write its rows again"),
         ("task", None, "part-9: column task has 1 nulls"),

@@ -156,6 +156,8 @@ class _Reader:
     def __call__(self, content: bytes) -> list[list[Completion]]:
         try:
             choices = json.loads(content)["choices"]
+            if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+                raise ValueError("its choices are not a list of objects")
             if len(choices) != len(self.prompts) * self.n:
                 raise ValueError(f"{len(choices)} choices where {len(self.prompts)} x {self.n} were asked for")
             flat = [self._completion(index, choice) for index, choice in enumerate(choices)]

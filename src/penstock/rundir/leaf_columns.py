@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from penstock.rundir.columns import flattened, nested_column
 from penstock.types import InvalidRolloutError
+from penstock.types.spaces import dtype_named
 
 _LEAF = pa.struct(
     [
@@ -107,7 +108,7 @@ def _pieces(column: pa.Array) -> list[np.ndarray]:
 
 @cache
 def _dtype(text: str) -> np.dtype[Any]:
-    dtype = np.dtype(text)
+    dtype = dtype_named(text)
     if dtype.kind not in _NUMBERS:
         raise ValueError(f"a leaf is of dtype {text!r}, which is no number")
     return dtype

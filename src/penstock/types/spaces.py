@@ -5,6 +5,7 @@ A `gymnasium.Space` of any kind is a tree; each of its leaves is one array with 
 only these. `penstock.fleet` converts in both directions.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,22 @@ import numpy as np
 from penstock.types.errors import ConfigError
 
 LeafKind = Literal["box", "discrete", "multi_discrete", "multi_binary", "text"]
+
+_DTYPE = re.compile(r"[<>|=]?[A-Za-z][A-Za-z0-9_]{0,15}")
+
+
+def dtype_named(name: object) -> np.dtype[Any]:
+    """A dtype by a name that was read from somewhere, such as ``float32`` or ``<f4``.
+
+    NumPy itself takes more: with commas a text is a record, parts of which it evaluates.
+
+    Raises:
+        ValueError: it is no such name.
+        TypeError: NumPy knows none of that name.
+    """
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise ValueError(f"{name!r:.100} is no name of a dtype")
+    return np.dtype(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +146,6 @@ def _values(leaf: LeafSpace) -> dict[str, Any]:
 
 def _leaf(values: Mapping[str, Any]) -> LeafSpace:
     return LeafSpace(
-        str(values["name"]), values["kind"], tuple(map(int, values["shape"])), np.dtype(values["dtype"]).name,
+        str(values["name"]), values["kind"], tuple(map(int, values["shape"])), dtype_named(values["dtype"]).name,
         tuple(map(int, values["n"])), values["low"], values["high"], int(values["start"]),
     )  # fmt: skip
