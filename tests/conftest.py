@@ -3,12 +3,16 @@
 import gc
 import signal
 
+import hypothesis
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  (the hook below names it)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start so what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # how long one takes is the machine's matter
+hypothesis.settings.load_profile("untimed")
 
 _HOOK = install_import_hook(
     ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "tests.typecheck.checked"

@@ -149,8 +149,9 @@ def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: P
 
 def test_a_policy_learns_what_it_is_shown(run_dir: Path):
     evaluation = {"episodes": 16, "deterministic": False}
-    learner = {"discount": 0.0, "epochs": 4, "optimizer": {"learning_rate": 0.03}}
-    changes = {"steps": 80, "evaluation": evaluation, "learner": learner}
+    # Advantages of a policy that gets every reward are noise: normalised, they would take it apart again.
+    learner = {"discount": 0.0, "epochs": 4, "normalize_advantages": "none", "optimizer": {"learning_rate": 0.01}}
+    changes = {"steps": 60, "evaluation": evaluation, "learner": learner}
     summary = train(tiny(changes), run_dir, quiet=True)
     assert summary.untrained["guess"].reward_mean < 7 < 8.5 < summary.after["guess"].reward_mean
 
