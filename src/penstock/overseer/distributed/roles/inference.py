@@ -1,7 +1,7 @@
 """An inference server in a process of its own: engine, HTTP API, and a thread that fetches new weights.
 
-Generation goes on while weights are fetched; the swap takes one dispatch. A holder of the lease (an evaluation) keeps
-the server at its version for a limited time.
+Generation goes on while weights are fetched and prepared; the swap, between two dispatches, changes a reference. A
+holder of the lease (an evaluation) keeps the server at its version for a limited time.
 """
 
 import threading
