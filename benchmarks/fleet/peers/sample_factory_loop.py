@@ -8,7 +8,7 @@ import time
 
 from playing import Play, tell
 
-START_S = 450.0
+START_S, BATCH_S = 450.0, 60.0
 
 
 def make_simulator(name, cfg=None, env_config=None, render_mode=None):
@@ -57,20 +57,27 @@ def configuration(play: Play, folder: str):
 
 
 def watch(play: Play, runner) -> None:
-    """Reads the steps that the learner got, then ends the training."""
-    deadline_s = time.monotonic() + START_S
-    while not sum(runner.env_steps.values()) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    if not sum(runner.env_steps.values()):
-        sys.stderr.write(f"the learner got no step within {START_S:g} s\n")
-        os._exit(1)
+    """Reads the steps that the learner got, which come a batch at a time, from one batch to another; then ends it."""
+    next_batch(runner, START_S)
     time.sleep(play.warm_up_s)
-    steps, begin_s, main_s = sum(runner.env_steps.values()), time.perf_counter(), time.process_time()
+    steps, begin_s = next_batch(runner, BATCH_S)
+    main_s = time.process_time()
     time.sleep(play.seconds)
-    now = sum(runner.env_steps.values())
-    seconds = time.perf_counter() - begin_s
+    now, end_s = next_batch(runner, BATCH_S)
+    seconds = end_s - begin_s
     runner.told = {"steps_per_s": (now - steps) / seconds, "main_cpu": (time.process_time() - main_s) / seconds}
-    runner.cfg.train_for_seconds = 0
+    runner.cfg.train_for_seconds = -1  # compared, after the next batch, with a clock that stays at 0
+
+
+def next_batch(runner, limit_s: float) -> tuple[int, float]:
+    """Steps after the next batch, and when that was; ends the process where none comes."""
+    before, deadline_s = sum(runner.env_steps.values()), time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if (steps := sum(runner.env_steps.values())) > before:
+            return steps, time.perf_counter()
+        time.sleep(0.005)
+    sys.stderr.write(f"the learner got no step within {limit_s:g} s\n")
+    os._exit(1)
 
 
 def main(play: Play) -> None:
