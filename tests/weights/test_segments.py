@@ -1,4 +1,6 @@
 import gc
+import os
+import queue
 import threading
 import time
 import uuid
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.types import WeightsError, WeightVersion
+from penstock.weights import segments
 from penstock.weights.manifest import Manifest, describe
 from penstock.weights.segments import Copier, Segment, _cut, mapped_arrays, memory_folder, segment_bytes
 
@@ -132,4 +135,19 @@ def test_a_helper_that_finds_no_core_is_not_waited_for():
     assert time.monotonic() - began < 2.0
     np.testing.assert_array_equal(target, source)
     release.set()
+    copier.close()
+
+
+@pytest.mark.skipif(segments._core is None, reason="the system does not tell the core")
+def test_helpers_keep_off_the_core_of_the_thread_that_begins(monkeypatch):
+    allowed, copier, seen = os.sched_getaffinity(0), Copier(), queue.SimpleQueue()
+    core = max(allowed)
+    monkeypatch.setattr(segments, "_core", lambda: core)
+    monkeypatch.setattr(segments, "_copy", lambda pieces: seen.put(os.sched_getaffinity(0)))
+    source = np.zeros(30_000_000, np.uint8)
+    finish = copier.begin([(source, source)])
+    for _ in range(copier._helpers):
+        assert seen.get(timeout=5.0) == allowed - {core}
+    finish()
+    assert seen.get(timeout=5.0) == allowed == os.sched_getaffinity(0)
     copier.close()

@@ -5,14 +5,17 @@ is gone, and the system gives that lock back when a process dies, however it die
 whether it may write over a segment.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
 import stat
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,9 @@ _MOST_COPIERS = 4
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 1 << 20, 1 << 23
 _Piece = tuple[np.ndarray, np.ndarray, int, int]
 """To, from, first byte, last byte + 1."""
+
+_core = getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+"""The core that the calling thread is on."""
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once: touching fresh ones one by one takes ten times as long."""
@@ -92,7 +98,11 @@ class Segment:
 
 
 class Copier:
-    """Copies large memory with several threads: one core alone cannot use a machine's memory bandwidth."""
+    """Copies large memory with several threads: one core alone cannot use a machine's memory bandwidth.
+
+    Where the system tells, the threads keep off the core of the thread that begins: woken there, they would wait for
+    it, or it for them, while another core lies idle.
+    """
 
     def __init__(self) -> None:
         self._helpers = min(_MOST_COPIERS, os.cpu_count() or 1) - 1
@@ -104,7 +114,8 @@ class Copier:
         Whoever calls that copies along.
         """
         pieces = _cut(pairs, 1 + self._helpers)
-        helpers = [self._pool.submit(_copy, pieces) for _ in range(min(self._helpers, len(pieces) - 1))]
+        cores = _other_cores()
+        helpers = [self._pool.submit(_help, pieces, cores) for _ in range(min(self._helpers, len(pieces) - 1))]
 
         def finish() -> None:
             _copy(pieces)
@@ -136,6 +147,18 @@ def _cut(pairs: Iterable[tuple[np.ndarray, np.ndarray]], threads: int) -> deque[
             start += size
             left -= size
     return pieces
+
+
+def _other_cores() -> set[int]:
+    """Of those that this process may use, all but the one that this thread is on; none where that is not known."""
+    return os.sched_getaffinity(0) - {_core()} if _core is not None else set()
+
+
+def _help(pieces: deque[_Piece], cores: set[int]) -> None:
+    if cores:
+        with suppress(OSError):  # they were taken from the process meanwhile: it copies where it may
+            os.sched_setaffinity(0, cores)  # of this thread
+    _copy(pieces)
 
 
 def _copy(pieces: deque[_Piece]) -> None:
