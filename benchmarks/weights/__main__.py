@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights [--quick] [--sizes 25,500,2000]
 
-The whole takes about 9 minutes, and memory for ten times the largest size; sizes that the machine has no memory for
+The whole takes about 10 minutes, and memory for ten times the largest size; sizes that the machine has no memory for
 are skipped, and said. Arrays that arrive are compared with those that were published. Exits with 1 where a mark is
 missed.
 """
@@ -19,7 +19,7 @@ LOCAL_MS, SHARED, FLIGHT, FEWER_BYTES, FASTER = 1.0, 0.8, 0.9, 10.0, 1.0
 COPIES = 10
 """Arrays, two copies, two segments, three received sets, the place and the messages of raw Flight."""
 
-SMALL_MB, REPEATS = 100, 15
+SMALL_MB, REPEATS = 100, 10
 """Sizes up to this are measured so many times anew."""
 
 RATES = (1e-6, 1e-3)

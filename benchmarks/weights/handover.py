@@ -1,13 +1,13 @@
 """Seconds from `publish` to arrays in another process, for every transport, beside a memory copy and raw Flight.
 
-Every round does all of them, each round in another order: a disturbed second hurts all, and nobody always comes right
-after what warms caches and connections for it. The first rounds, in which memory is touched for the first time and
-connections are made, are left out; small sizes are measured several times anew, with other processes, memory and
-connections, since luck with those moves a figure by a tenth. Memory copy and raw Flight write to two places in turn,
-as nobody may write over the version before while it is read; raw Flight to one, where no cache holds either. "In all"
-is from `publish` to verified arrays, with the question for news. "Digests ready" is from `publish` to arrays without
-what digests take: the publisher is given the manifest, so that nothing hides behind them, and of the client's fetch
-its verification is taken off.
+Every round does all of them, Flight several times, each round in another order: a disturbed second hurts all, and
+nobody always comes right after what warms caches and connections for it. The first rounds, in which memory is touched
+for the first time and connections are made, are left out; small sizes are measured several times anew, with other
+processes, memory and connections, since luck with those moves a figure by a tenth. Memory copy and raw Flight write
+to two places in turn, as nobody may write over the version before while it is read; raw Flight to one, where no cache
+holds either. "In all" is from `publish` to verified arrays, with the question for news. "Digests ready" is from
+`publish` to arrays without what digests take: the publisher is given the manifest, so that nothing hides behind them,
+and of the client's fetch its verification is taken off.
 """
 
 import itertools
@@ -34,6 +34,9 @@ WARM_UP_ROUNDS = 3
 
 RAW = ("thrown away", "kept", "into arrays")
 """What raw Flight does with what it receives."""
+
+FLIGHT_TURNS = 3
+"""In every round, of Flight and of raw Flight into arrays: a mark is near their ratio, and single turns differ much."""
 
 _ARRAY_BYTES = 32 * 1024 * 1024
 _CROSSING = ("shared_memory", "arrow_flight", "checkpoint")
@@ -103,14 +106,17 @@ def _measure_once(
                 turns = [partial(_copy, arrays, copies[step % 2], measured)]
                 turns += [partial(_local, local, step, arrays, measured)]
                 for name, broadcaster in broadcasters.items():
-                    turns += [partial(_cross, name, broadcaster, fetcher, steps[name], arrays, measured)]
+                    crossing = partial(_cross, name, broadcaster, fetcher, steps[name], arrays, measured)
+                    turns += [crossing] * (FLIGHT_TURNS if name == "arrow_flight" else 1)
                 if "shared_memory" in transports:
                     name, broadcaster = "shared_memory", broadcasters["shared_memory"]
                     turns += [
                         partial(_cross_ready, name, broadcaster, fetcher, steps[name], arrays, manifest, measured)
                     ]
                 if "arrow_flight" in transports:
-                    turns += [partial(_raw, raw, configs["arrow_flight"], how, fetcher, measured) for how in RAW]
+                    for how in RAW:
+                        reading = partial(_raw, raw, configs["arrow_flight"], how, fetcher, measured)
+                        turns += [reading] * (FLIGHT_TURNS if how == "into arrays" else 1)
                 order.shuffle(turns)
                 for turn in turns:
                     turn()
