@@ -85,10 +85,10 @@ def test_a_model_tokenizer_or_environment_that_is_not_there(penstock, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_directory_is_never_overwritten(penstock, tmp_path):
+def test_a_run_directory_is_never_overwritten(penstock_process, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    expect_refusal(penstock("train", "cats", "--run-dir", "mine"), "mine exists already", "--resume")
+    expect_refusal(penstock_process("train", "cats", "--run-dir", "mine"), "mine exists already", "--resume")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
@@ -109,13 +109,13 @@ def test_a_model_directory_with_a_broken_config(penstock, tmp_path):
     expect_refusal(done, "gpt_neox")
 
 
-def test_the_traceback_is_there_for_those_who_ask(penstock):
-    done = penstock("train", "catz", PENSTOCK_TRACEBACK="1")
+def test_the_traceback_is_there_for_those_who_ask(penstock_process):
+    done = penstock_process("train", "catz", PENSTOCK_TRACEBACK="1")
     assert done.returncode == 2
     assert done.stderr.startswith("Traceback (most recent call last)")
     assert done.stderr.splitlines()[-1].startswith("penstock: no recipe named 'catz'")
 
 
-def test_a_path_with_an_equals_sign_is_a_path(penstock, tmp_path: Path):
+def test_a_path_with_an_equals_sign_is_a_path(penstock_process, tmp_path: Path):
     (tmp_path / "a=b.yaml").write_text("steps: x\n")
-    expect_refusal(penstock("train", "a=b.yaml"), "a=b.yaml: ")
+    expect_refusal(penstock_process("train", "a=b.yaml"), "a=b.yaml: ")

@@ -16,15 +16,15 @@ from penstock.types import (
 VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "doctor", "fleet"]
 
 
-def test_help_lists_what_exists(penstock):
-    done = penstock("--help")
+def test_help_lists_what_exists(penstock_process):
+    done = penstock_process("--help")
     assert done.returncode == 0 and done.stderr == ""
     after = done.stdout.partition("Commands:")[2]
     assert [line.split()[0] for line in after.splitlines() if line.startswith("  ")][:-1] == VERBS
 
 
-def test_without_a_command_there_is_help(penstock):
-    assert penstock().stdout == penstock("--help").stdout
+def test_without_a_command_there_is_help(penstock_process):
+    assert penstock_process().stdout == penstock_process("--help").stdout
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -34,14 +34,14 @@ def test_each_command_has_help_with_an_example(verb, capsys):
     assert f"Usage: penstock {verb}" in shown and f"Example: penstock {verb}" in shown
 
 
-def test_python_dash_m_is_the_same(penstock, monkeypatch, capsys):
+def test_python_dash_m_is_the_same(penstock_process, monkeypatch, capsys):
     import runpy
 
     monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
     with pytest.raises(SystemExit) as left:
         runpy.run_module("penstock", run_name="__main__")
     assert left.value.code == 0
-    assert capsys.readouterr().out == penstock("--version").stdout
+    assert capsys.readouterr().out == penstock_process("--version").stdout
 
 
 def test_recipes_lists_each_with_its_first_comment(penstock):
@@ -99,8 +99,8 @@ def test_a_dry_run_prints_a_recipe_with_the_memory_and_the_components(penstock, 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def test_doctor_finds_this_installation_sound(penstock):
-    done = penstock("doctor")
+def test_doctor_finds_this_installation_sound(penstock_process):
+    done = penstock_process("doctor")
     assert done.returncode == 0, done.stdout
     for check in ("python", "packages", "devices", "memory", "disk", "matrix product", "parity"):
         assert f" {check} " in done.stdout

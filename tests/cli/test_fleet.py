@@ -34,8 +34,8 @@ def test_a_mistake_with_a_fleet(penstock, tmp_path, words, parts):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, tmp_path):
-    done = penstock("train", "cartpole", *SMALL, "--run-dir", "mine")
+def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, penstock_process, tmp_path):
+    done = penstock_process("train", "cartpole", *SMALL, "--run-dir", "mine")
     assert done.returncode == 0, done.stderr
     assert "step 2/2  return " in done.stdout and "steps/s" in done.stdout and "tok/s" not in done.stdout
     assert "Return of episodes" in done.stdout and "penstock eval mine/checkpoints/step-2" in done.stdout

@@ -30,8 +30,8 @@ def answer(run_dir, capsys) -> Callable[..., str]:
     return ask
 
 
-def test_the_table_of_groups_from_a_process_of_its_own(penstock, run_dir):
-    table = penstock("rollouts", "mine", COLUMNS="80")
+def test_the_table_of_groups_from_a_process_of_its_own(penstock_process, run_dir):
+    table = penstock_process("rollouts", "mine", COLUMNS="80")
     assert table.returncode == 0 and table.stderr == ""
     assert [line.split()[1] for line in table.stdout.splitlines()[2:8]] == [
         "cats-0-2", "cats-0-10", "cats-0-3", "tools-0-0", "cats-0-1", "cats-0-0",
