@@ -185,7 +185,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
     behaviour = make_policy(seed=4)
     fragments = [make_fragment(behaviour, 5, seed, 7, ends={1: "terminated", 3: "truncated"}) for seed in (0, 1)]
     fragments[1] = replace(fragments[1], weight_steps=np.full(5, 5, np.int32))
-    config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none")
+    config = PpoConfig(vtrace=VTraceConfig(beyond_staleness=1), normalize_advantages="none", reward_scale=0.5)
     learner = ControlLearner(policy, config, 9)
     learner._step = 7  # noqa: SLF001 - so that versions differ
     steps, summary = preparer(config)(policy, learner._arrays(fragments))  # noqa: SLF001
@@ -197,7 +197,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
         following = np.array(values[1:])
         following[[1, 3]] = finals
         flags = [jnp.asarray(flag) for flag in (fragment.terminated, fragment.truncated, np.ones(5, bool))]
-        chain = Chain(jnp.asarray(fragment.rewards), values[:-1], jnp.asarray(following), *flags)
+        chain = Chain(0.5 * jnp.asarray(fragment.rewards), values[:-1], jnp.asarray(following), *flags)
         ratios = jnp.exp(logprobs - fragment.logprobs)
         expected = gae(chain, 0.99, 0.95) if column == 0 else vtrace(chain, ratios, 0.99, 0.95, VTraceClips())
         np.testing.assert_allclose(steps.advantages[:, column], expected.advantages, atol=1e-5)

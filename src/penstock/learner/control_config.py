@@ -90,10 +90,12 @@ class PpoConfig(_Frozen, frozen=True):
     Attributes:
         discount: γ.
         gae_lambda: λ of GAE and of V-trace.
+        reward_scale: Rewards are multiplied by this for the learner alone, so that returns come to some ones or tens:
+            else the loss of values drowns that of the policy. Values are in these units, statistics in the simulator's.
         clip: The ratio is clipped at 1 ± this.
         dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it; None: unbounded.
         value_clip: Values may move by this much in an update before their gradient ends; it is in the units of
-            returns. None: not clipped.
+            scaled returns. None: not clipped.
         epochs: How often an update goes through its batch.
         minibatches: Optimiser steps per epoch; each takes whole fragments.
         normalize_advantages: To mean 0 and deviation 1 over the trained steps of a ``minibatch`` or of the ``batch``.
@@ -115,6 +117,7 @@ class PpoConfig(_Frozen, frozen=True):
 
     discount: float = Field(default=0.99, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    reward_scale: float = Field(default=1.0, gt=0)
     clip: float = Field(default=0.2, gt=0, lt=1)
     dual_clip: float | None = Field(default=None, gt=1)
     value_clip: float | None = Field(default=None, gt=0)

@@ -105,7 +105,8 @@ def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) ->
     logprobs = _without_last(distribution).log_prob(arrays.actions)
     following = _next_values(policy, arrays, values, states)
     log_ratio = jnp.where(arrays.counted, logprobs - arrays.logprobs, 0.0)
-    chain = Chain(arrays.rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
+    rewards = arrays.rewards * config.reward_scale
+    chain = Chain(rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
     ratio = jnp.exp(log_ratio)
     estimates = _estimates(config, chain, ratio, arrays.old)
     bounded_ratio = correction_weight(config.correction, ratio.reshape(-1)).reshape(ratio.shape)

@@ -41,6 +41,20 @@ def test_a_time_limit_truncates_and_the_last_screen_is_shown(basic):
     assert observation["screen"].shape == (120, 160, 3)
 
 
+def test_pictures_are_averaged_over_squares_where_that_is_asked(basic):
+    small = make_simulator("vizdoom:basic", {"shrink": 4, "grey": True})
+    assert small.observation_space["screen"].shape == (30, 40, 1)
+    _, last, _, _, truncated = play(small, 3, NOTHING)
+    large = make_simulator("vizdoom:basic", {"grey": True})
+    shown = play(large, 3, NOTHING)[1]["screen"].astype(np.float64)
+    assert truncated and last["screen"][2, 3, 0] == int(shown[8:12, 12:16, 0].mean())
+    assert last["screen"].std() > 5 and last["gamevariables"] == basic.reset(seed=3)[0]["gamevariables"]
+    for simulator in (small, large):
+        simulator.close()
+    with pytest.raises(ConfigError, match="shrink is 7: it must divide 160 and 120"):
+        make_simulator("vizdoom:basic", {"shrink": 7})
+
+
 def test_a_shot_monster_terminates(basic):
     ends = [play(basic, seed, ATTACK)[1:] for seed in (0, 1)]
     _, reward, terminated, truncated = ends[1]

@@ -23,6 +23,7 @@ from typing import Any
 os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # the wrapper imports pygame, which greets on stdout
 
 import gymnasium
+import numpy as np
 import vizdoom
 from vizdoom.gymnasium_wrapper.base_gymnasium_env import VizdoomEnv
 
@@ -51,11 +52,12 @@ class VizdoomSimulator(gymnasium.Env[Any, Any]):
         max_buttons_pressed: So many at once; 0: any.
         resolution: Width and height of the screen, one of the engine's.
         grey: One channel instead of three.
+        shrink: Pictures are means over squares of so many pixels a side, which costs a policy as many times less.
         settings: More of the engine's, by their names in ``.cfg`` files (``doom_skill: 3``).
         render_mode: ``rgb_array`` or None.
 
     Raises:
-        ConfigError: no such scenario or resolution.
+        ConfigError: no such scenario or resolution, or `shrink` does not divide it.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 35}
@@ -67,11 +69,15 @@ class VizdoomSimulator(gymnasium.Env[Any, Any]):
         max_buttons_pressed: int = 1,
         resolution: str = "160x120",
         grey: bool = False,
+        shrink: int = 1,
         settings: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
         if resolution.upper() not in _RESOLUTIONS:
             raise ConfigError(f"vizdoom: resolution is {resolution!r}: it is one of {', '.join(_RESOLUTIONS).lower()}")
+        wide, high = map(int, resolution.lower().split("x"))
+        if shrink < 1 or wide % shrink or high % shrink:
+            raise ConfigError(f"vizdoom: shrink is {shrink}: it must divide {wide} and {high}")
         chosen = {"screen_resolution": f"RES_{resolution.upper()}", "screen_format": "GRAY8" if grey else "RGB24"}
         self._engine = VizdoomEnv(
             str(_scenario_file(scenario)),
@@ -82,7 +88,9 @@ class VizdoomSimulator(gymnasium.Env[Any, Any]):
         )
         self._engine.game.set_doom_config_path(os.devnull)
         self.render_mode = render_mode
-        self.observation_space, self.action_space = self._engine.observation_space, self._engine.action_space
+        self._shrink = shrink
+        self.observation_space = _shrunk_space(self._engine.observation_space, shrink)
+        self.action_space = self._engine.action_space
         self._shown: Any = None
         self._name = ""
 
@@ -95,25 +103,28 @@ class VizdoomSimulator(gymnasium.Env[Any, Any]):
         """A new episode; starts the engine where it does not run."""
         super().reset(seed=seed)
         if self._engine.game.is_running():
-            self._shown, said = self._engine.reset(seed=seed, options=options)
-            return self._shown, said
+            return self._first(*self._engine.reset(seed=seed, options=options))
         others = set(_engines().values())
         with _vanishing_folder():
-            self._shown, said = self._engine.reset(seed=seed, options=options)
+            first, said = self._engine.reset(seed=seed, options=options)
         for name in set(_engines().values()) - others:
             self._name = name
             _forget_shared_memory(name)
-        return self._shown, said
+        return self._first(first, said)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """`frame_skip` tics."""
         observation, reward, ended, timed_out, said = self._engine.step(action)
         if not ended:
-            self._shown = observation
-            return observation, float(reward), False, False, said
+            self._shown = _shrunk(observation, self._shrink)
+            return self._shown, float(reward), False, False, said
         truncated = bool(timed_out) and not self._engine.game.is_player_dead()
         last = {name: array.copy() if hasattr(array, "copy") else array for name, array in self._shown.items()}
         return last, float(reward), not truncated, truncated, said
+
+    def _first(self, observation: Any, said: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._shown = _shrunk(observation, self._shrink)
+        return self._shown, said
 
     def render(self) -> Any:
         """All screens that the engine draws, side by side."""
@@ -122,6 +133,35 @@ class VizdoomSimulator(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Ends the engine."""
         self._engine.close()
+
+
+def _shrunk_space(space: Any, shrink: int) -> Any:
+    """Of what `_shrunk` gives."""
+    if shrink == 1:
+        return space
+    pictures = {name: part for name, part in space.items() if _is_picture(part)}
+    smaller = {
+        name: gymnasium.spaces.Box(0, 255, (part.shape[0] // shrink, part.shape[1] // shrink, part.shape[2]), np.uint8)
+        for name, part in pictures.items()
+    }
+    return gymnasium.spaces.Dict({**space.spaces, **smaller})
+
+
+def _shrunk(observation: Any, shrink: int) -> Any:
+    """Pictures uint8 [height, width, channels] are averaged over squares; all else stays."""
+    if shrink == 1:
+        return observation
+    return {name: _averaged(part, shrink) if _is_picture(part) else part for name, part in observation.items()}
+
+
+def _is_picture(part: Any) -> bool:
+    return part.dtype == np.uint8 and len(part.shape) == 3
+
+
+def _averaged(picture: np.ndarray, shrink: int) -> np.ndarray:
+    high, wide, channels = picture.shape
+    squares = picture.reshape(high // shrink, shrink, wide // shrink, shrink, channels)
+    return squares.mean((1, 3), dtype=np.float32).astype(np.uint8)
 
 
 def _scenario_file(scenario: str) -> Path:
