@@ -177,7 +177,7 @@ def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path:
     """Learner, replay and a rollout worker on one node, the evaluator and the other rollout worker on the other one."""
     here = [f"roles.{role}.resources.here=1" for role in ("learner", "replay")]
     there = ["roles.evaluator.resources.there=1", "roles.rollout.resources.simulators=1"]  # each node has room for one
-    path, steps = tmp_path / "nodes.json", 30
+    path, steps = tmp_path / "nodes.json", 60
     run_dir = run_on_cluster(
         tmp_path,
         '{"num_cpus": 4, "resources": {"here": 100, "simulators": 1}}',
