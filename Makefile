@@ -43,7 +43,7 @@ test: lint
 	XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m slow --ignore=tests/fuzz
+	$(BIN)/pytest -m "(slow or attack) and not ray" --ignore=tests/fuzz
 
 fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
