@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.chaos import auditing, load, reporting
 from benchmarks.chaos.inflicting import Inflictor
+from benchmarks.chaos.invariants import some
 from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
 from benchmarks.chaos.slow_network import Proxy, free_port
 from benchmarks.chaos.small_disk import SmallDisk
@@ -219,9 +220,10 @@ def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: audi
         marks.add("the ledger closes, from the files alone", said, books.closed)
         told = sum(n for state, n in audit.told.items() if state != "started")
         marks.add("so does the ledger that the run told last", f"{told:,}", 0 < told == audit.told.get("started", 0))
-    marks.add("no sealed rollout is lost", auditing.some(audit.lost), not audit.lost)
+    marks.add("no rule of a run's files is broken", "; ".join(audit.violations), not audit.violations)
+    marks.add("no sealed rollout is lost", some(audit.lost), not audit.lost)
     marks.add("files damaged on purpose are put aside", ", ".join(audit.not_aside), not audit.not_aside)
-    marks.add("their rollouts are settled", auditing.some(audit.unsettled), not audit.unsettled)
+    marks.add("their rollouts are settled", some(audit.unsettled), not audit.unsettled)
     try:
         checkpoint, reward = auditing.held_out_reward(directory, config, 64)
     except PenstockError as error:

@@ -1,16 +1,15 @@
 """After the faults: what the run's files alone say of every rollout, and how good the policy became."""
 
-import random
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from benchmarks.chaos import file_damage
+from benchmarks.chaos.invariants import Books, books, violations
 from penstock.learner import newest_good_checkpoint
 from penstock.overseer import RunConfig, evaluate
-from penstock.replay import FATES, History, RolloutStore
+from penstock.replay import RolloutStore
 from penstock.rundir import RunDirectory
 from penstock.rundir.storage import DAMAGED
 from penstock.types import RunDirectoryError
@@ -42,41 +41,6 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Books:
-    """Every rollout that the files know of, by state.
-
-    Attributes:
-        started: So many were begun.
-        states: How many are in which state; what has no fate waits if it is sealed, else it is in flight.
-        of: The state by rollout.
-    """
-
-    started: int
-    states: dict[str, int]
-    of: dict[str, str]
-
-    @property
-    def closed(self) -> bool:
-        """Whether what was started is the sum over the states, and no state is unknown."""
-        return self.started == sum(self.states.values()) and self.states.keys() <= {*FATES, "waiting", "in_flight"}
-
-
-def books(history: History) -> Books:
-    """The ledger, from the files alone: starts, sealed rollouts, fates."""
-    started = {f"{ticket}/{index}" for ticket, size in history.started.items() for index in range(size)}
-    known = started | history.sealed.keys() | history.fates.keys()
-    of = {rollout_id: _state(history, rollout_id) for rollout_id in known}
-    return Books(len(started), dict(Counter(of.values())), of)
-
-
-def _state(history: History, rollout_id: str) -> str:
-    logged = history.fates.get(rollout_id)
-    if logged is not None and logged.fate != "waiting":
-        return logged.fate
-    return "waiting" if rollout_id in history.sealed or logged is not None else "in_flight"
-
-
-@dataclass(frozen=True)
 class Audit:
     """What was found.
 
@@ -87,6 +51,7 @@ class Audit:
         lost: Rollouts that were noted and are in no file, nor in one that was damaged on purpose.
         unsettled: Rollouts of files damaged on purpose that neither are settled nor were saved into another file.
         not_aside: Files damaged on purpose that are not in ``damaged/``.
+        violations: See `benchmarks.chaos.invariants`.
         unreadable: Why the files cannot be read; empty where they can.
     """
 
@@ -96,6 +61,7 @@ class Audit:
     lost: tuple[str, ...] = ()
     unsettled: tuple[str, ...] = ()
     not_aside: tuple[str, ...] = ()
+    violations: tuple[str, ...] = ()
     unreadable: str = ""
 
 
@@ -123,6 +89,7 @@ def audit(directory: RunDirectory, noted: set[str], corrupted: dict[str, list[st
         tuple(sorted(noted - history.sealed.keys() - damaged)),
         tuple(sorted(i for i in damaged - history.sealed.keys() if found.of.get(i) not in settled)),
         tuple(sorted(corrupted.keys() - aside)),
+        tuple(violations(directory, damaged)),
     )
 
 
@@ -135,9 +102,3 @@ def held_out_reward(directory: RunDirectory, config: RunConfig, n: int) -> tuple
     local = config.model_copy(update={"runtime": "local"})
     report = evaluate(checkpoint, local, n=n)
     return checkpoint, report.lessons["cats"].reward_mean.value
-
-
-def some(ids: tuple[str, ...]) -> str:
-    """A few of many."""
-    shown = random.Random(0).sample(ids, min(3, len(ids)))
-    return f"{len(ids)} ({', '.join(shown)}{', …' if len(ids) > 3 else ''})" if ids else "none"

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from benchmarks.chaos import __main__ as benchmark
-from benchmarks.chaos import auditing, clocks, file_damage, inflicting, reporting, small_disk
+from benchmarks.chaos import auditing, clocks, file_damage, inflicting, invariants, reporting, small_disk
 from benchmarks.chaos.schedule import KINDS, LONGEST_CALM_S, make_schedule
 from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
 from benchmarks.chaos.watching import Effect, in_words
@@ -217,15 +217,15 @@ HISTORY = History(
 
 
 def test_the_books_close_over_every_rollout_that_was_started():
-    found = auditing.books(HISTORY)
+    found = invariants.books(HISTORY)
     assert found.closed and found.started == 4
     assert found.states == {"trained": 1, "waiting": 2, "in_flight": 1}
 
 
 def test_a_rollout_that_nobody_started_or_of_an_unknown_state_keeps_the_books_open():
     sealed = {**HISTORY.sealed, "c/0": SealedRollout("c/0", "c", VERSION)}
-    assert not auditing.books(replace(HISTORY, sealed=sealed)).closed
-    assert not auditing.books(replace(HISTORY, fates={"a/0": LoggedFate("mislaid", VERSION)})).closed
+    assert not invariants.books(replace(HISTORY, sealed=sealed)).closed
+    assert not invariants.books(replace(HISTORY, fates={"a/0": LoggedFate("mislaid", VERSION)})).closed
 
 
 class Store:
@@ -237,6 +237,7 @@ class Store:
 
 def test_what_was_noted_must_be_there_or_damaged_on_purpose_put_aside_and_settled(monkeypatch, tmp_path):
     monkeypatch.setattr(auditing, "RolloutStore", Store)
+    monkeypatch.setattr(auditing, "violations", lambda directory, damaged: [f"{len(damaged)} damaged"])
     directory = auditing.RunDirectory(tmp_path)
     noted, told = {"a/0", "b/1", "c/0"}, {"started": 4}
     assert auditing.audit(directory, noted, {}, told).lost == ("b/1", "c/0")
