@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos import auditing, load, reporting
+from benchmarks.chaos import auditing, load, memory, reporting
 from benchmarks.chaos.inflicting import Inflictor
 from benchmarks.chaos.invariants import some
 from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
@@ -37,6 +37,8 @@ START_S = 300.0
 """Longest time until the first update."""
 BAR_UPDATES = 20
 """The bar is passed when the mean training reward of so many updates is."""
+CHECKPOINTS_MIB = 64
+"""Of the disk of checkpoints."""
 MARGIN = 0.02
 """And by so much, before the run is stopped."""
 
@@ -154,10 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         disk = stack.enter_context(SmallDisk(scratch / "disk", 128 + int(32 * options.minutes)))
-        if not disk.can_be_full:
-            options.kinds = [kind for kind in options.kinds if kind != "full disk"]
+        checkpoints = stack.enter_context(SmallDisk(disk.folder / "run" / "checkpoints", CHECKPOINTS_MIB))
+        if not checkpoints.can_be_full:
+            options.kinds = [kind for kind in options.kinds if not kind.startswith("full")]
         print(f"{len(options.kinds)} kinds of faults, seed {options.seed}; {disk.in_words()}", flush=True)
-        story, failure, audit, config, directory = run_it(options, scratch, disk)
+        story, failure, audit, config, directory = run_it(options, scratch, disk, checkpoints)
         print_marks(options, marks, story, failure)
         print_audit(options, marks, audit, config, directory)
     print("\nMarks\n" + "\n".join(marks.lines) + f"\nEvery fault is in {options.out}, the overseer's events beside it.")
@@ -167,16 +170,17 @@ def main(arguments: list[str] | None = None) -> int:
 Outcome = tuple[Story, str, auditing.Audit, RunConfig, RunDirectory]
 
 
-def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk) -> Outcome:
+def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk, checkpoints: SmallDisk) -> Outcome:
     """The run with all faults, to its end: its story, how it failed, what its files say."""
     clock_folder = scratch / "clocks"
     clock_folder.mkdir()
     weights_port, failure = free_port(), ""
+    memory.watch_memory()
     with Proxy(weights_port) as proxy:
         config = load.configuration(options.learning_rate, options.groups, weights_port, proxy.port)
         with load.wired(config, disk.folder / "run", clock_folder) as run:
             notes = auditing.Notes(run.directory)
-            inflictor = Inflictor(run, Watch(run), disk, proxy, clock_folder, options.bound)
+            inflictor = Inflictor(run, Watch(run), disk, checkpoints, proxy, clock_folder, options.bound)
             chaos = Chaos(options, run, inflictor, notes)
             chaos.thread.start()
             try:
@@ -202,6 +206,10 @@ def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Stor
     marks.add("the run came to its end in good order", failure or story.failure, not failure and not story.failure)
     few = [f"{kind} {counts[kind]}" for kind in options.kinds if counts[kind] < options.each]
     marks.add(f"at least {options.each} faults of each kind", ", ".join(few), not few)
+    idle = [f"{effect.number} {effect.kind}" for effect in story.effects if not effect.struck]
+    marks.add("every fault struck", ", ".join(idle), not idle)
+    unnamed = [f"{effect.number}" for effect in story.effects if effect.kind == "out of memory" and not named(effect)]
+    marks.add("a death for want of memory is called that", ", ".join(unnamed), not unnamed)
     alone = [told for effect in story.effects[1:] for told in effect.before if told.startswith("component_death")]
     marks.add("no death without a fault", "; ".join(alone), not alone)
     stuck = [f"{effect.number} {effect.kind}" for effect in story.effects if not effect.recovered]
@@ -209,6 +217,11 @@ def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Stor
     marks.add(f"every recovery within {options.bound:g} s", ", ".join(stuck) or f"{worst:.1f} s at most", not stuck)
     calm = story.longest_calm_s
     marks.add(f"an update every {options.calm:g} s where there is no fault", f"{calm:.1f} s", calm <= options.calm)
+
+
+def named(effect: Effect) -> bool:
+    """Whether the overseer says why the components were ended."""
+    return any("OutOfMemory" in told for told in effect.events)
 
 
 def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: auditing.Audit, config, directory) -> None:

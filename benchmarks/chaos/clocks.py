@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos import memory
+
 LOOK_S = 0.05
 """A new offset is noticed so soon."""
 
@@ -66,7 +68,7 @@ def follow(path: Path) -> None:
 
 
 def components(folder: Path) -> dict[str, Any]:
-    """A factory for each role, whose components have clocks that `set_offset` sets.
+    """A factory for each role, whose components have clocks that `set_offset` sets, and take memory when told to.
 
     Args:
         folder: Where the offsets stand; not in the run directory, whose disk may be full.
@@ -78,7 +80,8 @@ def components(folder: Path) -> dict[str, Any]:
 
 
 def make(role: str, folder: str, around: Any, settings: Mapping[str, Any]) -> Any:
-    """A component like any other of its role, with a clock of its own."""
+    """A component like any other of its role, with a clock of its own, which takes memory where it is told to."""
     follow(Path(folder) / around.identity.name)
+    memory.follow(Path(folder) / f"{around.identity.name}.memory")
     module = importlib.import_module(f"penstock.overseer.distributed.roles.{role}")
     return getattr(module, f"make_{role}")(around, settings)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.chaos import clocks, file_damage
+from benchmarks.chaos import clocks, file_damage, memory
 from benchmarks.chaos.load import INFERENCE_SERVERS, ROLLOUT_WORKERS, Run
 from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
@@ -38,6 +38,7 @@ class Inflictor:
         run: To whom.
         watch: Sees what they do.
         disk: Of the run directory.
+        checkpoints: Of its checkpoints alone.
         proxy: Between the weight server and its clients.
         clock_folder: See `clocks.components`.
         bound_s: Longest time for a recovery.
@@ -47,12 +48,20 @@ class Inflictor:
     """
 
     def __init__(
-        self, run: Run, watch: Watch, disk: SmallDisk, proxy: Proxy, clock_folder: Path, bound_s: float
+        self,
+        run: Run,
+        watch: Watch,
+        disk: SmallDisk,
+        checkpoints: SmallDisk,
+        proxy: Proxy,
+        clock_folder: Path,
+        bound_s: float,
     ) -> None:
         self.corrupted: dict[str, list[str]] = {}
         self._run = run
         self._watch = watch
         self._disk = disk
+        self._checkpoints = checkpoints
         self._proxy = proxy
         self._clock_folder = clock_folder
         self._bound_s = bound_s
@@ -101,7 +110,11 @@ class Inflictor:
             case ["corrupt", "rollouts"]:
                 return self._corrupt_rollouts(fault, effect)
             case ["full", "disk"]:
-                return self._for_a_while(fault, effect, self._fill, self._disk.free)
+                return self._for_a_while(fault, effect, self._fill, self._free)
+            case ["full", "checkpoints"]:
+                return self._fill_while_a_checkpoint_is_written(fault, effect)
+            case ["out", "of", "memory"]:
+                return self._take_memory(effect)
             case ["slow", "network"]:
                 return self._for_a_while(fault, effect, lambda: self._network(SLOW), lambda: self._network(CLEAR))
             case ["broadcaster", "restart"]:
@@ -118,8 +131,12 @@ class Inflictor:
             case ["clock", "jump"]:
                 role = CLOCK_ROLES[self._jumps % len(CLOCK_ROLES)]
                 return f"{role}-{int(fault.choice * COUNTS.get(role, 1))}"
+            case ["out", "of", "memory"]:
+                return f"rollout-{int(fault.choice * ROLLOUT_WORKERS)}"
             case ["full", "disk"]:
                 return "run directory"
+            case ["full", "checkpoints"]:
+                return "checkpoints"
             case ["slow", "network"]:
                 return "weights"
             case _:
@@ -195,7 +212,50 @@ class Inflictor:
         return []
 
     def _fill(self) -> str:
+        self._checkpoints.fill()
         return f"{self._disk.fill() / 1e6:.1f} MB of ballast"
+
+    def _free(self) -> None:
+        self._checkpoints.free()
+        self._disk.free()
+
+    def _fill_while_a_checkpoint_is_written(self, fault: Fault, effect: Effect) -> list[str]:
+        """Leaves room for half a checkpoint, so that the next one begins and cannot be finished."""
+        folder, full = self._run.directory.checkpoints, self._watch.count("disk_full")
+        if self._watch.wait(lambda: file_damage.newest_checkpoint(folder) is not None, self._bound_s) is None:
+            raise TimeoutError(f"{folder} has no two checkpoints")
+        newest = file_damage.newest_checkpoint(folder)
+        assert newest is not None  # that was waited for
+        half = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) // 2
+        started = time.monotonic()
+        try:
+            self._checkpoints.fill(half)
+            struck = self._watch.wait(lambda: self._watch.count("disk_full") > full, self._bound_s)
+            effect.struck = struck is not None
+            self._watch.wait(lambda: False, SHORTEST_S * fault.choice)
+        finally:
+            self._checkpoints.free()
+            effect.lasted_s = round(time.monotonic() - started, 3)
+        effect.did = f"room for {half / 1e6:.1f} MB of the next checkpoint"
+        return []
+
+    def _take_memory(self, effect: Effect) -> list[str]:
+        """Ray says whom it ends: not always the one that takes it, and often several."""
+        before = {name: self._watch.incarnation(name) for name in COMPONENTS}
+
+        def gone() -> list[str]:
+            return [name for name in COMPONENTS if self._watch.incarnation(name) != before[name]]
+
+        started = time.monotonic()
+        memory.take(self._clock_folder, effect.target)
+        try:
+            self._watch.wait(lambda: bool(gone()), self._bound_s)
+        finally:
+            memory.give_back(self._clock_folder, effect.target)
+            effect.lasted_s = round(time.monotonic() - started, 3)
+        effect.did = f"{effect.target} took memory until Ray ended {', '.join(gone()) or 'nobody'}"
+        effect.struck = bool(gone())
+        return gone()
 
     def _network(self, weather: Weather) -> str:
         self._proxy.weather = weather

@@ -13,11 +13,14 @@ KINDS = (
     "corrupt checkpoint",
     "corrupt rollouts",
     "full disk",
+    "full checkpoints",
+    "out of memory",
     "slow network",
     "broadcaster restart",
     "clock jump",
 )
-"""All faults. `stop` is SIGSTOP, which only the heartbeat's limit ends."""
+"""All faults. `stop` is SIGSTOP, which only the heartbeat's limit ends; a disk of checkpoints alone is full once one
+is half written; out of memory, Ray ends workers of its choice."""
 
 LONGEST_CALM_S = 4.0
 """Most time between the end of one fault's recovery and the next fault."""

@@ -46,10 +46,12 @@ class SmallDisk:
         """For the output."""
         if self.can_be_full:
             return f"the run directory is on a tmpfs of {self._size_mib} MiB, which is filled to the last byte"
-        return f"no tmpfs may be mounted here ({self.reason}): the kind «full disk» is left out"
+        return (
+            f"no tmpfs may be mounted here ({self.reason}): the kinds «full disk» and «full checkpoints» are left out"
+        )
 
-    def fill(self) -> int:
-        """Takes all space that is left, again where some came free; returns how many bytes it holds."""
+    def fill(self, left_bytes: int = 0) -> int:
+        """Takes all space but so much, again where some came free; returns how many bytes it holds."""
         path = self.folder / BALLAST
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -59,6 +61,8 @@ class SmallDisk:
                     os.write(descriptor, block)
                 except OSError:
                     block = block[: len(block) // 2]
+            if left_bytes:
+                os.ftruncate(descriptor, max(0, os.fstat(descriptor).st_size - left_bytes))
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)

@@ -35,6 +35,7 @@ class Effect:
         at_s: When, since the run was wired.
         lasted_s: How long it was there; 0 for a signal.
         did: What was done, in words.
+        struck: Whether it was seen to do what it is meant to.
         up_s: Until every component ran; None: not within the limit.
         update_s: Until another update was made, then or later; None: not within the limit.
         before: What the overseer told in the calm before: deaths there are no fault's.
@@ -51,6 +52,7 @@ class Effect:
     at_s: float
     lasted_s: float = 0.0
     did: str = ""
+    struck: bool = True
     up_s: float | None = None
     update_s: float | None = None
     paused_s: float = 0.0
@@ -133,6 +135,10 @@ class Watch:
                 return None
             time.sleep(POLL_S)
         return time.monotonic() - started
+
+    def count(self, kind: str) -> int:
+        """How many events of a kind the overseer ever told."""
+        return sum(event["event"] == kind for event in read_events(self._run.directory.events_path))
 
     def new_events(self) -> tuple[list[str], dict[str, int]]:
         """What the overseer told since the last call: what matters in words, and counts of all else."""

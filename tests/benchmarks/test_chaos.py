@@ -163,6 +163,7 @@ def test_a_disk_is_filled_until_nothing_more_goes_in(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "write", write)
     disk = small_disk.SmallDisk(tmp_path, 4)
     assert disk.fill() == room == disk.fill()
+    assert disk.fill(1000) == room - 1000
     disk.free()
     disk.free()
     assert list(tmp_path.iterdir()) == []
@@ -174,7 +175,8 @@ def test_a_machine_where_nothing_may_be_mounted_says_so(monkeypatch, tmp_path):
     with small_disk.SmallDisk(tmp_path / "disk", 4) as disk:
         assert not disk.can_be_full
         assert disk.in_words() == (
-            "no tmpfs may be mounted here (mount: permission denied.): the kind «full disk» is left out"
+            "no tmpfs may be mounted here (mount: permission denied.): the kinds «full disk» and «full "
+            "checkpoints» are left out"
         )
 
 

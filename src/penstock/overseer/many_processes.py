@@ -84,7 +84,9 @@ def run_under_ray(
         except BaseException:
             launcher.close(config.overseer.stop_timeout_s)
             raise
-        oversee(conductor, Crew(), log, config, directory, quiet)
+        crew = Crew()
+        crew.start("cluster", launcher.watch)
+        oversee(conductor, crew, log, config, directory, quiet)
     return directory, conductor
 
 

@@ -47,7 +47,7 @@ from penstock.overseer.ray_actor import (
     in_one_line,
     unreachable,
 )
-from penstock.overseer.ray_connection import Noise, connect
+from penstock.overseer.ray_connection import ControlService, Noise, connect, disconnect
 
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
@@ -168,12 +168,22 @@ class RayLauncher:
         self._actor_class: Any = ray.remote(**_ACTOR_OPTIONS)(ComponentActor)
         self._end_task: Any = ray.remote(**_TASK_OPTIONS)(end_process)
         is_client = not ray._private.worker.global_worker.connected
-        self._node_id = None if is_client else ray.get_runtime_context().get_node_id()
+        context = None if is_client else ray.get_runtime_context()
+        self._node_id = None if context is None else context.get_node_id()
+        self._control = ControlService(None if context is None else context.gcs_address, config.address is None)
 
     @property
     def machines(self) -> int:
         """How many the cluster has at present, by their addresses."""
-        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+        return len({node["NodeManagerAddress"] for node in self._nodes()})
+
+    def watch(self) -> None:
+        """Looks after the cluster, in a thread of its own; returns when the launcher is closed.
+
+        Raises:
+            RunFailed: the cluster's control service is gone.
+        """
+        self._control.watch()
 
     def spawn(
         self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
@@ -183,7 +193,9 @@ class RayLauncher:
         Raises:
             ConfigError: the cluster can never place it. Later incarnations wait for room instead: a machine may have
                 died, and may come back.
+            RunFailed: the cluster's control service is gone.
         """
+        self._control.check()
         if identity.incarnation == 0:
             self.check_room([(identity, resources)], [])
         shows_gpus = resources.num_gpus > 0 or "CUDA_VISIBLE_DEVICES" in resources.env
@@ -205,7 +217,7 @@ class RayLauncher:
         """Compares what they ask for with the cluster's machines; see `Launcher.check_room`."""
         with self._lock:
             reserved = [*self._handles.values(), *map(amounts, others)]
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        machines = [node["Resources"] for node in self._nodes()]
         for identity, resources in newcomers:
             check_fits(identity, resources, machines, reserved)
             reserved.append(amounts(resources))
@@ -220,8 +232,9 @@ class RayLauncher:
             if isinstance(end.exception(), UnreachableError):
                 log.warning("%s: %s", handle.identity, end.exception())
         self._turns.shutdown(wait=False, cancel_futures=True)
+        self._control.close()
         if self._connected_here and ray.is_initialized():
-            ray.shutdown()
+            disconnect()
         self._noise.close()
 
     # --- for its handles -----------------------------------------------------------------------------------------
@@ -266,7 +279,15 @@ class RayLauncher:
                 task = self._end_task.options(scheduling_strategy=there).remote(place.process, left)
         return False
 
-    @staticmethod
-    def _is_gone(node_id: str) -> bool:
+    def _is_gone(self, node_id: str) -> bool:
         """A machine that Ray gave up: its daemon ends itself and, by `end_with_parent`, what ran there."""
-        return not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+        return not self._control.is_lost and not any(node["NodeID"] == node_id for node in self._nodes())
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """The machines that Ray has not given up.
+
+        Raises:
+            RunFailed: the control service is gone, and the question would never be answered.
+        """
+        self._control.check()
+        return [node for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,7 @@
-"""Joins a Ray cluster, or starts one that only this machine reaches, and keeps Ray's noise out of the terminal."""
+"""Joins a Ray cluster, or starts one that only this machine reaches; notices its loss; leaves nothing of it behind.
+
+Ray's noise is kept out of the terminal.
+"""
 
 # pyright: reportMissingImports=false
 # Ray is an extra: type checking does without it.
@@ -7,13 +10,16 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import ray._private.ray_constants
 import ray._private.worker
@@ -22,9 +28,15 @@ import ray.exceptions
 from penstock.overseer.config import RayConfig
 from penstock.overseer.distributed.component_logs import ComponentLog
 from penstock.overseer.ray_actor import in_one_line
-from penstock.types import ConfigError
+from penstock.types import ConfigError, RunFailed
 
 _JOIN_ATTEMPTS = 3
+_LOOK_S = 0.5
+_OWN_PATIENCE_S = 1.0
+"""Nobody starts the control service of our own cluster again."""
+_JOINED_PATIENCE_S = 20.0
+"""That of another may come back; but after 60 s without it Ray ends the driver, without a word to the run."""
+_LAST_WAIT_S = 5.0
 
 
 def connect(config: RayConfig, namespace: str) -> None:
@@ -88,6 +100,90 @@ def _this_machine_only() -> Iterator[None]:
         yield
     finally:
         setattr(constants, name, whole)
+
+
+class ControlService:
+    """Whether the cluster's control service (Ray's GCS) can be reached: without it nobody can be started or found.
+
+    What runs goes on for a while, so that a run that ends in time saves its last version. Thread-safe.
+
+    Args:
+        address: Its host and port; None where it is reached through a client only, whose calls fail by themselves.
+        own: Whether this process started the cluster.
+    """
+
+    def __init__(self, address: str | None, own: bool) -> None:
+        self._address = address
+        self._patience_s = _OWN_PATIENCE_S if own else _JOINED_PATIENCE_S
+        self._remedy = "" if own else "start the cluster again, then "
+        self._closed = threading.Event()
+        self._reason = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was given up; then whatever would ask it must not be asked."""
+        return bool(self._reason)
+
+    def check(self) -> None:
+        """Returns at once.
+
+        Raises:
+            RunFailed: it was given up.
+        """
+        if self._reason:
+            raise RunFailed(self._reason)
+
+    def watch(self) -> None:
+        """Looks now and then; returns when this is closed.
+
+        Raises:
+            RunFailed: it was not reached for too long.
+        """
+        reached_at = time.monotonic()
+        while not self._closed.wait(_LOOK_S):
+            error = self._try()
+            if error is None:
+                reached_at = time.monotonic()
+            elif (silent_s := time.monotonic() - reached_at) > self._patience_s:
+                self._reason = (
+                    f"Ray's control service (GCS) at {self._address} was not reached for {silent_s:.0f} s ({error}), and "
+                    f"no run can go on without it: {self._remedy}go on from the newest checkpoint with --resume"
+                )
+                self.check()
+
+    def _try(self) -> OSError | None:
+        if self._address is None:
+            return None
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _LOOK_S).close()
+        except OSError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._closed.set()
+
+
+def disconnect() -> None:
+    """Leaves the cluster; one that was started here ends, with daemons of its that outlive their own control service."""
+    node = ray._private.worker._global_node
+    started = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
+    daemons = [process for pid in started for process in _with_descendants(pid)]
+    ray.shutdown()
+    for daemon in daemons:
+        with suppress(psutil.NoSuchProcess):
+            daemon.kill()  # by number and start: never another that got the number
+    psutil.wait_procs(daemons, timeout=_LAST_WAIT_S)
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class Noise:
