@@ -1,11 +1,13 @@
-"""A run under load to which everything is done that a machine or a network does to one, and what became of it.
+"""Runs to which everything is done that a machine, a network or a reward function does to one, and what became of them.
 
-    python -m benchmarks.chaos [--minutes 30] [--faults 100] [--seed 0] [--kinds "kill learner,full disk"]
+    python -m benchmarks.chaos [--parts run,drivers,rewards] [--minutes 30] [--faults 100] [--seed 0] [--kinds …]
 
-The recipe `cats` runs in many processes on this machine while faults of a seeded schedule are done to it (`schedule`
-names the kinds), one after another: each is followed until every component runs and another update was made. Every
-fault and what was seen of it goes into a file of JSON lines. Then the run goes on until it is past the bar, and its
-files are audited: nothing sealed is lost, the ledger closes, the policy is as good as without faults. Exits with 1
+Three parts, one after another. `run`: the recipe `cats` runs in many processes on this machine while faults of a seeded
+schedule are done to it (`schedule` names the kinds), one after another: each is followed until every component runs and
+another update was made. Every fault and what was seen of it goes into a file of JSON lines. Then the run goes on until
+it is past the bar, and its files are audited: nothing sealed is lost, the ledger closes, the policy is as good as
+without faults. `drivers`: two runs side by side, each with a cluster of its own, whose drivers are killed, hung up on
+and deprived of their cluster, and resumed. `rewards`: a run whose reward function misbehaves in every way. Exits with 1
 where a mark is missed. Only processes that this one started are signalled.
 """
 
@@ -22,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos import auditing, load, memory, reporting
+from benchmarks.chaos import auditing, drivers, load, memory, reporting, reward_run
 from benchmarks.chaos.inflicting import Inflictor
 from benchmarks.chaos.invariants import some
 from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
@@ -33,6 +35,7 @@ from penstock.overseer import RunConfig
 from penstock.rundir import RunDirectory
 from penstock.types import PenstockError
 
+PARTS = ("run", "drivers", "rewards")
 START_S = 300.0
 """Longest time until the first update."""
 BAR_UPDATES = 20
@@ -46,6 +49,9 @@ MARGIN = 0.02
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas: " + ", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=2, help="of all faults to each of two drivers")
+    parser.add_argument("--updates", type=int, default=30, help="of the run whose rewards misbehave")
     parser.add_argument("--minutes", type=float, default=30.0, help="no further fault after so long")
     parser.add_argument("--faults", type=int, default=100, help="most faults")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
@@ -60,10 +66,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="an existing folder for everything; by default a new one")
     parser.add_argument("--out", type=Path, help="a line for each fault; by default runs/chaos-<time>.jsonl")
     options = parser.parse_args(arguments)
-    options.kinds = [kind.strip() for kind in options.kinds.split(",")]
-    unknown = sorted(set(options.kinds) - set(KINDS))
-    if unknown:
-        parser.error(f"--kinds names {', '.join(unknown)}; known are {', '.join(KINDS)}")
+    for name, known in (("kinds", KINDS), ("parts", PARTS)):
+        given = [word.strip() for word in getattr(options, name).split(",")]
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"--{name} names {', '.join(unknown)}; known are {', '.join(known)}")
+        setattr(options, name, given)
     return options
 
 
@@ -155,16 +162,31 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.unlink(missing_ok=True)
     with ExitStack() as stack:
         scratch = options.scratch or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        disk = stack.enter_context(SmallDisk(scratch / "disk", 128 + int(32 * options.minutes)))
-        checkpoints = stack.enter_context(SmallDisk(disk.folder / "run" / "checkpoints", CHECKPOINTS_MIB))
-        if not checkpoints.can_be_full:
-            options.kinds = [kind for kind in options.kinds if not kind.startswith("full")]
-        print(f"{len(options.kinds)} kinds of faults, seed {options.seed}; {disk.in_words()}", flush=True)
-        story, failure, audit, config, directory = run_it(options, scratch, disk, checkpoints)
-        print_marks(options, marks, story, failure)
-        print_audit(options, marks, audit, config, directory)
-    print("\nMarks\n" + "\n".join(marks.lines) + f"\nEvery fault is in {options.out}, the overseer's events beside it.")
+        if "run" in options.parts:
+            survive(options, scratch, marks)
+        if "drivers" in options.parts:
+            print(f"\ntwo runs side by side, {options.rounds} rounds of {', '.join(drivers.EXITS)}", flush=True)
+            drivers.endure(scratch / "drivers", options.seed, options.rounds, options.bound, marks)
+        if "rewards" in options.parts:
+            print(f"\n{options.updates} updates with a reward function that misbehaves", flush=True)
+            outcome = reward_run.misbehave(scratch / "rewards", options.updates, options.more_minutes * 60)
+            reward_run.add_marks(outcome, marks)
+            print(", ".join(f"{kind} {count}" for kind, count in outcome.done.items()))
+    print("\nMarks\n" + "\n".join(marks.lines))
     return 1 if marks.missed else 0
+
+
+def survive(options: argparse.Namespace, scratch: Path, marks: reporting.Marks) -> None:
+    """The first part."""
+    with SmallDisk(scratch / "disk", 128 + int(32 * options.minutes)) as disk:
+        with SmallDisk(disk.folder / "run" / "checkpoints", CHECKPOINTS_MIB) as checkpoints:
+            if not checkpoints.can_be_full:
+                options.kinds = [kind for kind in options.kinds if not kind.startswith("full")]
+            print(f"{len(options.kinds)} kinds of faults, seed {options.seed}; {disk.in_words()}", flush=True)
+            story, failure, audit, config, directory = run_it(options, scratch, disk, checkpoints)
+            print_marks(options, marks, story, failure)
+            print_audit(options, marks, audit, config, directory)
+    print(f"Every fault is in {options.out}, the overseer's events beside it.")
 
 
 Outcome = tuple[Story, str, auditing.Audit, RunConfig, RunDirectory]

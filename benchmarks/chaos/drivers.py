@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,7 +162,9 @@ def _name(process: psutil.Process) -> str:
         return ""
 
 
-def endure(folder: Path, seed: int, rounds: int, bound_s: float, marks: Marks) -> list[Life]:
+def endure(
+    folder: Path, seed: int, rounds: int, bound_s: float, marks: Marks, kinds: Sequence[str] = tuple(EXITS)
+) -> list[Life]:
     """Both runs through so many rounds of all faults, each in an order of its own; adds the marks."""
     folder.mkdir(parents=True)
     drivers = [Driver(folder, name, bound_s) for name in ("left", "right")]
@@ -170,9 +172,9 @@ def endure(folder: Path, seed: int, rounds: int, bound_s: float, marks: Marks) -
     failures: list[str] = []
 
     def go(driver: Driver, draws: random.Random) -> None:
-        kinds = [kind for _ in range(rounds) for kind in draws.sample(list(EXITS), len(EXITS))]
+        chosen = [kind for _ in range(rounds) for kind in draws.sample(kinds, len(kinds))]
         try:
-            for kind in [*kinds, "terminate driver"]:
+            for kind in [*chosen, "terminate driver"]:
                 life = driver.live(kind, draws.random() * MOST_DELAY_S)
                 lives.append(life)
                 print(_line(life), flush=True)
