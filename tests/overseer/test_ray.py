@@ -170,6 +170,7 @@ def test_a_component_that_cannot_be_made_says_why(spawned):
 # --- incarnations ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack
 def test_a_late_call_of_a_replaced_incarnation_is_refused_and_calls_reach_the_living(spawned):
     replay, old = NAMES("replay"), NAMES()
     new = Identity(old.role, old.index, 1)
@@ -203,6 +204,7 @@ def test_one_that_died_is_unreachable_for_its_peers(spawned):
 # --- death -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack
 def test_a_killed_process_is_noticed_at_once_and_the_next_incarnation_runs(spawned):
     name = NAMES()
     handle = spawned(name)
@@ -219,6 +221,7 @@ def test_a_killed_process_is_noticed_at_once_and_the_next_incarnation_runs(spawn
     assert running(spawned(Identity(name.role, name.index, 1))).pid != pid
 
 
+@pytest.mark.attack
 def test_a_stopped_process_answers_nothing_and_is_killed_within_the_limit(spawned):
     handle = spawned()
     running(handle)
@@ -317,6 +320,7 @@ def test_logs_are_files_of_the_run(spawned, run_dir):
     assert sorted(printed) == ["complained hello", "printed hello", "written hello"]
 
 
+@pytest.mark.attack
 def test_the_servers_of_a_cluster_started_here_listen_on_the_loopback_address_alone(steady):
     raylet = int(Path(f"/proc/{steady.place.process.pid}/stat").read_text().rpartition(")")[2].split()[1])
     descendants = {raylet, steady.place.process.pid}
@@ -361,6 +365,7 @@ def began(pid: int) -> Process:
     return Process(pid, processes._began(pid))
 
 
+@pytest.mark.attack
 def test_a_driver_that_is_killed_leaves_no_actors_not_even_stopped_ones(tmp_path):
     with driver(tmp_path) as process:
         assert process.stdout is not None

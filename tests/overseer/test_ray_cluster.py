@@ -100,6 +100,7 @@ def test_a_cluster_that_cannot_be_joined_is_told(tmp_path, monkeypatch, error):
         RayLauncher(RayConfig(address="10.0.0.1:1"), "nowhere", tmp_path)
 
 
+@pytest.mark.attack
 def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cluster, launcher):
     node = cluster.add_node(num_cpus=1, resources={"doomed": 1, "far": 1})
     cluster.wait_for_nodes(timeout=60)

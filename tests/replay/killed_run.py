@@ -201,7 +201,7 @@ def live(path: str, steps: int, variant: str) -> int:
     """One life in this process; its exit status."""
     try:
         directory = RunDirectory(path)
-        directory = (RunDirectory.open_existing if directory.config_path.exists() else _create)(path)
+        directory = RunDirectory.open_existing(path) if directory.config_path.exists() else _create(path, variant)
         Life(directory, variant).run(steps)
     except BaseException:
         traceback.print_exc()
@@ -209,8 +209,9 @@ def live(path: str, steps: int, variant: str) -> int:
     return 0
 
 
-def _create(path: str) -> RunDirectory:
-    return RunDirectory.create(path, {})
+def _create(path: str, variant: str) -> RunDirectory:
+    kind = {"fleet": {}} if variant == "fragments" else {}
+    return RunDirectory.create(path, {**kind, "replay": VARIANTS[variant].model_dump(mode="json")})
 
 
 def main() -> None:

@@ -280,6 +280,7 @@ for number in range(int(sys.argv[2]), 1_000_000):
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.attack
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_double(tmp_path, kills):
     rng = random.Random(kills)
     sealed, merges = -1, set()

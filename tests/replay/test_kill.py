@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from benchmarks.chaos.invariants import violations
 
 from penstock.replay import (
     FATES,
@@ -158,6 +159,8 @@ def audit(path: Path, variant: str) -> Audit:
     assert max(uses.values(), default=0) <= CAPS[variant]
     if variant != "expiring":
         assert uses.keys() <= history.sealed.keys(), "a rollout was trained that no file holds"
+    if variant != "open":  # whose groups have no tickets of their own
+        assert violations(directory, step=view.step) == []
     return Audit(view.step, store.lineages.newest, history, plan, uses, fates)
 
 
@@ -256,6 +259,7 @@ def finish(lives: Lives, path: Path, variant: str, before: Audit) -> None:
 
 
 @pytest.mark.parametrize("variant", ["plain", "reuse", "spool", "open", "fragments"])
+@pytest.mark.attack
 def test_a_killed_run_loses_no_sealed_rollout_and_trains_none_too_often(lives, tmp_path, variant):
     survive(lives, tmp_path / "run", variant, kills=5, seed=1)
 
@@ -264,5 +268,6 @@ def test_a_killed_run_loses_no_sealed_rollout_and_trains_none_too_often(lives, t
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("variant", sorted(CAPS))
+@pytest.mark.attack
 def test_many_kills(lives, tmp_path, variant, seed):
     survive(lives, tmp_path / "run", variant, kills=20, seed=100 + seed)

@@ -45,6 +45,7 @@ def test_what_generators_count_is_independent_of_the_sum():
         ledger.check()
 
 
+@pytest.mark.attack
 def test_a_second_fate_or_a_second_start_is_an_error_that_names_the_rollout():
     ledger = Ledger()
     first, _ = begin(ledger)

@@ -54,6 +54,7 @@ def test_a_number_is_used_once_and_grows(tmp_path, lineage, parent):
 
 
 @pytest.mark.parametrize("line", ['{"lineage": 1, "parent": 1, "step": 1}', '{"lineage": 1, "parent": 2, "step": 1}'])
+@pytest.mark.attack
 def test_a_file_whose_forks_lead_in_a_circle_is_refused(tmp_path, line):
     path = tmp_path / "lineages.jsonl"
     path.write_text('{"lineage": 2, "parent": 1, "step": 4}\n' + line + "\n")

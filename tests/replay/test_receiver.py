@@ -103,6 +103,7 @@ def test_what_the_buffer_refuses_is_put_aside_and_the_rest_goes_on(storage):
 
 
 @pytest.mark.parametrize("error", [Stopped("closed"), RuntimeError("disk full")])
+@pytest.mark.attack
 def test_what_was_under_way_when_it_ended_is_delivered_again_and_counts_once(storage, error):
     buffer = Buffer()
     write(storage, "a", "b")

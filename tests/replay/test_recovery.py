@@ -178,6 +178,7 @@ def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
     ahead=st.integers(0, 2),
     maker=st.sampled_from(["deadline", "recency", "grpo"]),
 )
+@pytest.mark.attack
 def test_the_ledger_closes_after_crashes_at_any_point(
     sim, tmp_path_factory, s, samples, lives, filtering, every, explicit, ahead, maker
 ):
@@ -271,6 +272,7 @@ def test_what_was_settled_before_the_checkpoint_keeps_its_fate():
     assert outcome.fates == {"trained": 1, "stale_step": 1, "filtered": 1}
 
 
+@pytest.mark.attack
 def test_a_trained_fate_that_was_lost_with_the_machine_follows_from_the_batch():
     history = History({"a-0-0": 1}, dict([sealed("a-0-0/0")]), {}, [])
     batch = StoredBatch("b", WeightVersion(0, 2), ("a-0-0/0",))
@@ -299,11 +301,13 @@ def test_an_outstanding_group_comes_back_unless_it_saw_later_weights():
     }
 
 
+@pytest.mark.attack
 def test_weights_of_a_branch_that_was_left_do_not_come_back():
     history = History({"a-1-0": 1}, dict([sealed("a-1-0/0", lineage=1, step=2)]), {}, [])
     assert plan(history, ["a-0-0"], drawn=1).fates == {"rolled_back": 1}
 
 
+@pytest.mark.attack
 def test_of_two_lives_that_finished_a_ticket_one_group_comes_back():
     history = History(
         started={"a-0-0": 1, "a-2-0": 1},

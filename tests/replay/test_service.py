@@ -93,6 +93,7 @@ def test_a_writer_whose_share_is_full_is_told_so(sim, serve, loop):
     settle(s, {"in_flight": 0})
 
 
+@pytest.mark.attack
 def test_a_damaged_message_is_refused_told_and_may_be_sent_again(sim, serve, loop):
     s = serve()
     s.service.server_holds("inference-0", 1, 0, 0)
@@ -104,6 +105,7 @@ def test_a_damaged_message_is_refused_told_and_may_be_sent_again(sim, serve, loo
     assert s.service.deliver("a", 1, 0, 1, message) == "taken"
 
 
+@pytest.mark.attack
 def test_another_lineages_worker_gets_no_tickets_and_its_groups_are_not_taken(sim, serve, loop):
     s = serve(lineage=2, store=None)
     s.service.server_holds("inference-0", 1, 2, 0)
@@ -160,6 +162,7 @@ def test_a_group_that_came_before_its_worker_died_is_taken(sim, serve, loop):
     s.buffer.check_ledger()
 
 
+@pytest.mark.attack
 def test_only_its_holder_fails_a_ticket_and_only_once(sim, serve, loop):
     s = serve()
     s.service.server_holds("inference-0", 1, 0, 0)

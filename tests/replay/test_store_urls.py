@@ -63,6 +63,7 @@ def test_a_merge_that_was_not_finished_is_finished(directory, store_url):  # noq
     successor.close()
 
 
+@pytest.mark.attack
 def test_two_runs_do_not_share_a_place(directory, store_url, tmp_path):  # noqa: F811
     store = make_store(directory, store_url)
     store.open_ledger()

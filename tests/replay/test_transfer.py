@@ -183,6 +183,7 @@ def test_a_rollout_without_metadata_is_refused():
         batch_to_buffer(RolloutBatch((group,)))
 
 
+@pytest.mark.attack
 def test_a_message_cut_anywhere_is_refused():
     message = bytes(batch_to_buffer(make_batch()))
     for length in range(len(message)):
@@ -190,6 +191,7 @@ def test_a_message_cut_anywhere_is_refused():
             batch_from_buffer(message[:length])
 
 
+@pytest.mark.attack
 def test_a_flip_anywhere_is_noticed():
     message = bytearray(batch_to_buffer(make_batch()))
     for position in range(len(message)):
@@ -205,6 +207,7 @@ STREAM = bytes(batch_to_buffer(make_batch()))[:-16]
 
 @given(st.lists(st.tuples(st.integers(0, len(STREAM) - 1), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=200)
+@pytest.mark.attack
 def test_forged_messages_with_a_right_checksum_do_no_harm(changes):
     """Changed, and sealed again: what comes back is a batch or one of our errors, and every array can be read."""
     stream = bytearray(STREAM)
@@ -302,6 +305,7 @@ def test_a_whole_message_with_an_invalid_rollout_says_so():
         batch_from_buffer(sealed(stream_of(table.set_column(index, table.schema.field(index), rewards))))
 
 
+@pytest.mark.attack
 def test_offsets_that_reach_outside_the_message_are_refused():
     table = table_of(make_batch())
     index = table.schema.get_field_index("env_name")
@@ -319,6 +323,7 @@ def packed_stream(table: pa.Table, compression: str) -> bytes:
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])
+@pytest.mark.attack
 def test_compressed_columns_are_refused_before_they_are_unpacked(compression):
     """A message of 100 kB would take a gigabyte; peers' numbers decide about no memory."""
     table = pa.table({"env_name": pa.array(np.zeros(1 << 30, np.uint8))})
@@ -338,11 +343,13 @@ def test_compressed_columns_are_refused_before_they_are_unpacked(compression):
     [pa.nulls(1000), pa.array([{}] * 1000, pa.struct([])), pa.array(["x"] * 1000, pa.string_view())],
     ids=lambda column: str(column.type),
 )
+@pytest.mark.attack
 def test_columns_whose_elements_take_no_memory_are_refused(column):
     with pytest.raises(TransferError, match="types that no writer makes"):
         batch_from_buffer(sealed(stream_of(pa.table({"env_name": column}))))
 
 
+@pytest.mark.attack
 def test_dictionaries_are_refused():
     with pytest.raises(TransferError, match="a dictionary in a message"):
         batch_from_buffer(sealed(stream_of(pa.table({"env_name": pa.array(["a"]).dictionary_encode()}))))

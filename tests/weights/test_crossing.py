@@ -63,6 +63,7 @@ def test_without_a_broadcaster_a_wait_ends_in_time(crossing: Rig):
     assert client.latest() == WeightVersion(0, 0)
 
 
+@pytest.mark.attack
 def test_another_token_gets_nothing(crossing: Rig):
     broadcaster = crossing.broadcaster()
     broadcaster.publish(WeightVersion(0, 0), arrays(0))
@@ -71,6 +72,7 @@ def test_another_token_gets_nothing(crossing: Rig):
         stranger.fetch(WeightVersion(0, 0))
 
 
+@pytest.mark.attack
 def test_jobs_do_not_meet(crossing: Rig):
     mine, other = crossing.broadcaster(), crossing.broadcaster(job="another")
     mine.publish(WeightVersion(0, 0), arrays(0))
@@ -86,6 +88,7 @@ def test_the_token_is_in_no_endpoint(crossing: Rig):
     assert TOKEN not in str(crossing.broadcaster().endpoint())
 
 
+@pytest.mark.attack
 def test_a_publication_that_is_too_large_is_refused_before_it_is_fetched(crossing: Rig):
     broadcaster = crossing.broadcaster()
     broadcaster.publish(WeightVersion(0, 0), arrays(0))

@@ -84,6 +84,7 @@ def test_damage_is_fetched_again():
     assert client.metrics()["weights/retries"] == 2
 
 
+@pytest.mark.attack
 def test_damage_time_and_again_is_an_error_that_names_the_arrays():
     client = client_of(FakeReader(answers=(damaged(1),) * ATTEMPTS))
     with pytest.raises(WeightsError, match=r"3 attempts: arrays are damaged: \['kernel'\]"):

@@ -54,6 +54,7 @@ def test_the_right_token_passes(token):
 
 
 @pytest.mark.parametrize("given", ["", "s3cre", "s3cret2", "S3CRET"])
+@pytest.mark.attack
 def test_a_call_without_the_token_never_reaches_the_server(given):
     with Echo(Access("s3cret")) as server:
         with pytest.raises(WeightsError, match="refused the token"):
@@ -61,6 +62,7 @@ def test_a_call_without_the_token_never_reaches_the_server(given):
         assert server.asked == []
 
 
+@pytest.mark.attack
 def test_tokens_are_compared_in_constant_time(monkeypatch):
     compared = []
     original = hmac.compare_digest
@@ -70,6 +72,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch):
     assert compared == [(b"Bearer s3cret", b"Bearer s3cret")]
 
 
+@pytest.mark.attack
 def test_a_certificate_that_is_trusted_passes_and_others_do_not(tls_config):
     access = Access.from_config(tls_config, "s3cret")
     with Echo(access) as server:
@@ -82,6 +85,7 @@ def test_a_certificate_that_is_trusted_passes_and_others_do_not(tls_config):
             ask(server, access, tls=False)
 
 
+@pytest.mark.attack
 def test_a_message_beyond_the_limit_is_refused_by_the_client():
     with Echo(Access("t")) as server:
         assert ask(server, Access("t"), body=b"x" * (1 << 20), limit=1 << 20) == [b"x" * (1 << 20)]
@@ -143,6 +147,7 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path):
         Access.from_config(WeightsConfig(tls_ca=missing), "t")
 
 
+@pytest.mark.attack
 def test_no_secret_is_shown(tls_config):
     shown = repr(Access.from_config(tls_config, "s3cret"))
     assert shown == "Access(tls=True, server_name=None)"

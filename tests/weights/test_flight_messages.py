@@ -91,6 +91,7 @@ def test_a_wait_without_end_is_refused():
             read_request(WaitRequest, text.encode())
 
 
+@pytest.mark.attack
 def test_a_large_request_is_refused_before_it_is_read():
     text = b"[" * (MAX_REQUEST_BYTES + 1)
     with pytest.raises(WeightsError, match=f"{MAX_REQUEST_BYTES + 1} bytes is refused: at most {MAX_REQUEST_BYTES}"):
@@ -101,6 +102,7 @@ def test_a_large_request_is_refused_before_it_is_read():
 
 @settings(max_examples=300)
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 200))
+@pytest.mark.attack
 def test_damaged_requests_are_read_as_others_or_refused(noise, start, end):
     text = TICKET.to_bytes()
     for damaged in (noise, text[:start] + noise + text[end:]):

@@ -37,6 +37,7 @@ def test_two_jobs_have_two_folders(job: str):
     assert job_folder(job) != job_folder("another")
 
 
+@pytest.mark.attack
 def test_a_second_broadcaster_of_the_job_is_refused_in_time(job: str):
     first = OwnedFolder(job, 1.0)
     with pytest.raises(WeightsError, match="another broadcaster of this job lives"):
@@ -55,6 +56,7 @@ def test_the_next_broadcaster_of_the_job_frees_what_a_killed_one_left():
     folder.remove()
 
 
+@pytest.mark.attack
 def test_the_next_broadcaster_of_any_job_frees_it_too_but_nothing_of_the_living(job: str):
     abandoned, alive = job_folder("abandoned"), OwnedFolder("alive", 1.0)
     abandoned.mkdir(mode=0o700)
@@ -67,6 +69,7 @@ def test_the_next_broadcaster_of_any_job_frees_it_too_but_nothing_of_the_living(
     alive.remove()
 
 
+@pytest.mark.attack
 def test_a_folder_that_others_may_write_to_is_refused(job: str):
     path = job_folder(job)
     path.mkdir()
@@ -75,6 +78,7 @@ def test_a_folder_that_others_may_write_to_is_refused(job: str):
         OwnedFolder(job, 0.1)
 
 
+@pytest.mark.attack
 def test_a_link_in_its_place_is_refused(job: str, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     job_folder(job).symlink_to(tmp_path / "elsewhere")

@@ -58,6 +58,7 @@ def test_equal_content_has_one_digest_whoever_published_it():
 
 
 @pytest.mark.parametrize("name", ["embedding", "norm", "scale"])
+@pytest.mark.attack
 def test_one_flipped_bit_is_found(name: str):
     damaged = {key: array.copy() for key, array in arrays().items()}
     raw_bytes(damaged[name])[-1] ^= 1
@@ -117,6 +118,7 @@ def test_a_malformed_manifest_is_refused(text: bytes, message: str):
         Manifest.from_json(text, LARGE)
 
 
+@pytest.mark.attack
 def test_a_manifest_of_too_many_bytes_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10)
     with pytest.raises(WeightsError, match="at most 10 are read"):
@@ -125,6 +127,7 @@ def test_a_manifest_of_too_many_bytes_is_not_parsed(monkeypatch: pytest.MonkeyPa
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.attack
 def test_any_damage_to_the_text_is_noticed_or_harmless(data: st.DataObject):
     text = bytearray(described().to_json())
     for _ in range(data.draw(st.integers(1, 3))):

@@ -79,6 +79,7 @@ def test_a_version_that_somebody_holds_costs_one_more_until_it_is_let_go(memory:
     assert len(segments(job)) == 2
 
 
+@pytest.mark.attack
 def test_a_reader_that_is_killed_holds_nothing(memory: SharedMemory, job: str):
     first = publish(memory, 0, set())
     reader = subprocess.Popen([sys.executable, "-c", HOLDS, job, first], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -135,6 +135,7 @@ SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("curriculu
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "inference-1", *SLOW_NAMES])
+@pytest.mark.attack
 def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -153,6 +154,7 @@ def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Pa
 
 
 @pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
+@pytest.mark.attack
 def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
     with running(run_dir, {"steps": 10}) as run:
         run.until(lambda: run.conductor.step >= 5, "fifth update")
@@ -173,6 +175,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
 
 
 @pytest.mark.parametrize("look_s", [0.5, 60.0])  # what was seen long ago must not hide that the learner trains
+@pytest.mark.attack
 def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     run_dir: Path, look_s: float, monkeypatch: pytest.MonkeyPatch
 ):
@@ -311,6 +314,7 @@ def test_a_machine_that_goes_has_the_newest_version_saved_first(run_dir: Path, n
     assert updates == list(range(1, 21))  # no update was made twice
 
 
+@pytest.mark.attack
 def test_deaths_without_a_new_version_end_the_run_however_slowly_they_come(run_dir: Path):
     limits = {"max_restarts": 1, "restart_window_s": 0.001, "checkpoint_every": 500}
     with running(run_dir, {"steps": 1000, "overseer": limits}) as run:

@@ -39,6 +39,7 @@ def test_a_process_is_ended(sleeper):
     assert sleeper.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.attack
 def test_a_stopped_process_is_ended(sleeper):
     sleeper.send_signal(signal.SIGSTOP)
     assert process_of(sleeper).end(10)
@@ -53,6 +54,7 @@ def test_one_that_is_gone_needs_no_end(sleeper):
     assert process.end(0)
 
 
+@pytest.mark.attack
 def test_another_process_under_the_same_number_is_left_alone(sleeper):
     if processes._began(os.getpid()) is None:
         pytest.skip("this system does not say when a process began")
