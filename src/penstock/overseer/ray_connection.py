@@ -146,8 +146,8 @@ class ControlService:
                 reached_at = time.monotonic()
             elif (silent_s := time.monotonic() - reached_at) > self._patience_s:
                 self._reason = (
-                    f"Ray's control service (GCS) at {self._address} was not reached for {silent_s:.0f} s ({error}), and "
-                    f"no run can go on without it: {self._remedy}go on from the newest checkpoint with --resume"
+                    f"Ray's control service (GCS) at {self._address} was not reached for {silent_s:.0f} s ({error}), "
+                    f"and no run can go on without it: {self._remedy}go on from the newest checkpoint with --resume"
                 )
                 self.check()
 
@@ -167,7 +167,7 @@ class ControlService:
 
 
 def disconnect() -> None:
-    """Leaves the cluster; one that was started here ends, with daemons of its that outlive their own control service."""
+    """Leaves the cluster; one that was started here ends, with daemons that outlive its control service."""
     node = ray._private.worker._global_node
     started = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
     daemons = [process for pid in started for process in _with_descendants(pid)]
