@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos import auditing, drivers, load, memory, reporting, reward_run
-from benchmarks.chaos.inflicting import Inflictor
+from benchmarks.chaos.inflicting import Inflictor, Machine
 from benchmarks.chaos.invariants import some
 from benchmarks.chaos.schedule import KINDS, Fault, make_schedule
 from benchmarks.chaos.slow_network import Proxy, free_port
@@ -197,12 +197,11 @@ def run_it(options: argparse.Namespace, scratch: Path, disk: SmallDisk, checkpoi
     clock_folder = scratch / "clocks"
     clock_folder.mkdir()
     weights_port, failure = free_port(), ""
-    memory.watch_memory()
-    with Proxy(weights_port) as proxy:
+    with Proxy(weights_port) as proxy, memory.watched():
         config = load.configuration(options.learning_rate, options.groups, weights_port, proxy.port)
         with load.wired(config, disk.folder / "run", clock_folder) as run:
             notes = auditing.Notes(run.directory)
-            inflictor = Inflictor(run, Watch(run), disk, checkpoints, proxy, clock_folder, options.bound)
+            inflictor = Inflictor(run, Watch(run), Machine(disk, checkpoints, proxy, clock_folder), options.bound)
             chaos = Chaos(options, run, inflictor, notes)
             chaos.thread.start()
             try:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos import clocks, file_damage, memory
@@ -31,39 +32,41 @@ CALL_S = 60.0
 COUNTS = {"rollout": ROLLOUT_WORKERS, "inference": INFERENCE_SERVERS}
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What the run stands on.
+
+    Attributes:
+        disk: Of the run directory.
+        checkpoints: Of its checkpoints alone.
+        proxy: Between the weight server and its clients.
+        clock_folder: See `clocks.components`.
+    """
+
+    disk: SmallDisk
+    checkpoints: SmallDisk
+    proxy: Proxy
+    clock_folder: Path
+
+
 class Inflictor:
     """Does faults, one after another.
 
     Args:
         run: To whom.
         watch: Sees what they do.
-        disk: Of the run directory.
-        checkpoints: Of its checkpoints alone.
-        proxy: Between the weight server and its clients.
-        clock_folder: See `clocks.components`.
+        machine: What the run stands on.
         bound_s: Longest time for a recovery.
 
     Attributes:
         corrupted: Rollouts in files that were damaged, by the file's name.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        watch: Watch,
-        disk: SmallDisk,
-        checkpoints: SmallDisk,
-        proxy: Proxy,
-        clock_folder: Path,
-        bound_s: float,
-    ) -> None:
+    def __init__(self, run: Run, watch: Watch, machine: Machine, bound_s: float) -> None:
         self.corrupted: dict[str, list[str]] = {}
         self._run = run
         self._watch = watch
-        self._disk = disk
-        self._checkpoints = checkpoints
-        self._proxy = proxy
-        self._clock_folder = clock_folder
+        self._machine = machine
         self._bound_s = bound_s
         self._started = time.monotonic()
         self._jumps = 0
@@ -212,12 +215,12 @@ class Inflictor:
         return []
 
     def _fill(self) -> str:
-        self._checkpoints.fill()
-        return f"{self._disk.fill() / 1e6:.1f} MB of ballast"
+        self._machine.checkpoints.fill()
+        return f"{self._machine.disk.fill() / 1e6:.1f} MB of ballast"
 
     def _free(self) -> None:
-        self._checkpoints.free()
-        self._disk.free()
+        self._machine.checkpoints.free()
+        self._machine.disk.free()
 
     def _fill_while_a_checkpoint_is_written(self, fault: Fault, effect: Effect) -> list[str]:
         """Leaves room for half a checkpoint, so that the next one begins and cannot be finished."""
@@ -229,12 +232,12 @@ class Inflictor:
         half = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) // 2
         started = time.monotonic()
         try:
-            self._checkpoints.fill(half)
+            self._machine.checkpoints.fill(half)
             struck = self._watch.wait(lambda: self._watch.count("disk_full") > full, self._bound_s)
             effect.struck = struck is not None
             self._watch.wait(lambda: False, SHORTEST_S * fault.choice)
         finally:
-            self._checkpoints.free()
+            self._machine.checkpoints.free()
             effect.lasted_s = round(time.monotonic() - started, 3)
         effect.did = f"room for {half / 1e6:.1f} MB of the next checkpoint"
         return []
@@ -247,23 +250,23 @@ class Inflictor:
             return [name for name in COMPONENTS if self._watch.incarnation(name) != before[name]]
 
         started = time.monotonic()
-        memory.take(self._clock_folder, effect.target)
+        memory.take(self._machine.clock_folder, effect.target)
         try:
             self._watch.wait(lambda: bool(gone()), self._bound_s)
         finally:
-            memory.give_back(self._clock_folder, effect.target)
+            memory.give_back(self._machine.clock_folder, effect.target)
             effect.lasted_s = round(time.monotonic() - started, 3)
         effect.did = f"{effect.target} took memory until Ray ended {', '.join(gone()) or 'nobody'}"
         effect.struck = bool(gone())
         return gone()
 
     def _network(self, weather: Weather) -> str:
-        self._proxy.weather = weather
+        self._machine.proxy.weather = weather
         return f"{weather.latency_s:g} s and {weather.bytes_per_s or 0:g} bytes/s"
 
     def _jump(self, fault: Fault, effect: Effect) -> list[str]:
         hours = round((1 + fault.choice * 1e6 % 1 * (LARGEST_JUMP_H - 1)) * (-1 if fault.number % 2 else 1), 2)
-        clocks.set_offset(self._clock_folder, effect.target, hours * 3600)
+        clocks.set_offset(self._machine.clock_folder, effect.target, hours * 3600)
         self._jumps += 1
         effect.did = f"clock of {effect.target} {hours:+g} h"
         return []

@@ -8,6 +8,8 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,17 +19,27 @@ MARGIN_BYTES = 5 * GIB
 """Between what is in use at the start and the threshold: other work on the machine takes some."""
 MOST_BYTES = 8 * GIB
 """No component takes more."""
+MOST_SHARE = 0.95
 PIECE_BYTES = GIB // 8
 LOOK_S = 0.1
 
 
-def watch_memory() -> float:
-    """Has clusters that this process starts from here on watch their memory; returns the threshold, in bytes in use."""
+@contextmanager
+def watched() -> Iterator[None]:
+    """Clusters that this process starts meanwhile watch their memory."""
     memory = psutil.virtual_memory()
-    most = memory.total - memory.available + MARGIN_BYTES
-    os.environ["RAY_memory_usage_threshold"] = f"{most / memory.total:.4f}"
-    os.environ["RAY_memory_monitor_refresh_ms"] = "250"
-    return most
+    share = min(MOST_SHARE, (memory.total - memory.available + MARGIN_BYTES) / memory.total)
+    settings = {"RAY_memory_usage_threshold": f"{share:.4f}", "RAY_memory_monitor_refresh_ms": "250"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def take(folder: Path, component: str) -> None:

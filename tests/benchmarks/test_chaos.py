@@ -10,12 +10,23 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from benchmarks.chaos import __main__ as benchmark
-from benchmarks.chaos import auditing, clocks, file_damage, inflicting, invariants, misbehaving, reporting, small_disk
+from benchmarks.chaos import (
+    auditing,
+    clocks,
+    file_damage,
+    inflicting,
+    invariants,
+    memory,
+    misbehaving,
+    reporting,
+    small_disk,
+)
 from benchmarks.chaos.schedule import KINDS, LONGEST_CALM_S, make_schedule
 from benchmarks.chaos.slow_network import CLEAR, Proxy, Weather
 from benchmarks.chaos.watching import Effect, in_words
@@ -85,6 +96,20 @@ def test_factories_are_made_for_every_role_and_are_plain_to_send(tmp_path):
     factories = clocks.components(tmp_path)
     assert factories.keys() == {"learner", "replay", "curriculum", "inference", "rollout", "evaluator"}
     assert factories["learner"].func is clocks.make and factories["learner"].args == ("learner", str(tmp_path))
+
+
+def test_a_cluster_watches_memory_some_gigabytes_above_what_is_in_use(monkeypatch):
+    machine = SimpleNamespace(total=20 * memory.GIB, available=15 * memory.GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "9")
+    monkeypatch.delenv("RAY_memory_usage_threshold", raising=False)
+    with memory.watched():
+        assert os.environ["RAY_memory_usage_threshold"] == "0.5000"
+        assert os.environ["RAY_memory_monitor_refresh_ms"] == "250"
+    assert "RAY_memory_usage_threshold" not in os.environ and os.environ["RAY_memory_monitor_refresh_ms"] == "9"
+    machine.available = 0
+    with memory.watched():
+        assert os.environ["RAY_memory_usage_threshold"] == "0.9500"
 
 
 # --- the network -----------------------------------------------------------------------------------------------------
