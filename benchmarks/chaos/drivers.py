@@ -27,6 +27,13 @@ WORDS = (
     "overseer.heartbeat_s=0.5", "overseer.heartbeat_timeout_s=20", "overseer.checkpoint_every=10",
     "overseer.status_s=1", "replay.max_filtered_groups_per_batch=1000000",
 )  # fmt: skip
+PENSTOCK = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from penstock.cli import main
+sys.exit(main())
+"""
+"""Heeds hang-ups even where the benchmark was started with nohup."""
 CONTROL_SERVICE = "gcs_server"
 EXITS = {"kill driver": -signal.SIGKILL, "terminate driver": 130, "hang up driver": 130, "kill control service": 1}
 """Kinds of faults, and the exit code that each must end in."""
@@ -129,9 +136,8 @@ class Driver:
         place = [] if words[0] == "--resume" else [f"--run-dir={path}"]
         with self._out.open("ab") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "penstock", "train", "-q", *words, *place],
+                [sys.executable, "-c", PENSTOCK, "train", "-q", *words, *place],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=path.parent,
-                preexec_fn=_heed_hang_ups,
             )  # fmt: skip
 
     def _step(self) -> int:
@@ -148,11 +154,6 @@ class Driver:
         while not until() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return until()
-
-
-def _heed_hang_ups() -> None:
-    """Whoever starts the benchmark with nohup has them ignored, by its children too."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _name(process: psutil.Process) -> str:
