@@ -24,7 +24,7 @@ from penstock.rundir import RunDirectory, read_events, read_status
 
 WORDS = (
     "runtime=ray", "steps=1000000", "rollout.workers=1", "inference.servers=1", "replay.groups_per_batch=4",
-    "overseer.heartbeat_s=0.5", "overseer.heartbeat_timeout_s=20", "overseer.checkpoint_every=10",
+    "overseer.heartbeat_s=0.5", "overseer.heartbeat_timeout_s=60", "overseer.checkpoint_every=10",
     "overseer.status_s=1", "replay.max_filtered_groups_per_batch=1000000",
 )  # fmt: skip
 PENSTOCK = """
@@ -42,7 +42,7 @@ SAVING = ("terminate driver", "hang up driver", "kill control service")
 """Those after which the last version is in a checkpoint."""
 AGENTS = ("DashboardAgent", "RuntimeEnvAgent")
 """Daemons of Ray's that look but now and then whether their cluster is still there, where its driver was killed."""
-START_S, GONE_S, POLL_S, MOST_DELAY_S = 180.0, 20.0, 0.1, 4.0
+START_S, GONE_S, POLL_S, MOST_DELAY_S = 300.0, 20.0, 0.1, 4.0
 
 
 @dataclass
