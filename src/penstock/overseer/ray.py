@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.types import ConfigError, UnreachableError
+from penstock.types import ConfigError, RunFailed, UnreachableError
 
 try:
     import ray
@@ -51,6 +51,9 @@ from penstock.overseer.ray_connection import ControlService, Noise, connect, dis
 
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
+
+_SAVING_S, _LAST_END_S = 20.0, 5.0
+"""For the learner's last version after the loss of the cluster, and for ending what is left then."""
 
 _ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": MOST_CALLS}
 _TASK_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
@@ -156,6 +159,7 @@ class RayLauncher:
         self._lock = threading.Lock()
         self._handles: dict[RayHandle, dict[str, float]] = {}
         self._carried: tuple[View, Any] | None = None
+        self._last_end: threading.Timer | None = None
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="ray-launcher")
         self._noise = Noise(logs / "ray.jsonl")
         self._connected_here = not ray.is_initialized()
@@ -180,10 +184,19 @@ class RayLauncher:
     def watch(self) -> None:
         """Looks after the cluster, in a thread of its own; returns when the launcher is closed.
 
+        Components that have not ended by themselves some time after a loss are ended then: they may wait for an answer
+        of the cluster's that never comes, and soon after that Ray ends this process without a word.
+
         Raises:
             RunFailed: the cluster's control service is gone.
         """
-        self._control.watch()
+        try:
+            self._control.watch()
+        except RunFailed:
+            self._last_end = threading.Timer(_SAVING_S, self._end_all, [_LAST_END_S])
+            self._last_end.daemon = True
+            self._last_end.start()
+            raise
 
     def spawn(
         self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
@@ -224,6 +237,16 @@ class RayLauncher:
 
     def close(self, timeout_s: float) -> None:
         """Ends every process it started; see `Launcher.close`. A second call does nothing."""
+        if self._last_end is not None:
+            self._last_end.cancel()
+        self._end_all(timeout_s)
+        self._turns.shutdown(wait=False, cancel_futures=True)
+        self._control.close()
+        if self._connected_here and ray.is_initialized():
+            disconnect()
+        self._noise.close()
+
+    def _end_all(self, timeout_s: float) -> None:
         with self._lock:
             handles = list(self._handles)
         with ThreadPoolExecutor(16, thread_name_prefix="ray-close") as pool:
@@ -231,11 +254,6 @@ class RayLauncher:
         for handle, end in ends:
             if isinstance(end.exception(), UnreachableError):
                 log.warning("%s: %s", handle.identity, end.exception())
-        self._turns.shutdown(wait=False, cancel_futures=True)
-        self._control.close()
-        if self._connected_here and ray.is_initialized():
-            disconnect()
-        self._noise.close()
 
     # --- for its handles -----------------------------------------------------------------------------------------
 

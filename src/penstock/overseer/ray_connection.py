@@ -34,7 +34,7 @@ _JOIN_ATTEMPTS = 3
 _LOOK_S = 0.5
 _OWN_PATIENCE_S = 1.0
 """Nobody starts the control service of our own cluster again."""
-_JOINED_PATIENCE_S = 20.0
+_JOINED_PATIENCE_S = 15.0
 """That of another may come back; but after 60 s without it Ray ends the driver, without a word to the run."""
 _LAST_WAIT_S = 5.0
 
