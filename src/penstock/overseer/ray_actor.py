@@ -5,8 +5,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from penstock.overseer.distributed.component import Factory
 from penstock.overseer.distributed.component_logs import open_component_logs
 from penstock.overseer.distributed.host import Host
 from penstock.overseer.distributed.processes import Process, end_with_parent
-from penstock.overseer.distributed.records import Identity, Peer, Report, View
+from penstock.overseer.distributed.records import Identity, Report, View
 from penstock.types import UnreachableError
 
 RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
@@ -71,9 +70,7 @@ class ComponentActor:
         if not shows_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         open_component_logs(life.logs, identity)
-        self._calls = ActorCalls(life)
-        self._saves = identity.role == "learner"
-        self._host = Host(identity, factory, settings, view, self._calls.reach)
+        self._host = Host(identity, factory, settings, view, ActorCalls(life).reach)
         _on_termination(lambda: self._host.drain("SIGTERM"))
 
     async def place(self) -> Place:
@@ -86,8 +83,6 @@ class ComponentActor:
 
     async def beat(self, view: View | None, acknowledged: int) -> Report:
         """See `Host.beat`."""
-        if view is not None and self._saves:
-            threading.Thread(target=self._calls.find, args=(view.of("evaluator"),), name="find", daemon=True).start()
         return await self._host.beat(view, acknowledged)
 
     async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Answer:
@@ -121,12 +116,6 @@ class ActorCalls:
     def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
         """See `penstock.overseer.distributed.host.Reach`."""
         return answer(self._actor(whom), whom, sender, method, args, timeout_s)
-
-    def find(self, peers: Sequence[Peer]) -> None:
-        """Looks them up before they are needed: a learner must save though the cluster's names cannot be asked then."""
-        for peer in peers:
-            with suppress(UnreachableError):
-                self._actor(peer.identity)
 
     def _actor(self, whom: Identity) -> Any:
         with self._lock:

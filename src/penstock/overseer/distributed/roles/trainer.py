@@ -8,6 +8,7 @@ of the update boundary. Not covered: how the learner is made, and further tasks;
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from penstock.learner import Checkpoint, load_checkpoint, save_checkpoint
@@ -154,6 +155,8 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         )
         if self.settings.checkpoint is None:
             self._save(learner.step)
+        else:
+            threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
         self._replay.call("admit", timeout_s=STATES_S)
         self._loop, self._training = loop, True
         if self.stopping.is_set():
@@ -215,6 +218,11 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         )
         self._commits.checkpoint_saved(step)
         self.around.event("checkpoint", step, path=str(path))
+
+    def _meet_evaluator(self) -> None:
+        """The first call asks the cluster where it is, and may come too late for a last save without a cluster."""
+        with suppress(PenstockError):
+            self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
         self.around.event("disk_full", reason=why)
