@@ -147,7 +147,7 @@ def _train(recipe: Path, directory: RunDirectory, bound_s: float, outcome: Outco
     outcome.took_s = time.monotonic() - started
     if outcome.code != 0:
         outcome.said = f": {out.read_text(errors='replace')[-600:]}".replace("\n", " | ")
-    outcome.left = _end_what_is_left()
+    outcome.left = _end_what_is_left(recipe.parent)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
@@ -157,15 +157,18 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _end_what_is_left() -> list[int]:
-    """Ends what the function itself left behind, known by its own number; returns which those were."""
+def _end_what_is_left(folder: Path) -> list[int]:
+    """Ends what the function left behind, forked children of its process too; returns which those were."""
+    function = f"{folder / 'misbehaving.py'}:"
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] == ["sleep", str(misbehaving.SLEEP_S)]
+        if (words := process.info["cmdline"] or []) == ["sleep", str(misbehaving.SLEEP_S)]
+        or any(word.startswith(function) for word in words)
     ]
     for process in left:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     return [process.pid for process in left]
 
 
