@@ -31,11 +31,10 @@ from typing import Any, NoReturn
 
 import gymnasium
 
+from penstock.environments.simulators.processes import adopt_orphans, die_with_parent
 from penstock.fleet.descendants import (
     OWNER_VARIABLE,
-    adopt_orphans,
     children_by_parent,
-    die_with_parent,
     kill,
     kill_group,
     owner_of,
