@@ -27,10 +27,10 @@ from typing import IO, Any
 
 import psutil
 
-from penstock.environments.reward_worker import MOST_ERROR_CHARS, START
 from penstock.environments.simulators.processes import kill_trees
 from penstock.environments.validation import check_rewards
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.errors import MOST_FAILURE_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _STOP_TIMEOUT_S = 10.0
 _EXIT_CODE_S = 2.0  # from the end of its pipe to its exit code
 _LAST_WORDS_S = 1.0
 _PIPE_BYTES = 1 << 16
-_MOST_REPLY_BYTES = 4_096 + 12 * MOST_ERROR_CHARS  # JSON escapes a character in up to twelve bytes
+_MOST_REPLY_BYTES = 4_096 + 12 * MOST_FAILURE_CHARS  # JSON escapes a character in up to twelve bytes
 _MOST_REWARD_BYTES = 64  # of one completion in a reply: its id and its reward
 _SHOWN_BYTES = 60
 
@@ -60,19 +60,20 @@ class RewardProcess:
 
     def __init__(self, function: str, start_timeout_s: float) -> None:
         self._function = function
-        self._child, self._lifeline = self._start()
+        first = secrets.token_hex(8)
+        self._child, self._lifeline = self._start(first)
         assert self._child.stdin and self._child.stdout and self._child.stderr
         os.set_blocking(self._child.stdin.fileno(), False)
         self._output = _Output(function, self._child.stderr)
-        self._await_ready(start_timeout_s)
+        self._await_ready(first, start_timeout_s)
 
-    def _start(self) -> tuple["subprocess.Popen[bytes]", IO[bytes]]:
+    def _start(self, first: str) -> tuple["subprocess.Popen[bytes]", IO[bytes]]:
         """The child, and the pipe whose end ends it: the kernel closes it, too, when this process dies."""
         ends: tuple[int, ...] = ()
         try:
             kept, lifeline = ends = os.pipe()
             child = subprocess.Popen(
-                [sys.executable, "-m", "penstock.environments.reward_worker", self._function, str(kept)],
+                [sys.executable, "-m", "penstock.environments.reward_worker", self._function, str(kept), first],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -87,9 +88,9 @@ class RewardProcess:
         os.close(kept)
         return child, open(lifeline, "wb", buffering=0)
 
-    def _await_ready(self, timeout_s: float) -> None:
+    def _await_ready(self, first: str, timeout_s: float) -> None:
         try:
-            reply = self._exchange({"id": START}, b"", timeout_s, "to start")
+            reply = self._exchange({"id": first}, b"", timeout_s, "to start")
         except EnvironmentFailure as failure:
             raise ConfigError(str(failure)) from failure
         if "error" in reply:
@@ -189,7 +190,9 @@ class RewardProcess:
             raise _BrokenChannelError(line, "that is no reply") from None
         if not isinstance(reply, dict) or {key: reply.get(key) for key in asked} != asked:
             raise _BrokenChannelError(line, "that is no reply to this call")
-        if not isinstance(reply.get("error", ""), str) or not ({"error", "rewards"} & {*reply} or asked["id"] == START):
+        if not isinstance(reply.get("error", ""), str) or not (
+            {"error", "rewards"} & {*reply} or "completion_ids" not in asked
+        ):
             raise _BrokenChannelError(line, "that is a reply without rewards")
         if rest:
             raise _BrokenChannelError(rest, "after its reply")

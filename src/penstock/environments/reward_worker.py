@@ -1,9 +1,9 @@
 """The child process in which a user's reward function runs, and the keeper above it; see `reward_process`.
 
-Run as ``python -m penstock.environments.reward_worker FUNCTION LIFELINE``. This process becomes the *keeper*: it forks
-the worker, which imports the function, and adopts whatever the function starts and leaves behind, sessions of its own
-included. When the worker ends, or the parent closes the lifeline or dies, the keeper kills all of it and ends as the
-worker did.
+Run as ``python -m penstock.environments.reward_worker FUNCTION LIFELINE ID``. This process becomes the *keeper*: it
+forks the worker, which imports the function and says so in a reply to ID, and adopts whatever the function starts and
+leaves behind, sessions of its own included. When the worker ends, or the parent closes the lifeline or dies, the keeper
+kills all of it and ends as the worker did.
 
 Worker and parent speak one JSON object a line: requests on standard input, replies on a copy of standard output. A
 reply carries the id of its request and the ids of the completions. Only the process that was asked answers: a forked
@@ -32,25 +32,20 @@ from penstock.environments.simulators.processes import adopt_orphans, die_with_p
 
 RewardFunction = Callable[..., Any]
 
-START = "start"
-"""The id of the first reply, which says that the function was imported."""
-MOST_ERROR_CHARS = 4_000
-"""Longest error of a reply; what is longer loses its middle."""
-
 _MOST_TRACEBACK_CHARS = 20_000
 _END_LIMIT_S = 5.0
 
 
 def main() -> None:
     """Forks the worker and keeps it."""
-    name, lifeline = sys.argv[1], int(sys.argv[2])
+    name, lifeline, first = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     adopt_orphans()
     keeper, worker = os.getpid(), os.fork()  # nothing has started a thread yet
     if worker == 0:
         die_with_parent(keeper)
         os.setsid()  # a function that kills its own process group leaves the keeper
         os.close(lifeline)
-        _serve(name)
+        _serve(name, first)
         os._exit(0)
     with open(os.devnull, "r+") as nothing:  # only the worker holds the ends of requests and replies
         os.dup2(nothing.fileno(), 0)
@@ -151,7 +146,7 @@ class _Channel:
         os._exit(1)
 
 
-def _serve(name: str) -> None:
+def _serve(name: str, first: str) -> None:
     """Imports the function and answers requests until there are no more."""
     channel = _Channel()
     from penstock.environments.importing import load_attribute  # loads NumPy, which the keeper does without
@@ -162,9 +157,9 @@ def _serve(name: str) -> None:
         if not callable(function):
             raise PenstockError(f"reward {name!r} is a {type(function).__name__}: it must be a function")
     except BaseException as error:
-        channel.reply({"id": START, "error": _error_of(error, f"reward {name!r}: importing it")})
+        channel.reply({"id": first, "error": _error_of(error, f"reward {name!r}: importing it")})
         return
-    channel.reply({"id": START})
+    channel.reply({"id": first})
     for line in channel.requests:
         request = json.loads(line)
         given = {"id": request["id"], "completion_ids": request["completion_ids"]}
@@ -202,15 +197,15 @@ async def _awaited(rewards: Any) -> Any:
 
 def _error_of(error: BaseException, source: str) -> str:
     """What to say about an error of the function; its traceback goes to standard error, in bounds."""
-    from penstock.types import PenstockError
+    from penstock.types.errors import MOST_FAILURE_CHARS, PenstockError, shortened
 
     if isinstance(error, PenstockError):
-        return _cut(str(error), MOST_ERROR_CHARS)
-    text = _cut("".join(traceback.format_exception(error)), _MOST_TRACEBACK_CHARS)
+        return shortened(str(error), MOST_FAILURE_CHARS)
+    text = shortened("".join(traceback.format_exception(error)), _MOST_TRACEBACK_CHARS)
     with suppress(OSError):
         os.write(2, text.encode(errors="replace"))
     said = _text_of(error)
-    return _cut(f"{source} raised {type(error).__name__}{': ' if said else ''}{said}", MOST_ERROR_CHARS)
+    return shortened(f"{source} raised {type(error).__name__}{': ' if said else ''}{said}", MOST_FAILURE_CHARS)
 
 
 def _text_of(error: BaseException) -> str:
@@ -218,13 +213,6 @@ def _text_of(error: BaseException) -> str:
         return str(error)
     except Exception as unprintable:
         return f"(its text cannot be had: {type(unprintable).__name__})"
-
-
-def _cut(text: str, most_chars: int) -> str:
-    if len(text) <= most_chars:
-        return text
-    half = most_chars // 2
-    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
 
 
 if __name__ == "__main__":
