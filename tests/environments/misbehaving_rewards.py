@@ -13,6 +13,9 @@ import threading
 import time
 import zlib
 
+DETACHED_S = "300.25"
+"""How long programs sleep that a function leaves behind: an argument by which they are known."""
+
 
 def right_reward(text):
     return float(zlib.crc32(text.encode()) % 1000)
@@ -98,17 +101,17 @@ def _stop_its_parent(completions, rewards):
 
 
 def _detached_and_hang(completions, rewards):
-    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    subprocess.Popen(["sleep", DETACHED_S], start_new_session=True)
     time.sleep(600)
 
 
 def _detached_and_exit(completions, rewards):
-    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    subprocess.Popen(["sleep", DETACHED_S], start_new_session=True)
     os._exit(1)
 
 
 def _daemon_of_a_daemon_and_exit(completions, rewards):
-    shell = "setsid sh -c 'setsid sleep 300 & setsid sleep 300 &' &"
+    shell = f"setsid sh -c 'setsid sleep {DETACHED_S} & setsid sleep {DETACHED_S} &' &"
     subprocess.run(["sh", "-c", shell], check=True)
     os._exit(1)
 
