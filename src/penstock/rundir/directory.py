@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock.rundir.atomic import write_atomically
 from penstock.rundir.json_text import to_json
-from penstock.rundir.shallow_yaml import ShallowLoader
-from penstock.types import RunDirectoryError
+from penstock.rundir.yaml_documents import dump_yaml, read_mapping
+from penstock.types import ConfigError, RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
 _LOCK = ".lock"
@@ -104,16 +102,15 @@ class RunDirectory:
             RunDirectoryError: the file is not a YAML mapping.
         """
         try:
-            config = yaml.load(self.config_path.read_text("utf-8"), Loader=ShallowLoader)  # noqa: S506 - a SafeLoader
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            return read_mapping(self.config_path)
+        except ConfigError as error:
+            raise RunDirectoryError(str(error)) from error
+        except OSError as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")
-        return config
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes or replaces the resolved config; plain values only."""
-        write_atomically(self.config_path, yaml.safe_dump(dict(config), sort_keys=False))
+        write_atomically(self.config_path, dump_yaml(config))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
