@@ -6,8 +6,12 @@ and nothing of their contents. Not covered: Parquet files that lie elsewhere (`p
 """
 
 import fcntl
+import grp
+import os
+import pwd
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +112,18 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
 
+    def why_foreign(self) -> str | None:
+        """Who else than the user may have written what the run says of itself, as a clause; None: nobody.
+
+        Its directory and its config must be the user's, and closed to writers in other groups. A group that is the
+        user's alone, as many systems make one for each, is no other.
+        """
+        for path in (self.path, self.config_path):
+            with suppress(FileNotFoundError):
+                if (reason := _why_foreign(path, path.stat())) is not None:
+                    return reason
+        return None
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes or replaces the resolved config; plain values only."""
         write_atomically(self.config_path, dump_yaml(config))
@@ -170,6 +186,33 @@ class RunDirectory:
     def videos(self) -> Path:
         """Folder of films of training episodes; made with the first."""
         return self.path / "videos"
+
+
+def _why_foreign(path: Path, status: os.stat_result) -> str | None:
+    user = os.geteuid()
+    if status.st_uid != user:
+        return f"{path} belongs to {_name_of_user(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH:
+        return f"everybody can write {path} (chmod o-w closes it)"
+    if status.st_mode & stat.S_IWGRP and not _is_alone_in(status.st_gid, user):
+        return f"the group {status.st_gid} can write {path} (chmod g-w closes it)"
+    return None
+
+
+def _name_of_user(user: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"the user {user}"
+
+
+def _is_alone_in(group: int, user: int) -> bool:
+    """Whether a group has the user's name and, besides the user, no member."""
+    try:
+        account, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return account.pw_gid == group and found.gr_name == account.pw_name and not {*found.gr_mem} - {account.pw_name}
 
 
 def _is_left_by_creation(path: Path) -> bool:
