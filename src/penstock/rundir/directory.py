@@ -17,11 +17,16 @@ from typing import Any
 
 from penstock.rundir.atomic import write_atomically
 from penstock.rundir.json_text import to_json
+from penstock.rundir.logs import LINKED, open_unlinked
 from penstock.rundir.yaml_documents import dump_yaml, read_mapping
 from penstock.types import ConfigError, RunDirectoryError
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
+_PRIVATE = 0o700
 _LOCK = ".lock"
+_LOGS = (
+    "metrics.jsonl", "events.jsonl", "tickets.jsonl", "fates.jsonl", "lineages.jsonl", "samples.jsonl", "stacks.txt",
+)  # fmt: skip
 _UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp")
 
 
@@ -36,23 +41,26 @@ class RunDirectory:
         self.path = Path(path)
 
     @classmethod
-    def create(cls, path: str | Path, config: Mapping[str, Any]) -> "RunDirectory":
+    def create(cls, path: str | Path, config: Mapping[str, Any], private: bool = False) -> "RunDirectory":
         """Makes the directory of a new run and writes its resolved config.
 
         Args:
             path: Missing, or empty; or what a process left there that was killed while it made a run directory.
             config: Plain values only (strings, numbers, lists, mappings).
+            private: Nobody but the user can open it; else who can is what the umask leaves.
 
         Raises:
             RunDirectoryError: there is something at `path` already.
         """
         directory = cls(path)
         directory._refuse_if_taken()
-        directory.path.mkdir(parents=True, exist_ok=True)
+        directory.path.mkdir(_PRIVATE if private else 0o777, parents=True, exist_ok=True)
         with directory.locked():
             directory._refuse_if_taken()  # another process may have made a run of it just now
             for folder in _FOLDERS:
                 (directory.path / folder).mkdir(exist_ok=True)
+            if private:
+                directory.make_private()
             # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
             directory.write_config(config)
         return directory
@@ -85,15 +93,18 @@ class RunDirectory:
         What a killed writer left unfinished in the run's own folder is deleted.
 
         Raises:
-            RunDirectoryError: another process writes this run.
+            RunDirectoryError: another process writes this run, or one of its logs is a link.
         """
-        with (self.path / _LOCK).open("a+") as file:
+        with open(self.path / _LOCK, "a+", opener=open_unlinked) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunDirectoryError(
                     f"{self.path} is being written by another process: stop that run first, or wait for it to end"
                 ) from error
+            for name in _LOGS:  # before anything is written; each is opened so, too
+                if (self.path / name).is_symlink():
+                    raise RunDirectoryError(f"{self.path / name} {LINKED}")
             for pattern in _UNFINISHED:
                 for path in self.path.glob(pattern):
                     path.unlink(missing_ok=True)
@@ -111,6 +122,11 @@ class RunDirectory:
             raise RunDirectoryError(str(error)) from error
         except OSError as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
+
+    def make_private(self) -> None:
+        """Closes it, and the folders in it, to everybody but the user."""
+        for folder in ("", *_FOLDERS):
+            (self.path / folder).chmod(_PRIVATE)
 
     def why_foreign(self) -> str | None:
         """Who else than the user may have written what the run says of itself, as a clause; None: nobody.
