@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from penstock.environments.importing import load_attribute
 from penstock.environments.validation import check_rewards
 from penstock.types import PenstockError
+from penstock.types.importing import load_attribute
 
 RewardFunction = Callable[..., Any]
 

@@ -29,9 +29,9 @@ import minestudio.simulator.entry as minestudio_entry  # pyright: ignore[reportM
 import numpy as np
 from minestudio.utils import get_mine_studio_dir  # pyright: ignore[reportMissingImports]
 
-from penstock.environments.importing import load_attribute
 from penstock.environments.simulators.processes import ProcessMark, descendants, kill_trees
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.importing import load_attribute
 
 _ENGINE = Path("engine") / "build" / "libs" / "mcprec-6.13.jar"
 _TIME_LIMIT = "JudgeResetCallback"  # ends an episode at its `time_limit` with `terminated`, and without `truncated`
