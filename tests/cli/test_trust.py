@@ -126,3 +126,23 @@ def test_a_run_is_looked_at_under_any_name(penstock, tmp_path, name):
     assert json.loads(penstock("status", place, "--json").stdout)["step"] == 2
     assert penstock("rollouts", place, "--sql", "select count(*) as n from rollouts", "--json").stdout == '{"n": 14}\n'
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["status.json", "events.jsonl", "metrics.jsonl", "rollouts/part-x.parquet"])
+def test_a_pipe_in_a_run_hangs_nobody(penstock, tmp_path, name):
+    run = write_run(tmp_path / "mine")
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    assert penstock("status", "mine").returncode == 0
+    done = penstock("rollouts", "mine")
+    if name.endswith("jsonl"):
+        assert done.returncode == 2 and f"mine/{name} is no plain file" in done.stderr
+    else:
+        assert done.returncode == 0 and "14 rollouts stored" in done.stdout
+
+
+def test_a_status_of_a_terabyte_is_not_read(penstock, tmp_path):
+    run = write_run(tmp_path / "mine")
+    with run.status_path.open("wb") as file:
+        file.truncate(1 << 40)  # which takes no room
+    assert penstock("status", "mine").returncode == 0 and penstock("rollouts", "mine").returncode == 0

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -248,3 +249,16 @@ def raising(error: Exception):
         raise error
 
     return raise_it
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+def test_who_may_read_a_checkpoint_follows_the_umask(tmp_path, learner, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = _save(tmp_path, learner)
+    finally:
+        os.umask(before)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert {file.name: file.stat().st_mode & 0o777 for file in files} == {file.name: mode for file in files}
+    assert {"learner.safetensors", "model.safetensors", "manifest.json"} <= {file.name for file in files}

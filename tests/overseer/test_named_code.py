@@ -54,7 +54,8 @@ def test_every_key_of_a_fleet_run_that_names_code_is_said():
     values = build_config(FleetRunConfig, {"steps": 1, "fleet": {"tasks": tasks, "envs_per_worker": 16}}).dump()
     assert said(values) == {
         "fleet.tasks.c.id": "worlds:make", "fleet.tasks.d.id": "my/worlds.py:make",
-        "fleet.tasks.e.id": "worlds:Name-v0", "fleet.tasks.f.id": "penstock.py:make", "fleet.tasks.g.kwargs.callbacks.0": "mine.rewards.Log",
+        "fleet.tasks.e.id": "worlds:Name-v0", "fleet.tasks.f.id": "penstock.py:make",
+        "fleet.tasks.g.kwargs.callbacks.0": "mine.rewards.Log",
         "fleet.tasks.g.kwargs.callbacks.1.path": "mine.tasks.Dig",
     }  # fmt: skip
 

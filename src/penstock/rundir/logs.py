@@ -23,6 +23,7 @@ from penstock.rundir.json_text import to_json
 from penstock.types import Clock, RunDirectoryError
 
 LINKED = "is a link, and a run does not write through links: put the file itself there, or remove the link"
+_MOST_STATUS_BYTES = 16 << 20
 _NOT_PLAIN = "is no plain file: put the log itself there, or remove it"
 
 
@@ -148,13 +149,24 @@ def open_unlinked(path: str | Path, flags: int) -> int:
     return descriptor
 
 
+def has_log(path: Path) -> bool:
+    """Whether a log is there to be read.
+
+    Raises:
+        RunDirectoryError: something else is there, such as a pipe, which a reader would wait at for ever.
+    """
+    if path.exists() and not path.is_file():
+        raise RunDirectoryError(f"{path} {_NOT_PLAIN}")
+    return path.exists()
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The finished lines of a log, in order; nothing where the file is missing.
 
     Raises:
-        RunDirectoryError: a finished line is not a JSON object.
+        RunDirectoryError: a finished line is not a JSON object, or it is no plain file.
     """
-    if not path.exists():
+    if not has_log(path):
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -177,8 +189,11 @@ def read_status(path: Path) -> dict[str, Any] | None:
 
     It is not flushed when it is written, so a power loss may leave it empty; whoever looks can do without it.
     """
+    if not path.is_file():
+        return None
     try:
-        return _parse(path, 1, path.read_bytes())
+        with path.open("rb") as file:
+            return _parse(path, 1, file.read(_MOST_STATUS_BYTES))
     except (OSError, RunDirectoryError):
         return None
 

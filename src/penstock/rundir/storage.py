@@ -5,6 +5,7 @@ covered: locks. One process writes.
 """
 
 import os
+import stat
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -102,6 +103,8 @@ class LocalStorage:
                     status = entry.stat()
                 except FileNotFoundError:
                     continue  # deleted meanwhile
+                if not stat.S_ISREG(status.st_mode):
+                    continue  # a reader would wait at a pipe for ever
                 found.append(StoredFile(f"{folder}/{entry.name}", status.st_size, status.st_mtime))
         return sorted(found)
 
