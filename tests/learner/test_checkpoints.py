@@ -161,6 +161,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["learner.safetensors", "model/model.safetensors", "model/config.json", "state.json"])
 @pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink])
 def test_damage_is_a_clear_error(tmp_path, learner, name, damage):
@@ -222,6 +223,7 @@ def test_an_optimiser_state_that_does_not_fit_is_named(learner, decoder, config)
         Learner(decoder, config, 1).restore_arrays(arrays | {"what": np.zeros(1)})
 
 
+@pytest.mark.attack
 def test_names_and_files_hold_no_pickle(tmp_path, learner):
     """Every file is JSON or safetensors."""
     path = _save(tmp_path, learner)

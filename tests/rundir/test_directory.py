@@ -52,6 +52,7 @@ def test_the_status_is_replaced(tmp_path):
     assert read_status(run.status_path) == {"step": 2}
 
 
+@pytest.mark.attack
 def test_a_run_has_one_writer_at_a_time(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", {})
     with directory.locked():
