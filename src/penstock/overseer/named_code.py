@@ -82,10 +82,10 @@ def load_recorded_config(
     """The config that a run directory holds, with changes, and the code that it names.
 
     Args:
-        directory: The run's.
-        overrides: ``key=value`` words.
+        directory: Of the run whose config it is; nothing in it is changed.
+        overrides: ``key=value`` words of the user's own, laid over what is recorded.
         trust: Take it although others than the user may have written it.
-        sections: As of `named_code`.
+        sections: The top-level keys whose code is going to be imported; by default all.
 
     Raises:
         ConfigError: others may have written it; or it is not valid.

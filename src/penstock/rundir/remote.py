@@ -23,7 +23,7 @@ class RemoteStorage:
 
     Args:
         url: With its protocol, ``s3://bucket/run``.
-        hurried: As of `open_filesystem`.
+        hurried: Give a silent store up within a minute or so, for people who wait; a run tries longer.
 
     Raises:
         ConfigError: the protocol is unknown, or the package for it is not installed.

@@ -68,7 +68,7 @@ class RunFiles:
         """What is there at this moment.
 
         Args:
-            directory: The run's.
+            directory: Of the run whose files are wanted; it may lack a config.
             trust: Connect to the store in the network that its config names, whoever may have written that.
 
         Raises:
