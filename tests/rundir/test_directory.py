@@ -1,6 +1,8 @@
+import os
+
 import pytest
 
-from penstock.rundir import RunDirectory, read_status
+from penstock.rundir import JsonLinesLog, RunDirectory, read_status
 from penstock.types import ConfigError, RunDirectoryError
 
 
@@ -50,6 +52,7 @@ def test_the_status_is_replaced(tmp_path):
     assert read_status(run.status_path) == {"step": 2}
 
 
+@pytest.mark.attack
 def test_a_run_has_one_writer_at_a_time(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", {})
     with directory.locked():
@@ -98,3 +101,42 @@ def test_the_next_writer_removes_what_a_killed_one_left_unfinished(tmp_path):
         with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(run.path).locked():
             pass
         assert unfinished[0].exists()
+
+
+@pytest.fixture
+def umask():
+    """Sets the process's; what it was comes back."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def modes(run: RunDirectory) -> dict[str, int]:
+    paths = [run.path, run.checkpoints, run.rollouts, run.config_path, run.status_path, run.metrics_path]
+    return {path.name: path.stat().st_mode & 0o777 for path in paths}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("mask", "private", "folders", "files"),
+    [(0o022, False, 0o755, 0o644), (0o077, False, 0o700, 0o600), (0o002, False, 0o775, 0o664)]
+    + [(mask, True, 0o700, 0o666 & ~mask) for mask in (0o022, 0o077)],
+)
+def test_who_may_read_follows_the_umask_or_is_nobody(tmp_path, umask, mask, private, folders, files):
+    umask(mask)
+    run = RunDirectory.create(tmp_path / "a", {"seed": 1}, private)
+    run.write_status({"step": 1})
+    JsonLinesLog(run.metrics_path).close()
+    assert modes(run) == {
+        "a": folders, "checkpoints": folders, "rollouts": folders, "config.yaml": files, "status.json": files,
+        "metrics.jsonl": files,
+    }  # fmt: skip
+
+
+def test_an_empty_folder_becomes_private_too(tmp_path):
+    (tmp_path / "a").mkdir(mode=0o755)
+    assert modes_of_folders(RunDirectory.create(tmp_path / "a", {}, private=True)) == {0o700}
+
+
+def modes_of_folders(run: RunDirectory) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in (run.path, run.checkpoints, run.rollouts, run.batches)}

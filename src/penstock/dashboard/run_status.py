@@ -71,7 +71,7 @@ def read_run_status(
         raise RunDirectoryError(f"{path} is not a run directory: it has no config.yaml")
     config = directory.read_config()
     content = read_status(directory.status_path)
-    runtime = str(config.get("runtime", "local"))
+    runtime = _text(config.get("runtime"), "local")
     if content is None:
         old = clock() - directory.config_path.stat().st_mtime > _limit_s(config)
         why = "it has written no status that can be read" if old else ""
@@ -122,6 +122,10 @@ def finite(value: Any) -> float | None:
 def _number(value: Any, otherwise: float) -> float:
     found = finite(value)
     return otherwise if found is None else found
+
+
+def _text(value: Any, otherwise: str) -> str:
+    return value if isinstance(value, str) else otherwise
 
 
 def _process_lives(pid: int) -> bool:

@@ -149,8 +149,8 @@ class _Channel:
 def _serve(name: str, first: str) -> None:
     """Imports the function and answers requests until there are no more."""
     channel = _Channel()
-    from penstock.environments.importing import load_attribute  # loads NumPy, which the keeper does without
     from penstock.types import PenstockError
+    from penstock.types.importing import load_attribute  # loads NumPy, which the keeper does without
 
     try:
         function = load_attribute(name, "reward")

@@ -108,7 +108,8 @@ def step_of(checkpoint: Path | None) -> int:
 def create_run(config: RunConfig | FleetRunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:
     """The directory of a new run."""
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()})
+    resolved = config.dump() | {"versions": _versions()}
+    return RunDirectory.create(run_dir or Path("runs") / name, resolved, config.overseer.private)
 
 
 def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
@@ -122,6 +123,8 @@ def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig,
     old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
     changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     log.event("resume", changes=changes)
+    if config.overseer.private:
+        directory.make_private()
     directory.write_config(config.dump() | {"versions": _versions()})
 
 

@@ -30,9 +30,9 @@ import numpy as np
 import psutil
 from minestudio.utils import get_mine_studio_dir  # pyright: ignore[reportMissingImports]
 
-from penstock.environments.importing import load_attribute
 from penstock.environments.simulators.processes import descendants, kill_trees
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.importing import load_attribute
 
 _ENGINE = Path("engine") / "build" / "libs" / "mcprec-6.13.jar"
 _TIME_LIMIT = "JudgeResetCallback"  # ends an episode at its `time_limit` with `terminated`, and without `truncated`

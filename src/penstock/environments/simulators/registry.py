@@ -14,8 +14,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import load_env_creator
 
-from penstock.environments.importing import load_attribute, nearest
 from penstock.types import ConfigError
+from penstock.types.importing import load_attribute, nearest
 
 _OURS = "penstock.environments.simulators"
 _STEP_LIMIT = "max_episode_steps"

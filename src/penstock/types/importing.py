@@ -1,6 +1,7 @@
 """Importing what a config names by dotted path or file, with errors that a person can act on.
 
-Kept light (standard library only), because every reward process begins with it.
+`locate` says beforehand which file that would be. Kept light (standard library only), because every reward process
+begins with it.
 """
 
 import difflib
@@ -9,7 +10,8 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,7 @@ def load_attribute(path: str, field: str) -> Any:
     Modules beside the current directory are found as they are by ``python -m``.
 
     Args:
-        path: For example ``my_package.rewards.exact`` or ``rewards.py:exact``.
+        path: For example ``my_package.rewards.exact``, ``my_package.rewards:exact`` or ``rewards.py:exact``.
         field: The config field, for the message.
 
     Raises:
@@ -33,7 +35,7 @@ def load_attribute(path: str, field: str) -> Any:
         file, _, name = path.rpartition(":")
         module = _import_file(Path(file).expanduser(), path, field)
     else:
-        module_name, _, name = path.rpartition(".")
+        module_name, _, name = path.rpartition(":" if ":" in path else ".")
         if not module_name or not name:
             raise ConfigError(f"{field} {path!r} is not a path: write package.module.Name or path/to/file.py:Name")
         module = _import_module(module_name, path, field)
@@ -42,6 +44,41 @@ def load_attribute(path: str, field: str) -> Any:
     except AttributeError as error:
         names = [known for known in dir(module) if not known.startswith("_")]
         raise ConfigError(f"{field} {path!r}: {module.__name__} has no {name!r}{nearest(name, names)}") from error
+
+
+def locate(path: str) -> str | None:
+    """The file that `load_attribute` would import, found without importing anything.
+
+    Returns:
+        Its path, ``built-in`` for what is compiled into Python, or None where nothing is found.
+    """
+    if ".py:" in path:
+        file = Path(os.path.expanduser(path.rpartition(":")[0])).absolute()
+        return str(file) if file.is_file() else None
+    spec, places = None, None
+    parts = path.rpartition(":" if ":" in path else ".")[0].split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+        if places is None and end < len(parts):
+            return None
+    return None if spec is None else spec.origin or ", ".join(places or [])
+
+
+def _find(module: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Asks Python's finders, as an import does; `places` are those of its package, which is not imported either."""
+    known = sys.modules.get(module)
+    if known is not None and known.__spec__ is not None:
+        return known.__spec__
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module, places)
+        if spec is not None:
+            return spec
+    return PathFinder.find_spec(module, [os.getcwd()]) if places is None else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
