@@ -248,7 +248,12 @@ def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_di
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 60}}}
     limits = {"backoff_s": 0.01, "max_restarts": 1}
     changes = {"steps": 500, "fleet": {"tasks": tasks, "limits": limits}, "evaluation": {"before": False}}
-    with pytest.raises(RunFailed, match="failed 4 times.*were given up"):
+    changes["overseer"] = {"max_restarts": 2}
+    gist = (
+        "failed 3 times.*overseer.max_restarts = 2.*were given up.*it was ended by SIGKILL.*"
+        "fleet.limits.max_restarts = 1 restarts: raise that"
+    )
+    with pytest.raises(RunFailed, match=gist):
         train(tiny(changes), run_dir, quiet=True)
     status = read_run_status(run_dir)
     assert status.state == "failed"
