@@ -83,6 +83,21 @@ class Counter(gymnasium.Env):
         return what
 
 
+class Stumbling(Counter):
+    """Says of every step that it went wrong."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"error": True}
+
+
+class Blind(Counter):
+    """Shows nothing after its resets."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.full(3, np.nan), 0.0, False, False, {}
+
+
 class Uneven(Counter):
     """Of the simulators of one process the first one's episodes have 3 steps; the others' do not end."""
 

@@ -94,3 +94,8 @@ def test_a_fleet_is_shown_in_its_own_words():
     for expected in ("return", "123.5", "23,456 steps/s   0.00 s/update", "fragments", "task", "easy", "200.0"):
         assert expected in text
     assert "step 12/40  return 123.5  23,456 steps/s  staleness 0.00" in step_line(shown)
+
+
+@pytest.mark.parametrize(("speed", "words"), [(None, "–"), (0.0, "0"), (0.04, "0.04"), (9.96, "10"), (1234.5, "1,234")])
+def test_a_line_never_says_zero_while_there_is_some_speed(speed, words):
+    assert f"  {words} steps/s  " in step_line(Progress("t", 10, 0, units_per_s=speed, wording=FLEET_WORDING))

@@ -23,6 +23,9 @@ from penstock.types import ConfigError, LeafSpace, Spaces
 ROUNDING = 1e-5
 """Floats may lie so far beyond a bound, relative to it and by so much near zero: simulators compute, and round."""
 
+FEW = 8
+"""Elements that are checked one by one: calls of NumPy would take longer."""
+
 TEXT_END = -1
 """Stands after the last code point of a text."""
 
@@ -219,7 +222,7 @@ def _discrete_writer(array: np.ndarray, name: str, bounds: Bounds, start: int) -
 
     def write(row: int, value: Any) -> None:
         if type(value) is not int and not isinstance(value, np.integer):
-            value = _whole(np.asarray(value), name, ())
+            value = _castable(_shaped(value, name, ()), name, array.dtype)
         if not low <= value <= high:
             raise _outside(name, np.asarray(value), bounds)
         array[row] = value - start
@@ -230,13 +233,13 @@ def _discrete_writer(array: np.ndarray, name: str, bounds: Bounds, start: int) -
 def _array_writer(array: np.ndarray, name: str, bounds: Bounds, start: np.ndarray | None) -> Writer:
     shape, dtype = array.shape[1:], array.dtype
     holds_all = not array[:1].size or (start is None and _are_all(bounds, dtype))
-    within = (_uniform_check if bounds[0].ndim == 0 else _elementwise_check)(_widened(bounds))
+    within = _check(_widened(bounds), shape)
 
     def write(row: int, value: Any) -> None:
         if type(value) is not np.ndarray or value.shape != shape:
             value = _shaped(value, name, shape)
         if value.dtype != dtype:
-            value = _whole(value, name, shape) if dtype.kind in "biu" else _numeric(value, name, dtype)
+            value = _castable(value, name, dtype)
         elif holds_all:
             array[row] = value
             return
@@ -250,21 +253,39 @@ def _array_writer(array: np.ndarray, name: str, bounds: Bounds, start: np.ndarra
 def _are_all(bounds: Bounds, dtype: np.dtype) -> bool:
     """Whether every value of an integer dtype lies between them."""
     if dtype.kind not in "biu":
-        return dtype.kind == "c"  # complex numbers have no bounds
+        return False
     limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return bool((bounds[0] == limits[0]).all() and (bounds[1] == limits[1]).all())
 
 
+def _check(bounds: Bounds, shape: tuple[int, ...]) -> Callable[[np.ndarray], bool]:
+    """What says whether all elements lie within their bounds; each of the three is the fastest somewhere."""
+    if int(np.prod(shape)) <= FEW:
+        return _check_of_few(bounds, shape)
+    return _uniform_check(bounds) if bounds[0].ndim == 0 else _elementwise_check(bounds)
+
+
+def _check_of_few(bounds: Bounds, shape: tuple[int, ...]) -> Callable[[np.ndarray], bool]:
+    lows, highs = (np.broadcast_to(bound, shape).ravel().tolist() for bound in bounds)
+    pairs = tuple(zip(lows, highs, strict=True))
+
+    def within(value: np.ndarray) -> bool:
+        for (low, high), number in zip(pairs, value.ravel().tolist(), strict=True):
+            if not low <= number <= high:
+                return False
+        return True
+
+    return within
+
+
 def _uniform_check(bounds: Bounds) -> Callable[[np.ndarray], bool]:
-    """For large arrays: half the time of the other one. What is not a number is least, and within no bounds."""
-    low, high = (bound.item() for bound in bounds)
-    least, largest = np.minimum.reduce, np.maximum.reduce
+    """Half the time of the next one with large arrays. The least of numbers and NaN is NaN, which is within nothing."""
+    (low, high), least, largest = (bound.item() for bound in bounds), np.minimum.reduce, np.maximum.reduce
     return lambda value: bool(low <= least(value, None) and largest(value, None) <= high)
 
 
 def _elementwise_check(bounds: Bounds) -> Callable[[np.ndarray], bool]:
-    low, high = bounds
-    all_of = np.logical_and.reduce
+    (low, high), all_of = bounds, np.logical_and.reduce
     return lambda value: bool(all_of((low <= value) & (value <= high), None))
 
 
@@ -278,20 +299,14 @@ def _shaped(value: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return value
 
 
-def _numeric(value: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:
-    if value.dtype.kind not in "biuf" and value.dtype.kind != dtype.kind:
-        raise SimulatorValueError(f"{_called(name)} has dtype {value.dtype}: its space says {dtype}")
-    return value
-
-
-def _whole(value: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Integers of another dtype; floats only where none of them has a fraction."""
-    if value.shape != shape:
-        raise SimulatorValueError(f"{_called(name)} has shape {value.shape}: its space says {shape}")
-    fractions = value.dtype.kind == "f" and bool((np.isfinite(value) & (np.trunc(value) != value)).any())
-    if value.dtype.kind not in "biuf" or fractions:
+def _castable(value: np.ndarray, name: str, dtype: np.dtype) -> np.ndarray:
+    """Numbers of another dtype; for integers, floats only where none of them has a fraction."""
+    fits = value.dtype.kind in "biuf" or value.dtype.kind == dtype.kind
+    if fits and value.dtype.kind == "f" and dtype.kind != "f":
+        fits = not (np.isfinite(value) & (np.trunc(value) != value)).any()
+    if not fits:
         brief = f" = {value}" if value.size == 1 else ""
-        raise SimulatorValueError(f"{_called(name)}{brief} has dtype {value.dtype}: its space says integers")
+        raise SimulatorValueError(f"{_called(name)}{brief} has dtype {value.dtype}: its space says {dtype}")
     return value
 
 
