@@ -65,7 +65,7 @@ class RunLog:
         line = {"time": time.time(), "step": self.step if step is None else step, **fields}
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
-            self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+            self.progress.note(_in_words(kind, fields))
 
     def bottleneck(self, part: str | None, words: str) -> None:
         """What set the pace of the last update; an event where that is another part than before. None: not known."""
@@ -128,6 +128,12 @@ class RunLog:
         values = self._tally.take()
         self.note_rewards(values)
         return values
+
+
+def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
+    if kind == "component_death":
+        return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
 
 
 def _sample(group: RolloutGroup) -> Sample:
