@@ -95,8 +95,8 @@ def _imports(log):
 
 @pytest.mark.attack
 @pytest.mark.parametrize("form", ["mypkg.worlds:World", "worlds.py:World", "{here}/worlds.py:World"])
-def test_a_module_of_the_working_directory_is_imported_once_whatever_dies(form, worlds, tmp_path):
-    log, events = worlds(), []
+def test_a_module_of_the_working_directory_is_imported_once_whatever_dies(form, worlds, tmp_path, capfd):
+    log, events = worlds("print('Hello from an engine', flush=True)"), []
     config = config_of(4, 2, id=form.format(here=tmp_path))
     with driven(config, events=events) as driver:
         driver.steps(2)
@@ -105,7 +105,7 @@ def test_a_module_of_the_working_directory_is_imported_once_whatever_dies(form, 
             driver.run_until(lambda slot=2 * process: driver.faults(slot))
         driver.steps(2)
         assert driver.pool.counts()["restarts"] == 2
-    assert len(_imports(log)) == 1
+    assert len(_imports(log)) == 1 and capfd.readouterr() == ("", "")
     assert [fields["troubles"] for name, fields in events if name == "nursery_ready"] == [{}]
 
 
@@ -160,6 +160,7 @@ def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(nursery):
         assert answer.values == {"exited": 7, "status": signal.SIGTERM, "last_words": ""}
 
 
+@pytest.mark.attack
 def test_closing_it_ends_all_that_it_started():
     link = NurseryLink([])
     channel, pid, pidfd = _spawned(link)
@@ -170,6 +171,7 @@ def test_closing_it_ends_all_that_it_started():
         assert not lives(pid) and not lives(nursery)
 
 
+@pytest.mark.attack
 def test_a_killed_nursery_takes_its_forks_along_and_says_so():
     link = NurseryLink([])
     channel, pid, pidfd = _spawned(link)
@@ -187,6 +189,7 @@ def test_a_killed_nursery_takes_its_forks_along_and_says_so():
         link.close()
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("end", ["kill", "close"])
 def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
     link = NurseryLink([], end_s=0.1)
@@ -203,6 +206,7 @@ def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
     assert left.returncode == -signal.SIGKILL and left not in nursery_link._LEFT_BEHIND, "the next one reaps it"
 
 
+@pytest.mark.attack
 def test_arguments_that_are_too_long_are_refused_with_a_remedy(nursery):
     mine, other = packet_socketpair()
     with mine, other, pytest.raises(RunFailed, match="put them into a file"):

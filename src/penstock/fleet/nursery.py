@@ -27,7 +27,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -125,7 +126,8 @@ class Nursery:
             self._say({"importing": id})
             threads = _threads()
             try:
-                import_simulator(id)
+                with _silence():
+                    import_simulator(id)
             except (Exception, SystemExit) as error:  # the user's
                 troubles[id] = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             if (started := _threads() - threads) > 0:
@@ -264,6 +266,24 @@ class Nursery:
 def _simulate(spec: EnvWorkerSpec, channel: int) -> int:
     with socket.socket(fileno=channel) as to_parent:
         return int(run_env_worker(spec, to_parent, make_simulator))
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What a module prints when it is imported belongs to no simulator, and not into the user's terminal."""
+    kept, null = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(null, number)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(null)
 
 
 def _threads() -> int:
