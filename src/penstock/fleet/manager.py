@@ -72,8 +72,8 @@ class RolloutManager:
         log: Takes what `log_statistics` gathered.
         on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
         reports: Adds up what workers tell; None: one of its own.
-        max_restarts: Of one worker after failures, within `restart_window_s`; see `OverseerConfig`.
-        restart_window_s: See there.
+        max_restarts: Of one worker after failures, within `restart_window_s`.
+        restart_window_s: Failures that are older do not count any more.
         clock: Monotonic seconds.
     """
 

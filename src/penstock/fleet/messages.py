@@ -46,7 +46,7 @@ class EnvWorkerSpec:
         kwargs: Likewise.
         max_fast_resets: See `penstock.fleet.SimulatorLimits`.
         restart_interval_s: Likewise.
-        max_failures_in_row: Likewise.
+        max_failures_in_row: So many observations in a row that cannot be used fail the process; None: no limit.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
         filmed: Episodes may be filmed.
         parts: See `penstock.fleet.FleetConfig.parts_per_process`.

@@ -281,9 +281,8 @@ class SimulatorPool:
         })  # fmt: skip
 
     def _tell_faults(self, process: ProcessSlot) -> None:
-        faults, process.faults = process.faults, []
-        for fault in faults:
-            self._on_event("simulator_fault", {**process.to_values(), **asdict(fault)})
+        while process.faults:
+            self._on_event("simulator_fault", {**process.to_values(), **asdict(process.faults.pop(0))})
 
     def _spec(self, process: ProcessSlot) -> EnvWorkerSpec:
         task, limits = self._config.tasks[process.task], self._config.limits
@@ -305,10 +304,9 @@ class SimulatorPool:
         self._watch.retire(process.bury())
         process.stage, process.due_s, process.reason = Stage.WAITING, time.monotonic(), reason
         self._next_look_s = process.due_s
-        if self._closed:
-            return
-        if retired:
+        if retired and not self._closed:
             self._on_event("simulator_retired", fields)
+        if retired or self._closed:
             return
         fields |= {"reason": reason, "traceback": failure.traceback if failure else ""}
         self._on_event("simulator_failed", fields)
@@ -392,7 +390,7 @@ class SimulatorPool:
         end_descendants_of_nursery(nursery.pid)
         verdict = self._nursery_record.failed(now_s := time.monotonic())
         if isinstance(verdict, Quarantine):
-            self._fatal = RunFailed(f"the simulators' nursery: {verdict.reason}")
+            self._fatal = RunFailed(f"the simulators' nursery: {reason}; {verdict.reason}")
         else:
             self._nursery_due_s = now_s + verdict.delay_s
         self._on_event("nursery_ended", {"reason": reason})

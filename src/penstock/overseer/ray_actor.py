@@ -166,7 +166,7 @@ _MEANINGS = (
 _MOST_WORDS = 200  # characters of a text that is not known
 
 
-def in_one_line(error: BaseException) -> str:
+def in_one_line(error: Any) -> str:
     """An error of Ray in one line; its own go over a page, and come to the point late."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
