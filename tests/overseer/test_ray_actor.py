@@ -16,7 +16,7 @@ DETAIL = (
     "process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker "
     "crashed unexpectedly due to SIGSEGV or another unexpected error."
 )
-KILLED = "its process was killed (SIGKILL, or no memory was left) or crashed (SIGSEGV, os._exit)"
+KILLED = "it was killed or crashed (SIGKILL, out of memory, SIGSEGV)"
 
 
 def died(text: str) -> BaseException:

@@ -158,7 +158,7 @@ _MEANINGS = (
     ("killed by `ray.kill`", "it was ended by ray.kill"),
     ("its owner has died", "the process that started it is gone"),
     ("receives a SIGTERM", "its process was ended by SIGTERM"),
-    ("SYSTEM_ERROR", "its process was killed (SIGKILL, or no memory was left) or crashed (SIGSEGV, os._exit)"),
+    ("SYSTEM_ERROR", "it was killed or crashed (SIGKILL, out of memory, SIGSEGV)"),
     ("_EXIT", "its process ended by itself"),
     ("USER_ERROR", "its process ended by itself"),
 )

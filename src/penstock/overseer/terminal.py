@@ -177,7 +177,9 @@ class TerminalView:
         others = progress.noted - self._notes_printed - 1
         self._notes_printed, self._note_due = progress.noted, time.monotonic() + NOTE_EVERY_S
         more = f" ({others:,} more since)" if others else ""
-        self._console.print(f"[{_elapsed(progress)}] {progress.notes[-1]}{more}", highlight=False, markup=False)
+        self._console.print(
+            f"[{_elapsed(progress)}] {progress.notes[-1]}{more}", highlight=False, markup=False, soft_wrap=True
+        )
 
     def render(self) -> RenderableType:
         """The whole view as one renderable."""
