@@ -80,7 +80,7 @@ class _Rate:
         """Takes a value of the counter in, that may have been told before.
 
         Args:
-            total: The counter.
+            total: The counter, as it was told last.
             now_s: On a monotonic clock.
             since_s: So long ago it was zero, where this is the first value.
 
