@@ -76,6 +76,6 @@ def test_whoever_imports_what_a_config_names_is_known():
     }
     assert found == {
         "batch/making.py", "environments/jsonl.py", "environments/loading.py", "environments/reward_worker.py",
-        "environments/simulators/minecraft.py", "environments/simulators/registry.py", "fleet/nursery.py",
+        "environments/simulators/minecraft.py", "environments/simulators/registry.py",
         "overseer/doctor.py", "types/importing.py",
     }  # fmt: skip

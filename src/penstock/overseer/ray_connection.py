@@ -102,6 +102,10 @@ class Noise:
         if self._printer is not None:
             setattr(ray._private.worker, "print_to_stdstream", self._print)  # noqa: B010
 
+    def note(self, text: str) -> None:
+        """Keeps a text."""
+        self._logger.warning("%s", text)
+
     def _print(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
         self._logger.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
 

@@ -11,7 +11,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
-from penstock.overseer.simulator_events import failure_in_words
+from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
@@ -20,8 +20,7 @@ from penstock.types import RolloutBatch, RolloutGroup
 SHOWN_EVENTS = frozenset(
     {
         "component_death", "files_damaged", "evaluation_failed", "graduated", "group_failed", "regressed",
-        "rewind", "rollouts_quarantined", "scale_refused", "simulator_death", "simulator_quarantined", "straggler",
-        "tracker_failed", "unlocked",
+        "rewind", "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -53,6 +52,7 @@ class RunLog:
         self.step = 0
         self.failures, self.last_failure = 0, ""
         self._bottleneck: str | None = None
+        self._of_nursery = ""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
@@ -65,7 +65,7 @@ class RunLog:
         line = {"time": time.time(), "step": self.step if step is None else step, **fields}
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
-            self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+            self.progress.note(_in_words(kind, fields))
 
     def bottleneck(self, part: str | None, words: str) -> None:
         """What set the pace of the last update; an event where that is another part than before. None: not known."""
@@ -81,10 +81,12 @@ class RunLog:
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)
-        if words:
+        if words and words != self._of_nursery:
             self.progress.note(words)
-        if kind == "simulator_failed":
-            self.failures, self.last_failure = self.failures + 1, words
+        if kind == "nursery_ready":
+            self._of_nursery = words  # of one; those of the other workers say the same
+        if failures := failures_in(kind, fields):
+            self.failures, self.last_failure = self.failures + failures, words
 
     def damage(self, place: str, reason: str) -> None:
         """A file of the run could not be read, and lies in `place` now."""
@@ -126,6 +128,12 @@ class RunLog:
         values = self._tally.take()
         self.note_rewards(values)
         return values
+
+
+def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
+    if kind == "component_death":
+        return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
 
 
 def _sample(group: RolloutGroup) -> Sample:

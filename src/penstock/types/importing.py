@@ -22,7 +22,8 @@ from penstock.types import ConfigError
 def load_attribute(path: str, field: str) -> Any:
     """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
 
-    Modules beside the current directory are found as they are by ``python -m``.
+    Modules beside the current directory are found as they are by ``python -m``. A file, too, is imported once in a
+    process, as a module that is called by its whole path.
 
     Args:
         path: For example ``my_package.rewards.exact``, ``my_package.rewards:exact`` or ``rewards.py:exact``.
@@ -31,6 +32,8 @@ def load_attribute(path: str, field: str) -> Any:
     Raises:
         ConfigError: no such file, module or attribute, or the module's import failed.
     """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         module = _import_file(Path(file).expanduser(), path, field)
@@ -43,7 +46,7 @@ def load_attribute(path: str, field: str) -> Any:
         return getattr(module, name)
     except AttributeError as error:
         names = [known for known in dir(module) if not known.startswith("_")]
-        raise ConfigError(f"{field} {path!r}: {module.__name__} has no {name!r}{nearest(name, names)}") from error
+        raise ConfigError(f"{field} {path!r}: {_called(module)} has no {name!r}{nearest(name, names)}") from error
 
 
 def locate(path: str) -> str | None:
@@ -87,24 +90,32 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
+def _called(module: ModuleType) -> str:
+    return Path(module.__name__).name
+
+
 def _import_file(file: Path, path: str, field: str) -> ModuleType:
     if not file.is_file():
         siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"{field} {path!r}: no file {file.absolute()}{nearest(file.name, siblings)}")
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = str(file.resolve())  # no module is called so, whatever the file is
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{field} {path!r}: {file} cannot be imported as Python")
-    module = importlib.util.module_from_spec(module_spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
         raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
     return module
 
 
 def _import_module(module_name: str, path: str, field: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -203,8 +203,8 @@ class ProcessConductor(Generic[AnyConfig]):
 
     # --- what a subclass knows -------------------------------------------------------------------------------------
 
-    def _units_per_s(self) -> float:
-        """The speed that the view shows."""
+    def _units_per_s(self) -> float | None:
+        """The speed that the view shows; None where it is not known yet."""
         raise NotImplementedError
 
     def _metrics_of(self, results: Results) -> dict[str, float]:
