@@ -41,6 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    from penstock.overseer.lasting_output import lasting_output
+
+    with lasting_output():
+        return _exit_code(arguments)
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
         return int(_app(args=arguments, prog_name="penstock", standalone_mode=False) or 0)
     except KeyboardInterrupt:

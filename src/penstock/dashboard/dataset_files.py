@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dashboard.safe_text import printable
+from penstock.rundir.atomic import check_name
 from penstock.types import ConfigError
 
 DatasetFormat = Literal["jsonl", "parquet", "hf"]
@@ -89,6 +90,7 @@ def write_dataset(
 @contextmanager
 def _new(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends without an error."""
+    check_name(path, "--out")
     if os.path.lexists(path):
         raise _taken(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")

@@ -17,6 +17,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
+from penstock.rundir.atomic import check_place
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, RolloutBatch, RolloutRecord, WeightVersion
 
@@ -40,9 +41,12 @@ def evaluate(
         rollouts_path: Write the rollouts to this Parquet file.
 
     Raises:
-        ConfigError: an unknown lesson, or a checkpoint that is none.
+        ConfigError: an unknown lesson, a checkpoint that is none, or a path that cannot be written.
+        EnvironmentFailure: every group of a lesson failed.
     """
     chosen = _chosen_lessons(config, lessons)
+    if rollouts_path is not None:
+        check_place(rollouts_path, "--rollouts")
     model_dir = model_directory(str(checkpoint))
     tokenizer = Tokenizer.load(model_dir)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
@@ -87,5 +91,4 @@ def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
         for group in batch.groups
         for rollout in group.rollouts
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_parquet(path, table_from_records(records))
