@@ -21,8 +21,8 @@ from penstock.types import RolloutBatch, RolloutGroup
 SHOWN_EVENTS = frozenset(
     {
         "component_death", "files_damaged", "evaluation_failed", "files_missing", "graduated", "group_failed",
-        "regressed", "rewind", "rollouts_quarantined", "scale_refused", "simulator_death", "simulator_quarantined",
-        "started_anew", "straggler", "tracker_failed", "unlocked",
+        "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused", "simulator_death",
+        "simulator_quarantined", "started_anew", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""

@@ -17,6 +17,7 @@ from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, RunDirectoryError
+from penstock.weights.job_folder import free_abandoned
 
 PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
 """Whose versions are recorded."""
@@ -80,8 +81,10 @@ def oversee(
     directory: RunDirectory,
     quiet: bool,
 ) -> None:
-    """Runs it to its end; closes the log."""
+    """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
     try:
+        for found in free_abandoned():
+            log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
         Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
     except Exception as error:
         if directory.events_path.exists():
