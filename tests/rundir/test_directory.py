@@ -106,11 +106,11 @@ def test_the_next_writer_removes_what_a_killed_one_left_unfinished(tmp_path):
 @pytest.mark.attack
 @pytest.mark.parametrize("name", ["line\nbreak", "bytes\udcff", "bell\a"])
 def test_a_run_directory_that_cannot_be_printed_is_refused_and_not_made(tmp_path, name):
-    with pytest.raises(RunDirectoryError, match="cannot be printed: choose another path"):
+    with pytest.raises(ConfigError, match="cannot be printed: choose another path"):
         RunDirectory.create(tmp_path / name, {})
     assert not list(tmp_path.iterdir())
     (tmp_path / name).mkdir()
-    with pytest.raises(RunDirectoryError, match="cannot be printed"), RunDirectory(tmp_path / name).locked():
+    with pytest.raises(ConfigError, match="cannot be printed"), RunDirectory(tmp_path / name).locked():
         pass
 
 

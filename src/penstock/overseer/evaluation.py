@@ -19,7 +19,14 @@ from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
 from penstock.rundir.atomic import check_place
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, RolloutBatch, RolloutRecord, WeightVersion
+from penstock.types import (
+    ConfigError,
+    EnvironmentFailure,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutRecord,
+    WeightVersion,
+)
 
 
 def evaluate(
@@ -61,9 +68,7 @@ def evaluate(
     try:
         engine.start()
         engine.wait_until_ready(config.overseer.no_progress_s)
-        results = {
-            lesson_id: manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations) for lesson_id in chosen
-        }
+        results = {lesson_id: _evaluated(manager, lesson_id, n, generations) for lesson_id in chosen}
     finally:
         manager.shutdown()
     seconds = time.perf_counter() - started
@@ -74,6 +79,15 @@ def evaluate(
         for lesson_id, (_, batch) in results.items()
     }
     return EvaluationReport(model_dir, reports, seconds, rollouts_path)
+
+
+def _evaluated(
+    manager: RolloutManager, lesson_id: str, n: int | None, generations: int
+) -> tuple[RolloutBatchStats, RolloutBatch]:
+    try:
+        return manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations)
+    except EnvironmentFailure as failure:
+        raise EnvironmentFailure(f"lesson {lesson_id!r} cannot be evaluated: {failure}") from failure
 
 
 def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
