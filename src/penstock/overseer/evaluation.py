@@ -52,11 +52,11 @@ def evaluate(
         EnvironmentFailure: every group of a lesson failed.
     """
     chosen = _chosen_lessons(config, lessons)
-    if rollouts_path is not None:
-        check_place(rollouts_path, "--rollouts")
     model_dir = model_directory(str(checkpoint))
     tokenizer = Tokenizer.load(model_dir)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
+    if rollouts_path is not None:
+        check_place(rollouts_path, "--rollouts")
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
     manager = RolloutManager(
         Curriculum(config.curriculum),
