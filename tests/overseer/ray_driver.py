@@ -1,7 +1,8 @@
 """A driver in a process of its own, to see what it leaves behind: `python -m tests.overseer.ray_driver DIRECTORY`.
 
 Prints the process numbers of two components, then does what it reads, a word a line: `ask` whether both live, `kill`
-one of them behind Ray's back and see it noticed, `end` in good order. Ctrl-C and a terminal that closes do nothing to it.
+one of them behind Ray's back and see it noticed, `end` in good order. Neither Ctrl-C nor a terminal that
+closes does anything to it.
 """
 
 import os

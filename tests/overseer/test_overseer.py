@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.dashboard import read_run_status
 from penstock.overseer import OverseerConfig, train
 from penstock.overseer.overseer import Overseer
 from penstock.overseer.run_log import RunLog
@@ -19,6 +20,7 @@ from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import tiny
+from tests.small_disk import fill, small_disk
 from tests.waiting import wait_until
 
 LIMIT_S = 240.0
@@ -236,3 +238,34 @@ def test_a_run_that_was_killed_before_its_config_was_written_is_begun_in_the_sam
         process.communicate(timeout=LIMIT_S)
     assert process.returncode == -signal.SIGKILL and run_dir.is_dir()
     assert train(tiny({"steps": 1}), run_dir, quiet=True).complete
+
+
+@pytest.mark.attack
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["language", "control"])
+def test_a_run_that_waits_for_room_says_so_and_goes_on_with_some(kind: str, tmp_path: Path):
+    def said() -> str:
+        return (read_status(run_dir / "status.json") or {}).get("waiting_for", "")
+
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        run_dir = disk / "run"
+        with child(kind, run_dir) as process:
+            try:
+                until_trained(process, run_dir)
+                ballast = fill(disk)
+                wait_until(lambda: "no room on the disk" in said(), "it says that it waits", LIMIT_S)
+                fill(disk)
+                time.sleep(5)  # the status goes on meanwhile
+                looked = read_run_status(run_dir)
+                assert looked.state == "running" and looked.age_s is not None and looked.age_s < 5
+                assert "no room on the disk" in looked.content["waiting_for"]
+                step = looked.content["step"]
+                ballast.unlink()
+                wait_until(lambda: read_status(run_dir / "status.json")["step"] > step + 2, "updates", LIMIT_S)
+                process.send_signal(signal.SIGHUP)
+                _, err = process.communicate(timeout=LIMIT_S)
+            finally:
+                process.kill()
+        assert process.returncode == 130, err
+        ledger = read_status(run_dir / "status.json")["ledger"]
+        assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")

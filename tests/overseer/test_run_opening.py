@@ -10,7 +10,7 @@ from penstock.overseer import evaluate, train
 from penstock.overseer.run_opening import Damages, resume_point
 from penstock.replay import RolloutStore
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
-from penstock.types import EnvironmentFailure, RunDirectoryError, RunFailed
+from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
 from penstock.weights import job_folder
 from tests.overseer.conftest import tiny
 from tests.overseer.test_fleet_training import tiny as tiny_control
@@ -108,3 +108,12 @@ def test_memory_of_killed_runs_is_freed_by_any_run(run_dir: Path, tmp_path: Path
     train(tiny_control({"steps": 1}), run_dir, quiet=True)
     assert not left.exists()
     assert [(event["path"], event["bytes"]) for event in events_of(run_dir, "memory_freed")] == [(str(left), 8192)]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("place", ["line\nbreak.parquet", "file/below.parquet", "."])
+def test_rollouts_of_an_evaluation_that_cannot_be_written_are_refused_before_it(run_dir: Path, tmp_path: Path, place):
+    train(tiny({"steps": 1, "curriculum": {"eval_n_examples": 1}}), run_dir, quiet=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--rollouts .* cannot be (written|printed)"):
+        evaluate(run_dir / "checkpoints" / "step-1", tiny(), rollouts_path=tmp_path / place)

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +105,8 @@ def _new(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+        with suppress(OSError):  # it was never made
+            shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def _publish(aside: Path, path: Path) -> None:
