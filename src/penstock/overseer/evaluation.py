@@ -105,4 +105,5 @@ def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
         for group in batch.groups
         for rollout in group.rollouts
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_parquet(path, table_from_records(records))

@@ -12,7 +12,7 @@ import errno
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.types import ConfigError
@@ -105,15 +105,17 @@ def check_name(path: Path, what: str) -> None:
 
 
 def check_place(path: Path, what: str) -> None:
-    """Tries whether a file can be made at `path`, before the work that is to go there; makes its folder.
+    """Tries whether a file can be made at `path`, before the work that is to go there; leaves nothing behind.
 
     Raises:
         ConfigError: it cannot, or the path cannot be printed.
     """
     check_name(path, what)
+    made: list[Path] = []
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         trial = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
         trial.touch()
@@ -122,6 +124,10 @@ def check_place(path: Path, what: str) -> None:
         raise ConfigError(
             f"{what} {path} cannot be written: {error.strerror or error}: choose another place"
         ) from error
+    finally:
+        for folder in made:
+            with suppress(OSError):  # somebody uses it by now
+                folder.rmdir()
 
 
 def sync_directory(directory: Path) -> None:
