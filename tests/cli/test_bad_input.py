@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.overseer.config_loading import load_config
+from penstock.rundir import RunDirectory
+
 CATS = "curriculum.lessons.cats"
 
 
@@ -145,3 +148,12 @@ def test_what_was_killed_before_its_config_is_no_run_and_says_how_to_begin_one(p
     expect_refusal(
         penstock("train", "--resume", "mine"), "mine is not a run directory", "begin a run there with --run-dir"
     )
+
+
+@pytest.mark.attack
+def test_a_learning_rate_that_is_no_number_is_refused_on_resume(penstock, tmp_path):
+    run = RunDirectory.create(tmp_path / "mine", load_config("cats").dump())
+    before = sorted(path.name for path in run.path.iterdir())
+    done = penstock("train", "--resume", "mine", "learner.optimizer.learning_rate=.nan")
+    expect_refusal(done, "learner.optimizer.learning_rate is nan")
+    assert sorted(path.name for path in run.path.iterdir()) == before

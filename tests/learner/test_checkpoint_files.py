@@ -25,6 +25,7 @@ def make(root: Path, step: int, format_version: int = 1, leave_out: str = "") ->
     return path
 
 
+@pytest.mark.attack
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_put_aside(tmp_path: Path):
     for step in (2, 10, 20):
         make(tmp_path, step)

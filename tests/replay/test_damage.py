@@ -64,6 +64,7 @@ def directory(tmp_path):
     return RunDirectory.create(tmp_path / "run", {})
 
 
+@pytest.mark.attack
 def test_every_flipped_byte_of_a_rollout_is_noticed(sim, tmp_path):
     """Pages have checksums: damaged tokens are never trained."""
     records = [RolloutRecord(sim.make_rollout(f"easy-0-0/{i}", reward=0.5), "easy-0-0") for i in range(3)]
@@ -83,6 +84,7 @@ def test_every_flipped_byte_of_a_rollout_is_noticed(sim, tmp_path):
         assert found == expected, position  # a byte that is not looked at
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("seed", range(6))
 def test_a_resume_goes_on_without_damaged_parts_batches_and_log_lines(sim, directory, seed):
     rng = random.Random(seed)
@@ -226,6 +228,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.attack
 def test_a_log_keeps_its_sound_lines_and_the_original_is_kept_whole(directory):
     ticket = {"ticket_id": "cats-0-0", "rollouts": 3, "lineage": 0}
     fate = {"rollout_id": "cats-0-0/0", "fate": "trained", "lineage": 0, "step": 1}

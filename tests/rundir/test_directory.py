@@ -53,6 +53,7 @@ def test_the_status_is_replaced(tmp_path):
     assert read_status(run.status_path) == {"step": 2}
 
 
+@pytest.mark.attack
 def test_a_run_has_one_writer_at_a_time(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", {})
     with directory.locked():
@@ -69,6 +70,7 @@ def test_a_status_holds_whatever_an_error_message_says(tmp_path):
     assert read_status(run.status_path) == {"last_failure": "boom \\udcff", "rate": float("inf")}
 
 
+@pytest.mark.attack
 def test_what_a_killed_creation_left_is_created_again(tmp_path):
     for folder in ("rollouts", "batches"):
         (tmp_path / "a" / folder).mkdir(parents=True)

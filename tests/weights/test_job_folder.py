@@ -45,6 +45,7 @@ def test_a_second_broadcaster_of_the_job_is_refused_in_time(job: str):
     OwnedFolder(job, 1.0).remove()
 
 
+@pytest.mark.attack
 def test_the_next_broadcaster_of_the_job_frees_what_a_killed_one_left():
     job = uuid.uuid4().hex
     died = subprocess.run([sys.executable, "-c", DIES, job], timeout=60)
@@ -67,6 +68,7 @@ def test_the_next_broadcaster_of_any_job_frees_it_too_but_nothing_of_the_living(
     alive.remove()
 
 
+@pytest.mark.attack
 def test_a_folder_that_others_may_write_to_is_refused(job: str):
     path = job_folder(job)
     path.mkdir()
@@ -75,6 +77,7 @@ def test_a_folder_that_others_may_write_to_is_refused(job: str):
         OwnedFolder(job, 0.1)
 
 
+@pytest.mark.attack
 def test_a_link_in_its_place_is_refused(job: str, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     job_folder(job).symlink_to(tmp_path / "elsewhere")

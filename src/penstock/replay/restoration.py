@@ -87,7 +87,7 @@ class Restoration:
         self._admission.readmit()
 
     def begin_anew(self) -> None:
-        """See `ReplayBuffer.begin_anew`."""
+        """All that earlier lives started is settled, and this lineage takes over no version of theirs."""
         lineage = self._admission.lineage
         self._store.lineages.begin(lineage, lineage - 1, BEFORE_THE_FIRST)
         nothing = CheckpointView(0, {}, {}, self._admission.key_of, lambda key: False, self._survives)
