@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ from tests.small_disk import fill, small_disk
 from tests.waiting import wait_until
 
 LIMIT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def hangup_is_heard() -> Iterator[None]:
+    """These tests may run under nohup; and a SIGHUP that nobody handles is to fail a test, not to end all of them."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 class FakeRun:
