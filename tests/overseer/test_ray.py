@@ -375,11 +375,13 @@ def test_a_driver_that_is_killed_leaves_no_actors_not_even_stopped_ones(tmp_path
         wait_until(lambda: not (first.alive or second.alive), "the actors are gone")
 
 
-def test_the_terminal_is_quiet_and_ends_no_component_and_nothing_is_written_at_home(tmp_path):
+@pytest.mark.attack
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_the_terminal_is_quiet_and_ends_no_component_and_nothing_is_written_at_home(tmp_path, number):
     with driver(tmp_path) as process:
         assert process.stdout is not None
         pids = process.stdout.readline()
-        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches all of a terminal; the overseer alone decides
+        os.killpg(process.pid, number)  # it reaches all of a terminal; the overseer alone decides
         printed, complained = process.communicate("ask\nkill\nend\n", timeout=120)
     assert (printed, complained, process.returncode) == ("running running\nnoticed\nended\n", "", 0)
     assert not any(began(int(pid)).alive for pid in pids.split())

@@ -88,6 +88,7 @@ def give(sim, run, tickets):
         sim.deliver(run.buffer, sim.make_group(ticket, rewards, timestamp=run.now))
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("budget", [0, 1])
 def test_groups_wait_for_room_and_go_on(sim, full_run, budget):
     run = full_run(staleness_budget=budget)
@@ -124,6 +125,7 @@ def test_a_batch_waits_for_room_too(sim, full_run):
     assert run.disk.refused == 2 and len(run.store.batches) == 1
 
 
+@pytest.mark.attack
 def test_a_checkpoint_waits_until_what_was_delivered_is_stored(sim, full_run):
     run = full_run()
     give(sim, run, run.issuer.acquire(2, 0))
@@ -139,6 +141,7 @@ def test_a_checkpoint_waits_until_what_was_delivered_is_stored(sim, full_run):
         run.buffer.state()
 
 
+@pytest.mark.attack
 def test_beyond_the_limit_the_run_ends(sim, full_run):
     run = full_run(full_disk_s=0.3)
     give(sim, run, run.issuer.acquire(2, 0))

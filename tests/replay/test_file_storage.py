@@ -163,6 +163,7 @@ def test_a_gap_is_passed(files):
     assert drain(storage) == ["a", "c"]
 
 
+@pytest.mark.attack
 def test_a_clock_that_runs_backwards_does_not_change_the_order(files, monkeypatch):
     storage = files.open()
     write(storage.writer("w"), "a")

@@ -348,6 +348,7 @@ def test_a_rollout_that_is_in_two_parts_is_read_once(directory):
     assert _rows(store) == ["easy-0-1/0", "easy-0-1/1"] and len(store.read_records(["easy-0-1"])) == 2
 
 
+@pytest.mark.attack
 def test_the_order_of_sealing_survives_a_clock_that_steps_back(directory):
     clock = HandClock()
     RolloutStore(directory, clock=clock).seal(group_records("easy-0-0", 1))

@@ -1,9 +1,11 @@
 import os
+from pathlib import Path
 
 import pytest
+from tests.small_disk import fill, small_disk
 
 from penstock.rundir import JsonLinesLog, RunDirectory, read_status
-from penstock.types import ConfigError, RunDirectoryError
+from penstock.types import ConfigError, RunDirectoryError, RunFailed
 
 
 def test_a_new_run_has_its_folders_and_its_config(tmp_path):
@@ -69,6 +71,7 @@ def test_a_status_holds_whatever_an_error_message_says(tmp_path):
     assert read_status(run.status_path) == {"last_failure": "boom \\udcff", "rate": float("inf")}
 
 
+@pytest.mark.attack
 def test_what_a_killed_creation_left_is_created_again(tmp_path):
     for folder in ("rollouts", "batches"):
         (tmp_path / "a" / folder).mkdir(parents=True)
@@ -140,3 +143,62 @@ def test_an_empty_folder_becomes_private_too(tmp_path):
 
 def modes_of_folders(run: RunDirectory) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in (run.path, run.checkpoints, run.rollouts, run.batches)}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["line\nbreak", "bytes\udcff", "bell\a"])
+def test_a_run_directory_that_cannot_be_printed_is_refused_and_not_made(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot be printed: choose another path"):
+        RunDirectory.create(tmp_path / name, {})
+    assert not list(tmp_path.iterdir())
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="cannot be printed"), RunDirectory(tmp_path / name).locked():
+        pass
+
+
+@pytest.mark.attack
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "run", Path("/proc/none/run"), tmp_path / ("x" * 300)):
+        with pytest.raises(RunDirectoryError, match="cannot be written: .*: choose another place"):
+            RunDirectory.create(place, {})
+
+
+@pytest.mark.attack
+def test_a_run_whose_lock_cannot_be_opened_is_refused(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    (run.path / ".lock").unlink()
+    (run.path / ".lock").mkdir()
+    with pytest.raises(RunDirectoryError, match="is no plain file"), run.locked():
+        pass
+
+
+@pytest.mark.attack
+def test_on_a_full_disk_the_status_goes_on_telling_the_truth(tmp_path):
+    with small_disk(tmp_path / "disk", "512k") as disk:
+        run = RunDirectory.create(disk / "run", {})
+        run.write_status({"step": 0})
+        ballast = fill(disk)
+        for step in range(1, 4):
+            run.write_status({"step": step, "waiting_for": "no room on the disk: " + "x" * 5000})
+            assert read_status(run.status_path)["step"] == step
+        ballast.unlink()
+        run.write_status({"step": 4})
+        assert run.status_path.read_text() == '{\n "step": 4\n}\n'
+
+
+@pytest.mark.attack
+def test_a_full_disk_from_the_start_is_refused(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        fill(disk)
+        with pytest.raises(RunDirectoryError, match="cannot be written: No space left"):
+            RunDirectory.create(disk / "run", {"key": "x" * 5000})
+
+
+@pytest.mark.attack
+def test_a_directory_that_is_gone_is_told(tmp_path):
+    run = RunDirectory.create(tmp_path / "a", {})
+    run.check_is_there()
+    run.path.rename(tmp_path / "b")
+    with pytest.raises(RunFailed, match="a is gone: it was deleted or moved"):
+        run.check_is_there()

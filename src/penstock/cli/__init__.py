@@ -65,6 +65,13 @@ def _end_within(limit_s: float, code: int) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    from penstock.overseer.lasting_output import lasting_output
+
+    with lasting_output():
+        return _exit_code(arguments)
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
         return int(_app(args=arguments, prog_name="penstock", standalone_mode=False) or 0)
     except KeyboardInterrupt:

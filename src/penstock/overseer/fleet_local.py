@@ -119,6 +119,8 @@ def wire_fleet(
         for name, part in parts.checkpointables.items():
             part.restore(start.checkpoint.states[name])
         manager.statistics.restore(start.checkpoint.states["statistics"])
+    elif start.lineage:
+        buffer.begin_anew()
     return parts
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.overseer.config import RunConfig
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
+from penstock.overseer.result_rows import Results
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
@@ -19,8 +20,9 @@ from penstock.types import RolloutBatch, RolloutGroup
 
 SHOWN_EVENTS = frozenset(
     {
-        "component_death", "files_damaged", "evaluation_failed", "graduated", "group_failed", "regressed",
-        "rewind", "rollouts_quarantined", "scale_refused", "straggler", "tracker_failed", "unlocked",
+        "component_death", "files_damaged", "evaluation_failed", "files_missing", "graduated", "group_failed",
+        "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused", "started_anew", "straggler",
+        "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
@@ -67,11 +69,22 @@ class RunLog:
         if kind in SHOWN_EVENTS:
             self.progress.note(_in_words(kind, fields))
 
+    def evaluation(self, when: str, step: int, results: Results, metrics: Mapping[str, float]) -> None:
+        """What an evaluation before or after the training gave; a lesson that failed has the reward None."""
+        self.metrics(step, metrics)
+        rewards = {name: None if stats.failure else stats.reward_mean for name, stats in results.items()}
+        self.event("evaluation", when=when, reward=rewards)
+
     def bottleneck(self, part: str | None, words: str) -> None:
         """What set the pace of the last update; an event where that is another part than before. None: not known."""
         if part not in (None, self._bottleneck):
             self.event("bottleneck", part=part, words=words)
             self._bottleneck = part
+
+    @property
+    def no_room(self) -> str:
+        """In words, how long there has been no room for what is to be logged; empty where there is."""
+        return self._writes.describe()
 
     def phase(self, words: str) -> None:
         """The run comes to another phase."""

@@ -10,7 +10,7 @@ import faulthandler
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.rundir.logs import open_unlinked
@@ -129,5 +129,6 @@ def last_resort(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None
             yield alive
         finally:
             faulthandler.cancel_dump_traceback_later()
-    if stacks_path.stat().st_size == 0:
-        stacks_path.unlink()
+    with suppress(FileNotFoundError):  # somebody deleted the run directory
+        if stacks_path.stat().st_size == 0:
+            stacks_path.unlink()

@@ -5,6 +5,7 @@ The view reads a `Progress` record that the overseer fills; it decides nothing. 
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from penstock.overseer.lasting_output import lasting
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTE_EVERY_S = 10.0
@@ -138,7 +141,7 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console()
+        self._console = console or Console(file=lasting(sys.stdout))
         self._quiet = quiet
         self._live = (
             Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)

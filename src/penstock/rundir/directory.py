@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.rundir.atomic import write_atomically
+from penstock.rundir.atomic import check_name, is_full_disk, keep_room, write_atomically, write_into_kept_room
 from penstock.rundir.json_text import to_json
 from penstock.rundir.logs import LINKED, open_unlinked
 from penstock.rundir.yaml_documents import dump_yaml, read_mapping
-from penstock.types import ConfigError, RunDirectoryError
+from penstock.types import ConfigError, RunDirectoryError, RunFailed
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
 _PRIVATE = 0o700
@@ -27,6 +27,8 @@ _LOCK = ".lock"
 _LOGS = (
     "metrics.jsonl", "events.jsonl", "tickets.jsonl", "fates.jsonl", "lineages.jsonl", "samples.jsonl", "stacks.txt",
 )  # fmt: skip
+_ROOM_BYTES = 16 * 1024
+"""Room for status.json is kept in multiples of this, twice what it takes."""
 _UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp")
 
 
@@ -50,19 +52,21 @@ class RunDirectory:
             private: Nobody but the user can open it; else who can is what the umask leaves.
 
         Raises:
-            RunDirectoryError: there is something at `path` already.
+            RunDirectoryError: there is something at `path` already, or it cannot be written.
         """
         directory = cls(path)
-        directory._refuse_if_taken()
-        directory.path.mkdir(_PRIVATE if private else 0o777, parents=True, exist_ok=True)
-        with directory.locked():
-            directory._refuse_if_taken()  # another process may have made a run of it just now
-            for folder in _FOLDERS:
-                (directory.path / folder).mkdir(exist_ok=True)
-            if private:
-                directory.make_private()
-            # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
-            directory.write_config(config)
+        check_name(directory.path, "the run directory")
+        with directory._writable():
+            directory._refuse_if_taken()
+            directory.path.mkdir(_PRIVATE if private else 0o777, parents=True, exist_ok=True)
+            with directory.locked():
+                directory._refuse_if_taken()  # another process may have made a run of it just now
+                for folder in _FOLDERS:
+                    (directory.path / folder).mkdir(exist_ok=True)
+                if private:
+                    directory.make_private()
+                # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
+                directory.write_config(config)
         return directory
 
     @classmethod
@@ -74,7 +78,9 @@ class RunDirectory:
         """
         directory = cls(path)
         if not directory.config_path.is_file():
-            raise RunDirectoryError(f"{directory.path} is not a run directory: it has no config.yaml")
+            raise RunDirectoryError(
+                f"{directory.path} is not a run directory: it has no config.yaml; begin a run there with --run-dir"
+            )
         for folder in _FOLDERS:
             (directory.path / folder).mkdir(exist_ok=True)
         return directory
@@ -87,15 +93,27 @@ class RunDirectory:
             )
 
     @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {self.path} cannot be written: {error.strerror or error}: choose another place"
+            ) from error
+
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the run as its one writer; the lock ends with the process, however that ends.
 
         What a killed writer left unfinished in the run's own folder is deleted.
 
         Raises:
-            RunDirectoryError: another process writes this run, or one of its logs is a link.
+            RunDirectoryError: another process writes this run, it cannot be written, or one of its logs is a link.
         """
-        with open(self.path / _LOCK, "a+", opener=open_unlinked) as file:
+        check_name(self.path, "the run directory")
+        with self._writable():
+            file = open(self.path / _LOCK, "a+", opener=open_unlinked)
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -109,6 +127,15 @@ class RunDirectory:
                 for path in self.path.glob(pattern):
                     path.unlink(missing_ok=True)
             yield
+
+    def check_is_there(self) -> None:
+        """For the run's writer, which must not make half of it anew.
+
+        Raises:
+            RunFailed: it was deleted, or moved.
+        """
+        if not self.config_path.exists():
+            raise RunFailed(f"the run directory {self.path} is gone: it was deleted or moved while the run wrote to it")
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config, as written when the run was created.
@@ -145,8 +172,23 @@ class RunDirectory:
         write_atomically(self.config_path, dump_yaml(config))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
-        write_atomically(self.status_path, to_json(dict(status), indent=1, allow_nan=True) + "\n", durable=False)
+        """Replaces status.json; not flushed to the disk, since the next one follows in seconds.
+
+        On a full disk it goes where room was kept for it.
+
+        Raises:
+            OSError: it cannot be written, not even there.
+        """
+        content = (to_json(dict(status), indent=1, allow_nan=True) + "\n").encode()
+        try:
+            write_atomically(self.status_path, content, durable=False)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            write_into_kept_room(self.status_path, content)
+            return
+        with suppress(OSError):  # there is too little room, or it cannot be kept here
+            keep_room(self.status_path, -(-2 * len(content) // _ROOM_BYTES) * _ROOM_BYTES)
 
     @property
     def config_path(self) -> Path:
