@@ -1,9 +1,16 @@
+import json
+
 import numpy as np
 import pytest
 
 from penstock.inference.api_errors import ApiError
-from penstock.inference.bodies import ChatBody, CompletionBody, read_body
+from penstock.inference.bodies import ChatBody, CompletionBody
+from penstock.inference.bodies import read_body as read_bytes
 from penstock.types import Decoding, fold
+
+
+def read_body(kind, body, max_seq_len=64):
+    return read_bytes(kind, json.dumps(body).encode(), max_seq_len)
 
 
 def test_decoding_takes_every_parameter():

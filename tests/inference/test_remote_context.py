@@ -5,6 +5,7 @@ import pytest
 from tests.inference.fake_servers import serving
 
 from penstock.inference import (
+    Access,
     EngineContext,
     HttpServer,
     RemoteContext,
@@ -30,7 +31,7 @@ start = pytest.fixture(serving)
 
 @pytest.fixture(scope="module")
 def remote(served_engine, codec):
-    server = HttpServer(create_app(served_engine, codec, "policy", TOKEN))
+    server = HttpServer(create_app(served_engine, codec, "policy", Access(TOKEN)))
     server.start()
     pool = ServerPool(TOKEN, request_timeout_s=60.0)
     pool.set_servers([Server("inference-0", 0, server.url)])
