@@ -1,7 +1,7 @@
 """The OpenAI-compatible API over an engine, as a Starlette application.
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/health``. Handlers never block
-the event loop: bodies are read, texts encoded and answers made in threads, a few at a time, and the engine's futures
+the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
 are awaited. What may be asked is bounded before (`access`). A client that goes away frees its slots. No route changes
 weights or the server's state: one that did must not exist without a token. Not covered: streaming, tools, penalties
 (refused by name), alternatives' log-probabilities.
@@ -43,8 +43,8 @@ from penstock.types import (
 SMALL_WORK_BYTES = 4096
 """A body of this size is read on the event loop, where it takes less than a change of threads."""
 
-BUSY_THREADS = 2
-"""Threads that read, encode and write at the same time: each keeps the event loop waiting for 5 ms per turn."""
+LONGEST_PAUSE_S = 0.05
+"""After each piece of work in a thread, before the next one begins."""
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody)
 _Result = TypeVar("_Result")
@@ -79,7 +79,7 @@ class _Api:
     def __init__(self, engine: InferenceEngine, tokenizer: TextCodec, model_name: str) -> None:
         self._engine, self._tokenizer, self._model_name = engine, tokenizer, model_name
         self._max_seq_len = engine.config.max_seq_len
-        self._threads = asyncio.Semaphore(BUSY_THREADS)
+        self._at_work = asyncio.Semaphore(1)
 
     async def health(self, _: Request) -> JSONResponse:
         """200 while the engine can answer, 503 with the reason when it cannot."""
@@ -155,9 +155,18 @@ class _Api:
         return await self._work(lambda: read_body(kind, content, self._max_seq_len))
 
     async def _work(self, work: Callable[[], _Result]) -> _Result:
-        """Runs in a thread what takes the processor's time."""
-        async with self._threads:
+        """Runs in a thread what takes the processor's time; others wait for their turn.
+
+        Work and event loop share one interpreter. While a thread works, the loop waits for it at every system call, so
+        that it would hardly move if the next began at once: it has the interpreter to itself for as long in between.
+        """
+        await self._at_work.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
             return await run_in_threadpool(work)
+        finally:
+            loop.call_later(min(loop.time() - began, LONGEST_PAUSE_S), self._at_work.release)
 
     def _card(self) -> dict[str, Any]:
         card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "penstock"}
