@@ -6,7 +6,6 @@ would hold the same interpreter.
 
 import json
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -72,10 +71,11 @@ class Served:
     def __init__(self, checkpoint: Path, *words: str) -> None:
         engine = [f"engine.max_seq_len={MAX_SEQ_LEN}", "engine.max_slots=4", "engine.windows=[64]"]
         command = [sys.executable, "-m", "penstock", "serve", str(checkpoint), "--port", "0", "--name", "tiny"]
-        self._child = subprocess.Popen(
-            [*command, *engine, "engine.prefill_lengths=[16]", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self._said = checkpoint / "said.txt"
+        with self._said.open("w") as said:
+            self._child = subprocess.Popen(
+                [*command, *engine, "engine.prefill_lengths=[16]", *words], stdout=said, stderr=said
+            )
         self.process = psutil.Process(self._child.pid)
         self._bystander = subprocess.Popen([sys.executable, "-c", BYSTANDER], stdout=subprocess.PIPE, text=True)
         assert self._bystander.stdout is not None
@@ -83,15 +83,13 @@ class Served:
         self.address = ("127.0.0.1", self._announced_port())
 
     def _announced_port(self) -> int:
-        assert self._child.stdout is not None
-        deadline, said = time.monotonic() + START_S, ""
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self._child.poll() is None:
-            if select.select([self._child.stdout], [], [], 1.0)[0]:
-                said += self._child.stdout.readline()
-                if found := re.search(r"serving 'tiny' at http://127.0.0.1:(\d+)/v1", said):
-                    return int(found[1])
+            if found := re.search(r"serving 'tiny' at http://127.0.0.1:(\d+)/v1", self._said.read_text()):
+                return int(found[1])
+            time.sleep(POLL_S)
         self.stop()
-        raise AssertionError(f"the server did not start: {said}")
+        raise AssertionError(f"the server did not start: {self._said.read_text()}")
 
     def stop(self) -> None:
         for child in (self._child, self._bystander):

@@ -123,16 +123,17 @@ def test_many_expensive_bodies_at_once_cost_nobody_else_anything(server):
     withstands(server, attack)
 
 
-def test_half_open_requests_shut_nobody_out(server):
+@pytest.mark.parametrize("peers", [1, 6])
+def test_half_open_requests_shut_nobody_out(server, peers):
     """More of them than descriptors: those that say nothing make room for those that do."""
     limits = server.process.rlimit(psutil.RLIMIT_NOFILE)
-    server.process.rlimit(psutil.RLIMIT_NOFILE, (300, limits[1]))
+    server.process.rlimit(psutil.RLIMIT_NOFILE, (1024, limits[1]))
     _raise_own_limit()
 
     def attack():
         with ExitStack() as open_ones:
-            for _ in range(500):
-                connection = open_ones.enter_context(socket.create_connection(server.address, timeout=ANSWER_S))
+            for number in range(1500):
+                connection = open_ones.enter_context(_connected(server, f"127.0.0.{number % peers + 1}"))
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
             assert server.answers_normally(), "while they are held"
 
@@ -149,11 +150,15 @@ def test_unfinished_bodies_shut_nobody_out_and_take_little_memory(server):
     def attack():
         with ExitStack() as open_ones:
             for _ in range(400):
-                connection = open_ones.enter_context(socket.create_connection(server.address, timeout=ANSWER_S))
+                connection = open_ones.enter_context(_connected(server))
                 connection.sendall(head + b" " * 200_000)
             assert server.answers_normally(), "while they are held"
 
     withstands(server, attack)
+
+
+def _connected(server, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(server.address, timeout=ANSWER_S, source_address=(source, 0))
 
 
 def _raise_own_limit() -> None:

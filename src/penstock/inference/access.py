@@ -49,8 +49,14 @@ WRITE_S = 30.0
 MOST_CONNECTIONS_OF_ONE_PEER = 256
 """Of one address, as far as they have shown no token. Where none is asked for, all of this machine are one peer."""
 
-PART_OF_DESCRIPTORS = 0.75
-"""Of those that the process may open, for connections."""
+FEWEST_CONNECTIONS = 16
+"""Of the whole server, however few descriptors it may open."""
+
+BACKLOG = 128
+"""Connections that are accepted in one turn of the event loop, at most, before any is looked at."""
+
+DESCRIPTORS_KEPT = 128
+"""Of those that the process may open, for everything but connections."""
 
 MOST_HEADER_BYTES = 16 * 1024
 MOST_CHUNKS = 1024
@@ -357,5 +363,5 @@ class _Parser(h11.Connection):
 
 
 def _most_connections() -> int:
-    """Of the whole server, so that descriptors are left for everything else."""
-    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * PART_OF_DESCRIPTORS)
+    """Of the whole server, so that descriptors are left when as many again are accepted before any is looked at."""
+    return max(FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - BACKLOG - DESCRIPTORS_KEPT)

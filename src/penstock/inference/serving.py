@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from penstock.inference.access import HEADER_S, KEEP_ALIVE_S, MOST_HEADER_BYTES, Access, BoundedConnection
+from penstock.inference.access import BACKLOG, HEADER_S, KEEP_ALIVE_S, MOST_HEADER_BYTES, Access, BoundedConnection
 from penstock.inference.config import ServeConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
@@ -22,9 +22,6 @@ from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFai
 
 WATCH_S = 0.5
 """`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
-
-BACKLOG = 128
-"""Connections that are accepted in one turn of the event loop, at most, before any is looked at."""
 
 LOOK_EVERY = 5
 """Turns of the server's own clock (0.1 s) between two looks at all connections."""
@@ -201,8 +198,8 @@ def _run_until(
 ) -> None:
     try:
         engine.wait_until_ready(config.ready_timeout_s)
-        # What is here now stays: without it, a collection takes 1 ms where it took 100, with everything at a halt, after
-        # each body of many lists.
+        # What is here now stays. Looking at all of it takes 100 ms, with everything at a halt, and each body of many
+        # lists would cause that.
         gc.freeze()
         server.start()
         ready()
