@@ -52,8 +52,8 @@ MOST_CONNECTIONS_OF_ONE_PEER = 256
 FEWEST_CONNECTIONS = 16
 """Of the whole server, however few descriptors it may open."""
 
-BACKLOG = 128
-"""Connections that are accepted in one turn of the event loop, at most, before any is looked at."""
+MOST_ACCEPTED_AT_ONCE = 32
+"""In one turn of the event loop, before any of them is looked at and others have their turn."""
 
 DESCRIPTORS_KEPT = 128
 """Of those that the process may open, for everything but connections."""
@@ -248,18 +248,23 @@ class BoundedConnection(H11Protocol):
     """One connection: bounded in time, and in what it may send at once."""
 
     transport: asyncio.Transport
+    connections: "set[BoundedConnection]"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.conn = self._parser = _Parser(h11.SERVER, MOST_HEADER_BYTES)
+        self.peer = ""  # its address without the port
         self._seen: tuple[object, ...] = ()
         self._seen_since = self.opened_at = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Where there is no room, another one goes, or this one."""
         super().connection_made(transport)
-        others = [each for each in self.connections if isinstance(each, BoundedConnection) and each is not self]
-        strangers = [each for each in others if not each.is_known and each.peer == self.peer]
+        # asyncio would read 256 KiB from each connection in one turn.
+        transport.max_size = MOST_HEADER_BYTES  # pyright: ignore[reportAttributeAccessIssue]
+        self.peer = self.client[0] if self.client else ""
+        others = [each for each in self.connections if each is not self]
+        strangers = [each for each in others if each.peer == self.peer and not each.is_known]
         if len(strangers) >= MOST_CONNECTIONS_OF_ONE_PEER:
             self._make_room(strangers)
         elif len(others) >= _most_connections():
@@ -278,11 +283,6 @@ class BoundedConnection(H11Protocol):
             super().send_400_response(msg)
         else:
             self.transport.close()
-
-    @property
-    def peer(self) -> str:
-        """Its address without the port."""
-        return self.client[0] if self.client else ""
 
     @property
     def is_known(self) -> bool:
@@ -364,4 +364,6 @@ class _Parser(h11.Connection):
 
 def _most_connections() -> int:
     """Of the whole server, so that descriptors are left when as many again are accepted before any is looked at."""
-    return max(FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - BACKLOG - DESCRIPTORS_KEPT)
+    return max(
+        FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - MOST_ACCEPTED_AT_ONCE - DESCRIPTORS_KEPT
+    )

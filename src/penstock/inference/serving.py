@@ -12,7 +12,14 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from penstock.inference.access import BACKLOG, HEADER_S, KEEP_ALIVE_S, MOST_HEADER_BYTES, Access, BoundedConnection
+from penstock.inference.access import (
+    HEADER_S,
+    KEEP_ALIVE_S,
+    MOST_ACCEPTED_AT_ONCE,
+    MOST_HEADER_BYTES,
+    Access,
+    BoundedConnection,
+)
 from penstock.inference.config import ServeConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
@@ -22,6 +29,9 @@ from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFai
 
 WATCH_S = 0.5
 """`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
+
+MOST_PENDING = 1024
+"""Connections that wait to be accepted."""
 
 LOOK_EVERY = 5
 """Turns of the server's own clock (0.1 s) between two looks at all connections."""
@@ -61,7 +71,6 @@ class HttpServer:
                 app,
                 http=BoundedConnection,
                 h11_max_incomplete_event_size=MOST_HEADER_BYTES,
-                backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -138,11 +147,15 @@ class _AnnouncingServer(uvicorn.Server):
                 lambda: BoundedConnection(config, self.server_state, {}),
                 sock=each,
                 ssl=config.ssl,
-                backlog=BACKLOG,
+                backlog=MOST_ACCEPTED_AT_ONCE,
                 ssl_handshake_timeout=HEADER_S if config.ssl else None,
             )
             for each in sockets or ()
         ]
+        for each in sockets or ():
+            each.listen(
+                MOST_PENDING
+            )  # more may wait than asyncio is to accept at once, which knows one number for both
         self.started = True
         self._accepting()
 
