@@ -88,6 +88,7 @@ def make_request(rng):
     return rng.choice(METHODS), path, headers, body
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_request_gets_an_answer(app, engine, count):
     with asyncio.Runner() as runner:
@@ -111,6 +112,7 @@ def test_every_request_gets_an_answer(app, engine, count):
     engine.raise_if_failed()
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_bytes_that_are_no_http_close_or_are_answered(app, count, caplog):
     """Each connection is closed by the client's end; the server must not keep it, and must go on serving."""
