@@ -57,13 +57,22 @@ def s3_url(s3_server, monkeypatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["path", "file", "memory", "plain", "s3"])
-def store_url(request, tmp_path) -> str:
-    """One URL of each kind."""
-    kind = request.param
+def _url_of(kind: str, request, tmp_path) -> str:
     if kind == "s3":
         return request.getfixturevalue("s3_url")
     if kind == "memory":
         return f"memory://{uuid.uuid4().hex}"
     place = str(tmp_path / "elsewhere")
     return place if kind == "path" else f"{kind}://{place}"
+
+
+@pytest.fixture(params=["path", "file", "memory", "s3"])
+def store_url(request, tmp_path) -> str:
+    """One URL of each kind that a run's files may have."""
+    return _url_of(request.param, request, tmp_path)
+
+
+@pytest.fixture(params=["path", "file", "memory", "plain", "s3"])
+def storage_url(request, tmp_path) -> str:
+    """One URL of each kind that a storage can be at, as those of weights."""
+    return _url_of(request.param, request, tmp_path)

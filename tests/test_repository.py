@@ -61,6 +61,7 @@ def test_nothing_mentions_paths_of_one_machine():
     assert found == []
 
 
+@pytest.mark.attack
 def test_nothing_is_pickled():
     exempt = {Path(__file__), ROOT / "tests" / "types" / "test_pickling.py"}
     pattern = re.compile(r"^\s*(import|from) (pickle|dill|cloudpickle|joblib|marshal|shelve)\b|allow_pickle=True", re.M)
@@ -68,6 +69,21 @@ def test_nothing_is_pickled():
         str(path.relative_to(ROOT))
         for path in tracked_files()
         if path.suffix == ".py" and path not in exempt and pattern.search(path.read_text("utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.attack
+def test_nothing_that_was_read_is_evaluated():
+    """No text becomes code, and no word of a config a shell's; what a config names to be imported has one way."""
+    pattern = re.compile(
+        r"(?<![\w.])(eval|exec|execfile|__import__)\(|\byaml\.(load|full_load|unsafe_load|load_all)\b|\bos\.(system|popen)\("
+        r"|shell=True|trust_remote_code=True"
+    )
+    found = [
+        str(path.relative_to(ROOT))
+        for path in tracked_files()
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "src") and pattern.search(path.read_text("utf-8"))
     ]
     assert found == []
 

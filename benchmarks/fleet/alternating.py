@@ -22,7 +22,7 @@ from typing import Any, Self
 from benchmarks.fleet.counting import rates
 from benchmarks.fleet.running import ROOT, START_S, Failed
 from benchmarks.fleet.workloads import Workload
-from penstock.fleet.descendants import die_with_parent
+from penstock.environments.simulators.processes import die_with_parent
 
 ANSWER_S = 30.0
 """Longest time for an answer of a side that plays."""

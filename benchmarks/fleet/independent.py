@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.fleet.alternating import AT_S, PROCESSES, answer_lines
 from benchmarks.fleet.workloads import WORKLOADS, Workload
 from penstock.environments.simulators import make_simulator
-from penstock.fleet.descendants import die_with_parent
+from penstock.environments.simulators.processes import die_with_parent
 from penstock.types import RunFailed
 
 START_S, END_S = 60.0, 10.0

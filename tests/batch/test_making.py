@@ -102,8 +102,8 @@ def test_ones_own_is_made_by_its_path_with_what_its_constructor_names(own, add):
     ("name", "message"),
     [
         ("no_such_package.makers:Latest", "no module named 'no_such_package'"),
-        ("users_makers:Lastest", "module users_makers has no 'Lastest'; it has .*Latest"),
-        ("users_makers:", "module users_makers has no ''"),
+        ("users_makers:Lastest", "users_makers has no 'Lastest' .did you mean 'Latest'"),
+        ("users_makers:", "is not a path: write package.module.Name or"),
         ("users_makers:Stranger", "is no class derived from penstock.batch.BatchMaker"),
         ("users_makers:number", "3 is no class derived from"),
         ("users_makers:Unfinished", "Unfinished is abstract: define create_batch, get_batch_metadata"),

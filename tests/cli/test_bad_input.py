@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.overseer.config_loading import load_config
+from penstock.rundir import RunDirectory
+
 CATS = "curriculum.lessons.cats"
 
 
@@ -119,3 +122,38 @@ def test_the_traceback_is_there_for_those_who_ask(penstock_process):
 def test_a_path_with_an_equals_sign_is_a_path(penstock_process, tmp_path: Path):
     (tmp_path / "a=b.yaml").write_text("steps: x\n")
     expect_refusal(penstock_process("train", "a=b.yaml"), "a=b.yaml: ")
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("recipe", ["cats", "cartpole"])
+@pytest.mark.parametrize(
+    ("run_dir", "part"),
+    [
+        ("line\nbreak", "holds characters that cannot be printed: choose another path"),
+        ("bytes\udcff", "holds characters that cannot be printed"),
+        ("file/run", "file/run cannot be written: Not a directory: choose another place"),
+        ("/proc/none/run", "/proc/none/run cannot be written"),
+        ("file", "file exists already and is not overwritten"),
+    ],
+)
+def test_a_run_directory_that_cannot_work_is_refused_before_the_run(penstock, tmp_path, recipe, run_dir, part):
+    (tmp_path / "file").write_text("")
+    expect_refusal(penstock("train", recipe, "--run-dir", run_dir), part)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.attack
+def test_what_was_killed_before_its_config_is_no_run_and_says_how_to_begin_one(penstock, tmp_path):
+    (tmp_path / "mine" / "rollouts").mkdir(parents=True)
+    expect_refusal(
+        penstock("train", "--resume", "mine"), "mine is not a run directory", "begin a run there with --run-dir"
+    )
+
+
+@pytest.mark.attack
+def test_a_learning_rate_that_is_no_number_is_refused_on_resume(penstock, tmp_path):
+    run = RunDirectory.create(tmp_path / "mine", load_config("cats").dump())
+    before = sorted(path.name for path in run.path.iterdir())
+    done = penstock("train", "--resume", "mine", "learner.optimizer.learning_rate=.nan")
+    expect_refusal(done, "learner.optimizer.learning_rate is nan")
+    assert sorted(path.name for path in run.path.iterdir()) == before

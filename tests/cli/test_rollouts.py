@@ -82,6 +82,8 @@ def test_data_sets(answer, tmp_path):
         (["mine", "--show", "\udcff"], "cannot encode str as UTF-8"),
         (["mine", "--sql", "drop view rollouts"], "the query is DROP"),
         (["mine", "--export", "hf", "--out", "mine"], "--out mine exists already"),
+        (["mine", "--export", "jsonl", "--out", "line\nbreak"], "holds characters that cannot be printed"),
+        (["mine", "--export", "jsonl", "--out", "mine/config.yaml/out"], "cannot be written: "),
         (["mine", "--lesson", "dogs"], "--lesson is 'dogs'"),
         (["mine", "--limit", "0"], "'--limit'"),
         ([], "Missing argument"),

@@ -55,6 +55,7 @@ def run_dir(tmp_path_factory):
     return directory.path
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("words", "names"),
     [
@@ -83,6 +84,7 @@ def test_it_is_shown_by_its_escapes(run_dir, printed, words, names, width):
         assert [name for name in names if name + SHOWN not in plain] == []
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "words",
     [

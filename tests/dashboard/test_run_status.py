@@ -12,6 +12,7 @@ import pytest
 from penstock.dashboard import read_run_status
 from penstock.dashboard.run_status import components
 from penstock.types import RunDirectoryError
+from tests.small_disk import fill, small_disk
 
 NOW = 1000.0
 
@@ -108,3 +109,16 @@ def test_the_json_form_has_the_state_as_it_is_now(tmp_path):
     told = look(run_of(tmp_path, step=6, components={"inference-0": {"version": [0, 5]}}), lives=False).to_json()
     assert (told["state"], told["why"], told["step"]) == ("dead", "its process 7 is gone", 6)
     assert told["components"]["inference-0"] == {"version": [0, 5], "lag_steps": 1}
+
+
+@pytest.mark.attack
+def test_an_old_status_on_a_full_disk_is_believed_as_long_as_the_run_waits_for_room(tmp_path):
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        run_of(disk, "replay: {store: {full_disk_s: 60}}\n", time=NOW)
+        assert look(disk, age_s=31).state == "dead"
+        ballast = fill(disk)
+        assert look(disk, age_s=89).state == "running"
+        assert look(disk, age_s=91).state == "dead"
+        assert look(disk, age_s=31, lives=False).state == "dead"
+        ballast.unlink()
+        assert look(disk, age_s=31).state == "dead"

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from penstock.environments import CatsEnvironment, load_environment
-from penstock.environments.importing import load_attribute
 from penstock.types import ConfigError, EnvironmentSpec
+from penstock.types.importing import load_attribute
 
 CATS = "penstock.environments.cats.CatsEnvironment"
 

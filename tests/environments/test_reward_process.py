@@ -177,7 +177,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced(pool):
     scoring = pool()
     (pid,) = scoring.score(completions("pid"))
     os.kill(int(pid), signal.SIGKILL)
-    os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
+    _wait_until(lambda: not scoring._free.queue[0].alive, "its end was not seen")
     assert scoring.score(completions("fine")) == [0.5]
 
 

@@ -98,3 +98,30 @@ def test_metrics():
     ):
         with pytest.raises(EnvironmentFailure, match=message):
             validate_metrics(metrics, "e")
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("reward", [1e30, -1e30, 1000001, 1e308])
+def test_a_reward_beyond_the_limit_names_the_completion_and_the_limit(reward):
+    with pytest.raises(EnvironmentFailure) as failure:
+        check_rewards([0.0, reward], 2, "reward function r.py:f")
+    expected = f"reward function r.py:f returned {reward:g} as reward 1: rewards lie within ±1e+06, so scale it"
+    assert str(failure.value) == expected
+    assert check_rewards([-1e6, 1e6], 2, "f") == [-1e6, 1e6]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"token_rewards": np.array([0, 2e6], np.float32), "episode_reward": 2e6}, "episode_reward is 2e+06"),
+        ({"token_rewards": np.array([-2e6, 2e6], np.float32)}, "token_rewards[0] is -2e+06"),
+    ],
+)
+def test_a_rollout_with_a_reward_beyond_the_limit_is_refused_whatever_made_it(changes, field):
+    groups = [RolloutGroup("e:1", (rollout(), rollout(**changes)))]
+    with pytest.raises(EnvironmentFailure) as failure:
+        validate_groups(groups, 1, 2, "e")
+    assert str(failure.value) == (
+        f"environment 'e', group 0, rollout 1: {field}: rewards lie within ±1e+06, so scale it"
+    )

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.environments import JsonlEnvironment
-from penstock.environments.importing import load_attribute
 from penstock.inference import ScriptedContext
 from penstock.model.language import load_decoder
 from penstock.text import Tokenizer
 from penstock.types import Decoding, generator
+from penstock.types.importing import load_attribute
 
 ROOT = Path(__file__).parents[2]
 DATA = str(ROOT / "examples" / "data" / "word_problems.jsonl")

@@ -172,7 +172,7 @@ def test_statistics_are_the_simulators_own(fleet):
 
 
 def test_a_worker_that_fails_too_often_ends_the_fleet(fleet):
-    one = fleet(breaks=lambda name, incarnation: name == "fleet-0", most_restarts=1)
+    one = fleet(breaks=lambda name, incarnation: name == "fleet-0", max_restarts=1, restart_window_s=60.0)
     one.manager.start()
     one.manager.update_model(WeightVersion(0, 0), {"w": np.array([0.0])})
 
@@ -180,7 +180,13 @@ def test_a_worker_that_fails_too_often_ends_the_fleet(fleet):
         one.manager.supervise()
         return False
 
-    with pytest.raises(RunFailed, match="fleet-0 failed 2 times; the last time: RuntimeError: the pool broke"):
+    with pytest.raises(
+        RunFailed,
+        match=(
+            "fleet-0 failed 2 times within overseer.restart_window_s = 60, more than overseer.max_restarts = 1 allows; "
+            "the last time: RuntimeError: the pool broke"
+        ),
+    ):
         wait_until(supervised)
 
 

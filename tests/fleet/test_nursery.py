@@ -4,15 +4,20 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from tests.fleet.driving import await_gone, config_of, driven, lives
+from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
 
 from penstock.fleet import nursery_link
 from penstock.fleet.messages import READY, EnvWorkerSpec, packet_socketpair
 from penstock.fleet.nursery_link import NurseryLink
-from penstock.types import RunFailed
+from penstock.types import ConfigError, RunFailed
+
+ROOT = Path(__file__).parents[2]
+"""Of the repository, where `tests` are."""
 
 
 def _spec(**kwargs):
@@ -47,8 +52,99 @@ def _spawned(link, ticket=7):
 
 def test_it_loads_modules_and_reports_those_that_it_cannot(nursery):
     (answer,) = [one for one in _answers(nursery, "preloaded") if "preloaded" in one.values]
-    assert list(answer.values["troubles"]) == ["no.such.module:Thing"]
-    assert "ModuleNotFoundError" in answer.values["troubles"]["no.such.module:Thing"]
+    (name, trouble) = next(iter(answer.values["troubles"].items()))
+    assert (name, len(answer.values["troubles"])) == ("no.such.module:Thing", 1)
+    assert trouble == "simulator 'no.such.module.Thing': no module named 'no'"
+
+
+WORLDS = """
+import os, sys, threading, time
+from {package}tests_of_worlds import Counter
+
+{trouble}
+with open({log!r}, "a") as log:
+    print(os.getpid(), file=log)
+
+class World(Counter):
+    pass
+"""
+
+
+@pytest.fixture
+def worlds(tmp_path, monkeypatch):
+    """Writes a user's modules, one of which logs who imports it, and gives the working directory and that log."""
+
+    def write(trouble=""):
+        (tmp_path / "mypkg").mkdir()
+        (tmp_path / "mypkg" / "__init__.py").touch()
+        for folder, package in ((tmp_path, ""), (tmp_path / "mypkg", "mypkg.")):
+            (folder / "worlds.py").write_text(
+                WORLDS.format(package=package, trouble=trouble, log=str(tmp_path / "log"))
+            )
+            (folder / "tests_of_worlds.py").write_text("from tests.fleet.toys import Counter\n")
+        return tmp_path / "log"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), str(ROOT)])  # of a console script: not the working one
+    return write
+
+
+def _imports(log):
+    return log.read_text().split() if log.exists() else []
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("form", ["mypkg.worlds:World", "worlds.py:World", "{here}/worlds.py:World"])
+def test_a_module_of_the_working_directory_is_imported_once_whatever_dies(form, worlds, tmp_path, capfd):
+    log, events = worlds("print('Hello from an engine', flush=True)"), []
+    config = config_of(4, 2, id=form.format(here=tmp_path))
+    with driven(config, events=events) as driver:
+        driver.steps(2)
+        for process in (0, 3):
+            os.kill(driver.pool.process_ids()[process], signal.SIGKILL)
+            driver.run_until(lambda slot=2 * process: driver.faults(slot))
+        driver.steps(2)
+        assert driver.pool.counts()["restarts"] == 2
+    assert len(_imports(log)) == 1 and capfd.readouterr() == ("", "")
+    assert [fields["troubles"] for name, fields in events if name == "nursery_ready"] == [{}]
+
+
+@pytest.mark.attack
+def test_a_module_that_starts_threads_is_left_to_each_process(worlds):
+    log, events = worlds("threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"), []
+    with driven(config_of(2, 1, id="worlds.py:World"), events=events) as driver:
+        driver.steps(2)
+        importers = _imports(log)
+        assert len(importers) == 3 and {str(pid) for pid in driver.pool.process_ids()} == set(importers[1:])
+    (troubles,) = [fields["troubles"] for name, fields in events if name == "nursery_ready"]
+    assert troubles == {"worlds.py:World": "importing it starts 1 thread, which forks lack"}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("os._exit(3) if FIRST else None", "it ended"),
+        ("time.sleep(600) if FIRST else None", "it took longer than fleet.limits.spawn_timeout_s = 2"),
+    ],
+)
+def test_a_module_that_ends_its_nursery_is_left_to_each_process(trouble, reason, worlds, tmp_path):
+    mark = str(tmp_path / "mark")
+    first = f"FIRST = not os.path.exists({mark!r})\nopen({mark!r}, 'w').close()\n"
+    worlds(first + trouble)
+    events, limits = [], QUICK.model_copy(update={"spawn_timeout_s": 2.0})
+    with driven(config_of(1, 1, id="worlds.py:World", limits=limits), events=events) as driver:
+        driver.steps(2)
+    told = f"{reason}, while it imported simulator 'worlds.py:World'"
+    assert [fields["reason"] for name, fields in events if name == "nursery_ended"] == [told]
+    assert [fields["troubles"] for name, fields in events if name == "nursery_ready"] == [{"worlds.py:World": told}]
+
+
+def test_a_module_that_cannot_be_imported_is_refused_at_once_and_in_full(worlds):
+    worlds("raise RuntimeError('no licence')")
+    with pytest.raises(ConfigError, match="importing worlds.py raised RuntimeError: no licence"):
+        with driven(config_of(1, 1, id="worlds.py:World")):
+            pass
 
 
 def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(nursery):
@@ -64,6 +160,7 @@ def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(nursery):
         assert answer.values == {"exited": 7, "status": signal.SIGTERM, "last_words": ""}
 
 
+@pytest.mark.attack
 def test_closing_it_ends_all_that_it_started():
     link = NurseryLink([])
     channel, pid, pidfd = _spawned(link)
@@ -74,6 +171,7 @@ def test_closing_it_ends_all_that_it_started():
         assert not lives(pid) and not lives(nursery)
 
 
+@pytest.mark.attack
 def test_a_killed_nursery_takes_its_forks_along_and_says_so():
     link = NurseryLink([])
     channel, pid, pidfd = _spawned(link)
@@ -91,6 +189,7 @@ def test_a_killed_nursery_takes_its_forks_along_and_says_so():
         link.close()
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("end", ["kill", "close"])
 def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
     link = NurseryLink([], end_s=0.1)
@@ -107,6 +206,7 @@ def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
     assert left.returncode == -signal.SIGKILL and left not in nursery_link._LEFT_BEHIND, "the next one reaps it"
 
 
+@pytest.mark.attack
 def test_arguments_that_are_too_long_are_refused_with_a_remedy(nursery):
     mine, other = packet_socketpair()
     with mine, other, pytest.raises(RunFailed, match="put them into a file"):

@@ -1,9 +1,9 @@
-"""A pool of real processes when nothing goes wrong: trajectories, seeds, autoreset, replacement."""
+"""A pool of real processes none of which dies: trajectories, seeds, autoreset, replacement, steps that are faults."""
 
 import gymnasium
 import numpy as np
 import pytest
-from tests.fleet.driving import QUICK, config_of, driven, lives, open_descriptors
+from tests.fleet.driving import QUICK, cause, config_of, driven, lives, open_descriptors
 from tests.fleet.fake_pool import FIRST, FakePending
 from tests.fleet.toys import Counter, Nested
 from tests.waiting import wait_until
@@ -257,3 +257,60 @@ def test_spaces_are_unknown_before_the_start():
         _ = pool.spaces
     pool.close()
     pool.close()
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("blind", "the observation is nan at [0]: it must be finite"),
+        ("beyond", "the observation is 3000000000.0 at [0], outside its space's bounds -2e+09 and 2e+09: declare those "
+         "that its values have"),
+        ("nan", "its reward is nan"),
+        ("error", "it said: the engine stumbled"),
+    ],
+)  # fmt: skip
+def test_a_step_that_went_wrong_is_told_while_its_process_and_its_neighbours_go_on(trouble, reason, tmp_path):
+    events = []
+    with driven(config_of(1, 2, trouble=str(tmp_path), terminate_after=1000), events=events) as driver:
+        driver.steps(2)
+        process = driver.pool.process_ids()
+        cause(tmp_path / "step", trouble)
+        driver.run_until(lambda: driver.faults(0) or driver.faults(1))
+        driver.steps(5)
+        (slot,) = (slot for slot in (0, 1) if driver.faults(slot))
+        (number,) = driver.faults(slot)
+        ends = trouble in ("blind", "beyond")
+        row, neighbour = driver.rows[slot][number], driver.rows[1 - slot]
+        assert (row["truncated"], row["first"], row["has_final"]) == (ends, ends, False) and not row["terminated"]
+        assert not any(other["first"] for other in neighbour[1:]), "its neighbour's episode goes on"
+        assert driver.pool.process_ids() == process and driver.pool.counts()["restarts"] == 0
+        driver.check_books()
+    told = {"process": 0, "task": "t", "life": 0, "pid": process[0], "worker": "w0", "slot": slot, "steps": 1}
+    assert [fields for name, fields in events if name == "simulator_fault"] == [{**told, "reason": reason}]
+    assert "simulator_failed" not in [name for name, _ in events]
+
+
+@pytest.mark.attack
+def test_thousands_of_steps_that_go_wrong_are_counted_and_told_now_and_then():
+    events = []
+    config = config_of(1, 2, id="tests.fleet.toys:Stumbling")
+    with driven(config, events=events) as driver:
+        driver.steps(600)
+        faults = len(driver.faults(0)) + len(driver.faults(1))
+    told = [fields["steps"] for name, fields in events if name == "simulator_fault"]
+    assert faults > 1000 and faults - 2 <= sum(told) <= faults + 2 and len(told) < 30
+
+
+@pytest.mark.attack
+def test_one_that_shows_nothing_usable_at_all_is_given_up_with_observation_limit_and_key():
+    limits = QUICK.model_copy(update={"backoff_s": 0.01, "max_restarts": 2, "max_failures_in_row": 3})
+    gist = (
+        "were given up.*stepping .slot 0. raised SimulatorValueError: the observation is nan.*in 3 steps in a row, "
+        "fleet.limits.max_failures_in_row.*fleet.limits.max_restarts = 2 restarts: raise that if it is few"
+    )
+    with (
+        pytest.raises(RunFailed, match=gist),
+        driven(config_of(1, 1, id="tests.fleet.toys:Blind", limits=limits)) as driver,
+    ):
+        driver.steps(100)

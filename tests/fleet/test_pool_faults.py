@@ -40,6 +40,7 @@ def _assert_one_fault(driver, slots):
     assert driver.pool.counts()["faults"] == len(slots)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(("rows", "parts"), [(1, 1), (2, 1), (2, 2)])
 def test_a_killed_process_is_respawned_alone_and_its_actions_come_back_as_faults(rows, parts):
     events = []
@@ -89,6 +90,7 @@ def test_a_process_that_dies_between_arrival_and_action_loses_that_action():
         _assert_one_fault(driver, {0})
 
 
+@pytest.mark.attack
 def test_a_stopped_process_is_killed_after_its_deadline():
     events = []
     with driven(config_of(2, 1, limits=_limits(step_timeout_s=0.4, reset_timeout_s=0.4)), events=events) as driver:
@@ -100,10 +102,14 @@ def test_a_stopped_process_is_killed_after_its_deadline():
         _assert_one_fault(driver, {0})
         assert not lives(stopped)
     (reason,) = _failures(events)
-    late = ("stepping (slot 0) took longer than step_timeout_s", "resetting (slot 0) took longer than reset_timeout_s")
-    assert any(f"{words} = 0.4" in reason for words in late), reason
+    late = [
+        (f"{word} (slot 0)", f"fleet.limits.{key}_timeout_s")
+        for word, key in (("stepping", "step"), ("resetting", "reset"))
+    ]
+    assert any(f"{what} took longer than {key} = 0.4: raise {key}" in reason for what, key in late), reason
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("call", ["step", "reset"])
 def test_an_exception_is_told_with_its_traceback_and_ends_its_process_only(call, rows, tmp_path):
@@ -122,6 +128,7 @@ def test_an_exception_is_told_with_its_traceback_and_ends_its_process_only(call,
     assert "_misbehave" in failure["traceback"]
 
 
+@pytest.mark.attack
 def test_a_process_that_ends_itself_is_reported_with_its_last_words(tmp_path):
     events = []
     with driven(config_of(1, 1, trouble=str(tmp_path)), events=events) as driver:
@@ -131,6 +138,7 @@ def test_a_process_that_ends_itself_is_reported_with_its_last_words(tmp_path):
     assert _failures(events) == ["it ended by itself with code 7; it last wrote: leaving now"]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(("call", "limit"), [("reset", "reset_timeout_s"), ("step", "step_timeout_s")])
 def test_resets_and_steps_have_deadlines_of_their_own(call, limit, tmp_path):
     other = "step_timeout_s" if call == "reset" else "reset_timeout_s"
@@ -144,20 +152,22 @@ def test_resets_and_steps_have_deadlines_of_their_own(call, limit, tmp_path):
         cause(tmp_path / call, "hang")
         driver.run_until(lambda: driver.faults(0))
         _assert_one_fault(driver, {0})
-    assert len(_failures(events)) == 1 and f"took longer than {limit} = 0.3" in _failures(events)[0]
+    assert len(_failures(events)) == 1 and f"took longer than fleet.limits.{limit} = 0.3: raise" in _failures(events)[0]
 
 
+@pytest.mark.attack
 def test_a_simulator_that_is_made_too_slowly_is_killed_and_given_up():
     events = []
     limits = _limits(spawn_timeout_s=0.3, max_restarts=1)
     with (
-        pytest.raises(RunFailed, match="given up.*making took longer than spawn_timeout_s = 0.3"),
+        pytest.raises(RunFailed, match="given up.*making took longer than fleet.limits.spawn_timeout_s = 0.3"),
         driven(config_of(1, 1, limits=limits, init_s=30.0), events=events),
     ):
         pass
     assert len(_failures(events)) == 2 and events[-1][0] == "simulator_quarantined"
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("id", "message"),
     [("NoSuchThing-v0", "NoSuchThing"), ("tests.fleet.toys:Missing", "Missing"), ("tests.fleet.toys:Odd", "Sequence")],
@@ -176,6 +186,7 @@ def test_a_start_that_takes_too_long_says_what_it_waits_for():
     pool.close()
 
 
+@pytest.mark.attack
 def test_a_process_that_fails_for_ever_is_quarantined_and_the_others_go_on(tmp_path):
     events = []
     limits = _limits(max_restarts=2, backoff_s=0.01)
@@ -211,6 +222,7 @@ def test_a_bad_action_fails_the_run_with_its_leaf_and_value():
             driver.gather(5.0)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("said", ["error", "nan"])
 def test_a_step_that_the_simulator_calls_faulty_is_marked_and_the_episode_goes_on(said, tmp_path):
     with driven(config_of(1, 1, trouble=str(tmp_path), terminate_after=50)) as driver:
@@ -235,6 +247,7 @@ def test_a_faulty_step_that_ends_its_episode_is_a_truncation(tmp_path):
         assert row["length"] == 0
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["group", "session"])
 def test_a_simulators_children_end_with_it(name, tmp_path):
     children = tmp_path / "children" / name
@@ -251,6 +264,7 @@ def test_a_simulators_children_end_with_it(name, tmp_path):
     await_gone(everyone, 0.5)
 
 
+@pytest.mark.attack
 def test_the_death_of_the_nursery_ends_all_and_another_begins(tmp_path):
     children, events = tmp_path / "children" / "session", []
     with driven(config_of(2, 1, child=str(children)), events=events) as driver:
@@ -265,6 +279,7 @@ def test_the_death_of_the_nursery_ends_all_and_another_begins(tmp_path):
     assert [name for name, _ in events].count("nursery_ended") == 1
 
 
+@pytest.mark.attack
 def test_a_killed_nursery_that_does_not_end_is_left_behind_and_another_begins(monkeypatch):
     events, waits = [], []
 
@@ -323,6 +338,7 @@ while True:
 """
 
 
+@pytest.mark.attack
 def test_nothing_outlives_a_worker_that_was_killed(tmp_path):
     children = tmp_path / "children" / "session"
     worker = subprocess.Popen(
@@ -338,6 +354,7 @@ def test_nothing_outlives_a_worker_that_was_killed(tmp_path):
         await_gone(everyone)
 
 
+@pytest.mark.attack
 def test_a_hundred_restarts_leave_no_descriptor_and_no_memory_behind():
     limits = _limits(backoff_s=0.001, max_backoff_s=0.001, restarts_per_minute=1000, max_failures_in_row=None)
     with driven(config_of(2, 1, limits=limits)) as driver:

@@ -149,35 +149,83 @@ def test_integers_of_64_bits_have_the_bounds_of_all_their_elements():
         _ = leaves["all"].device_dtype
 
 
-@pytest.mark.parametrize(
-    ("space", "fits", "does_not"),
-    [
-        (gym.Box(0, 9, (2,), np.int64), [-(2**31), 2**31 - 1], [0, 2**31]),
-        (gym.Box(0, 2**32 - 1, (2,), np.uint64), [0, 2**32 - 1], [2**32, 0]),
-        (gym.Box(0, 2**32 - 1, (2,), np.int64), [0, 2**32 - 1], [-1, 0]),
-        (gym.Discrete(3, start=-4), 2**31 - 5, 2**31 - 4),
-        (gym.Discrete(3, start=4), np.int64(2**31 + 3), np.int64(2**31 + 4)),
-        (gym.MultiDiscrete([3, 3], start=[0, 1]), [5, 2**31], [2**31, 0]),
-    ],
-)
-def test_a_number_that_no_device_would_hold_as_declared_is_refused_where_it_comes_from(space, fits, does_not):
+F4, NAN, INF = np.float32, np.nan, np.inf
+HALF = gym.Box(np.array([-1, -INF], F4), np.array([1, INF], F4))
+"""Only its first element has bounds."""
+
+
+def _written(space, value):
+    """The row that a value becomes."""
     (leaf,) = leaves_of(space, "observation")
     array = leaf.zeros(1)
-    write = make_writer(space, {"": array})
-    write(0, np.asarray(fits) if isinstance(fits, list) else fits)
-    start = np.asarray(getattr(space, "start", 0))
-    assert (array[0] + start == fits).all() and (array.astype(leaf.device_dtype) == array).all()
-    with pytest.raises(
-        SimulatorValueError, match=rf"observation '' is .*takes it as {leaf.device_dtype}, which does not"
-    ):
-        write(0, np.asarray(does_not) if isinstance(does_not, list) else does_not)
+    make_writer(space, {"": array})(0, value)
+    return array[0]
 
 
-def test_what_no_device_is_to_hold_is_written_as_it_is():
-    space = gym.Box(-np.inf, np.inf, (1,), np.int64)
-    array = np.zeros((1, 1), np.int64)
-    make_writer(space, {"": array})(0, np.array([2**62]))
-    assert array[0, 0] == 2**62
+@pytest.mark.parametrize(
+    ("space", "value", "written"),
+    [
+        (gym.Box(0, 2**32 - 1, (2,), np.uint64), [0, 2**32 - 1], [0, 2**32 - 1]),
+        (gym.Box(0, 2**32 - 1, (2,), np.int64), [0, 2**32 - 1], [0, 2**32 - 1]),
+        (gym.Box(-INF, INF, (1,), np.int64), [2**62], [2**62]),
+        (gym.Box(0, 255, (2,), np.uint8), np.array([2.0, 255.0]), [2, 255]),
+        (gym.Discrete(3, start=-4), -2, 2),
+        (gym.Discrete(3, start=4), np.int64(4), 0),
+        (gym.Discrete(3), np.array(2.0), 2),
+        (gym.MultiDiscrete([3, 3], start=[0, 1]), [2, 3], [2, 2]),
+        (gym.MultiBinary(2), np.array([True, False]), [1, 0]),
+        (gym.Box(-INF, INF, (2,), F4), np.array([3e38, -1.0]), np.array([3e38, -1.0], F4)),
+        (gym.Box(-1, 1, (2,), F4), np.array([1 + 9e-6, -1 - 9e-6], F4), np.array([1 + 9e-6, -1 - 9e-6], F4)),
+        (HALF, [1, -1e30], np.array([1, -1e30], F4)),
+        (gym.Box(-1, 1, (0,), F4), [], []),
+        (gym.Box(-1, 1, (), F4), 0.5, 0.5),
+    ],
+)
+def test_what_lies_in_its_space_is_written_as_it_is(space, value, written):
+    assert np.array_equal(_written(space, value), written)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("space", "value", "message"),
+    [
+        (gym.Box(-INF, INF, (2,), F4), np.array([0, NAN], F4), r"is nan at \[1\]: it must be finite"),
+        (gym.Box(-INF, INF, (2,), F4), np.array([INF, 0], F4), r"is inf at \[0\]: it must be finite"),
+        (gym.Box(-INF, INF, (1,), np.float64), np.array([1e39]), "is 1e.39 at .*bounds -3.4028e.38 and 3.4028e.38"),
+        (gym.Box(-INF, INF, (1,), np.float16), np.array([7e4], F4), ".*bounds -65504 and 65504"),
+        (gym.Box(-1, 1, (2, 2), F4), np.array([[0, 0], [0, 1.1]], F4), r"is 1.1\d* at \[1, 1\], outside .* -1 and 1"),
+        (gym.Box(-1, 1, (2,), F4), np.array([0, NAN], F4), r"is nan at \[1\]"),
+        (HALF, np.array([NAN, 0], F4), r"is nan at \[0\]"),
+        (HALF, np.array([-1.1, 0], F4), r"is -1.1\d* at \[0\], .* -1 and 1"),
+        (gym.Box(0, 9, (2,), np.int64), np.array([0, 10]), r"is 10 at \[1\], outside its space's bounds 0 and 9"),
+        (gym.Box(0, 9, (2,), np.int64), np.array([0, 2**31]), r"is 2147483648 at \[1\]"),
+        (gym.Box(0, 9, (1,), np.uint8), np.array([10], np.uint8), "is 10 at"),
+        (gym.Box(0, 255, (1,), np.uint8), np.array([256]), r"is 256 at \[0\], outside its space's bounds 0 and 255"),
+        (gym.Box(0, 255, (1,), np.uint8), np.array([NAN]), "is nan at"),
+        (gym.Box(0, 255, (1,), np.uint8), np.array([2.5]), "= .2.5. has dtype float64: its space says uint8"),
+        (gym.Box(-1, 1, (1,), F4), np.array([1 + 0j]), "= .1.+0.j. has dtype complex128: its space says float32"),
+        (gym.Box(-1, 1, (1,), F4), [None], "= .None. has dtype object: its space says float32"),
+        (gym.Box(-1, 1, (2,), F4), [[1], [1, 2]], "is no array"),
+        (gym.Discrete(3, start=4), 7, "is 7, outside its space's bounds 4 and 6"),
+        (gym.Discrete(3), -1, "is -1, outside its space's bounds 0 and 2"),
+        (gym.Discrete(3), None, "= None has dtype object: its space says int64"),
+        (gym.MultiDiscrete([3, 3], start=[0, 1]), np.array([2, 0]), r"is 0 at \[1\], outside .* 1 and 3"),
+        (gym.MultiBinary(2), np.array([0, 2]), r"is 2 at \[1\], outside its space's bounds 0 and 1"),
+        (gym.Text(3), 5, "is a int: its space says text"),
+    ],
+)
+def test_what_lies_outside_its_space_is_refused_with_element_value_and_bounds(space, value, message):
+    with pytest.raises(SimulatorValueError, match=f"^the observation {message}"):
+        _written(space, value)
+
+
+@pytest.mark.attack
+def test_a_leaf_of_a_nested_space_is_refused_by_its_name():
+    space = gym.Dict({"arm": gym.Tuple((gym.Discrete(2), gym.Box(0, 1, (1,), F4)))})
+    arrays = {leaf.name: leaf.zeros(1) for leaf in leaves_of(space, "observation")}
+    write = make_writer(space, arrays)
+    with pytest.raises(SimulatorValueError, match=r"^observation 'arm.1' is nan at \[0\]: it must be finite$"):
+        write(0, {"arm": (1, np.array([NAN], F4))})
 
 
 def test_observations_of_another_shape_are_named():

@@ -19,7 +19,7 @@ class Counter(gymnasium.Env):
     A file in `trouble` makes the next call of that name misbehave once: it is removed first.
     """
 
-    observation_space = spaces.Box(-1e9, 1e9, (3,), np.float64)
+    observation_space = spaces.Box(-2e9, 2e9, (3,), np.float64)
     action_space = spaces.Discrete(5, start=2)
 
     def __init__(
@@ -56,7 +56,8 @@ class Counter(gymnasium.Env):
         ended = self._steps >= self._terminate_after
         told = {"error": "the engine stumbled"} if said == "error" else {}
         reward = float("nan") if said == "nan" else float(action) / 4
-        return self._observation(), reward, ended, not ended and self._steps >= self._truncate_after, told
+        observation = {"blind": np.full(3, np.nan), "beyond": np.full(3, 3e9)}.get(said, self._observation())
+        return observation, reward, ended, not ended and self._steps >= self._truncate_after, told
 
     def _observation(self) -> np.ndarray:
         return np.array([self._draw, self._steps, self._sum])
@@ -80,6 +81,21 @@ class Counter(gymnasium.Env):
         if what.startswith("sleep "):
             time.sleep(float(what.split()[1]))
         return what
+
+
+class Stumbling(Counter):
+    """Says of every step that it went wrong."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"error": True}
+
+
+class Blind(Counter):
+    """Shows nothing after its resets."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.full(3, np.nan), 0.0, False, False, {}
 
 
 class Uneven(Counter):

@@ -21,6 +21,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 """Nine levels of nine references: 600 bytes that would be 10⁹ words if anybody wrote them out."""
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_recipe_files_are_read_or_refused(tmp_path, count):
     path = tmp_path / "mine.yaml"
@@ -64,6 +65,7 @@ def test_overrides_are_applied_or_refused(count):
     assert 0.2 * count < fuzz(target, make, count, ConfigError)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("place", ["", "ray: {runtime_env: *i}\n", "steps: *i\n", "model: {path: *i}\n", "seed: *i\n"])
 def test_a_recipe_of_references_is_never_written_out(tmp_path, place):
     path = tmp_path / "bomb.yaml"

@@ -1,17 +1,23 @@
-"""Malformed requests to the API: in process, where an unexpected exception shows, and as bytes on a socket."""
+"""Malformed requests to the API: in process, where an unexpected exception shows, and as bytes on a socket.
+
+And wide and expensive ones against a server in a process of its own, judged by what everybody else sees of it.
+"""
 
 import asyncio
 import json
 import logging
+import random
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jax
 import pytest
 from tests.fuzz.fuzzing import COUNTS, LIMIT_S, damaged, fuzz, json_bytes
+from tests.inference.served import served, withstands, write_checkpoint
 
-from penstock.inference import EngineConfig, HttpServer, InferenceEngine, create_app
+from penstock.inference import Access, EngineConfig, HttpServer, InferenceEngine, create_app
 from penstock.model.language import Decoder, ModelConfig
 from penstock.text import Tokenizer
 from penstock.types import WeightVersion
@@ -67,7 +73,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return create_app(engine, Tokenizer.load("penstock"), "tiny", TOKEN, MAX_BODY_BYTES)
+    return create_app(engine, Tokenizer.load("penstock"), "tiny", Access(TOKEN, max_body_bytes=MAX_BODY_BYTES))
 
 
 def make_request(rng):
@@ -82,6 +88,7 @@ def make_request(rng):
     return rng.choice(METHODS), path, headers, body
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_request_gets_an_answer(app, engine, count):
     with asyncio.Runner() as runner:
@@ -105,6 +112,7 @@ def test_every_request_gets_an_answer(app, engine, count):
     engine.raise_if_failed()
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_bytes_that_are_no_http_close_or_are_answered(app, count, caplog):
     """Each connection is closed by the client's end; the server must not keep it, and must go on serving."""
@@ -138,3 +146,77 @@ def test_bytes_that_are_no_http_close_or_are_answered(app, count, caplog):
         assert httpx.get(f"{server.url}/health", trust_env=False, timeout=LIMIT_S).status_code == 200
     finally:
         server.stop()
+
+
+WIDTH_BYTES = 262_144
+"""Bodies are made up to the limit and a little beyond."""
+ENTRIES = (
+    "{}", "[]", "1", "-1", "1e5", "[[]]", "[{}]", '{"a":{}}', '""', '"a"', "null", "true", "9" * 300, "0." + "9" * 300,
+    '{"role":"user","content":"a"}', '{"role":"user","content":[{"type":"text","text":"a"}]}', '"\\ud800"', '"\\u00e9"',
+)  # fmt: skip
+PIECES = (
+    "a", " ", "\n", "<|im_end|>", "<|im_start|>user\n", "hello world ", "\u00e9", "\U0001f600", "\x00", "a b", "{{",
+)  # fmt: skip
+
+
+def make_wide_list(rng):
+    """One value many times, now and then after others that fit, flat or in one more list."""
+    entry = rng.choice(ENTRIES)
+    first = rng.choice(ENTRIES) if rng.random() < 0.3 else entry
+    count = rng.randint(1, WIDTH_BYTES) // (len(entry) + 1)
+    listed = "[" + ",".join([first] * (count // 2) + [entry] * (count - count // 2)) + "]"
+    return f"[{listed}]" if rng.random() < 0.2 else listed
+
+
+def make_long_text(rng):
+    piece = rng.choice(PIECES)
+    return json.dumps(piece * (rng.randint(1, WIDTH_BYTES) // len(json.dumps(piece))))
+
+
+def make_deep(rng):
+    opening, closing = rng.choice((("[", "]"), ('{"a":', "}"), ('[{"a":[', "]}]")))
+    depth = rng.randint(1, WIDTH_BYTES) // len(opening + closing)
+    return opening * depth + "0" + closing * (depth if rng.random() < 0.5 else 0)
+
+
+def make_many_names(rng):
+    return "{" + ",".join(f'"x{i}":0' for i in range(rng.randint(1, 20_000))) + "}"
+
+
+def make_expensive(rng):
+    """A path and a body, one field of which is wide, long, deep or full of names."""
+    path = rng.choice(list(BODIES))
+    fields = {name: json.dumps(value) for name, value in rng.choice(BODIES[path]).items()}
+    value = rng.choice((make_wide_list, make_wide_list, make_long_text, make_long_text, make_deep, make_many_names))(
+        rng
+    )
+    fields[rng.choice([*fields, "prompt", "messages", "stop", "seeds", "metadata", "odd"])] = value
+    if rng.random() < 0.1:
+        fields["messages"] = '[{"role":"user","content":' + value + "}]"
+    return path, ("{" + ",".join(f'"{name}":{each}' for name, each in fields.items()) + "}").encode()
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("count", [40, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+def test_wide_and_expensive_bodies_cost_nobody_else_anything(count, tmp_path):
+    """In rounds, a few bodies at a time and some connections that stay half open, so that each round is judged."""
+    with served(write_checkpoint(tmp_path / "tiny")) as server, ThreadPoolExecutor(4) as threads:
+        for first in range(0, count, 40):
+            given = [make_expensive(random.Random(number)) for number in range(first, min(first + 40, count))]
+
+            def attack(given=given):
+                half_open = [socket.create_connection(server.address, timeout=LIMIT_S) for _ in range(10)]
+                try:
+                    for connection, (path, body) in zip(half_open, given, strict=False):
+                        head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                        connection.sendall(
+                            head % path.encode() + b"Content-Length: %d\r\n\r\n" % (len(body) + 1) + body
+                        )
+                    return [status for status, _ in threads.map(lambda each: server.ask(*each), given)]
+                finally:
+                    for connection in half_open:
+                        connection.close()
+
+            statuses = withstands(server, attack)
+            odd = [first + at for at, status in enumerate(statuses) if status not in FINE]
+            assert not odd, f"inputs {odd} of these had status {statuses}"

@@ -36,6 +36,7 @@ READERS = {
 }
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_logs_are_read_or_refused(tmp_path, reader, count):
@@ -54,6 +55,7 @@ def test_logs_are_read_or_refused(tmp_path, reader, count):
     assert (refused == 0) if reader == "status" else (0.1 * count < refused < count)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_writer_goes_on_after_any_file(tmp_path, count):
     path = tmp_path / "log.jsonl"

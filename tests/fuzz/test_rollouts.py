@@ -73,6 +73,7 @@ def test_messages_are_read_or_refused(count, sealed):
     assert refused > (0.5 if sealed else 0.9) * count
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_parts_are_read_or_refused(tmp_path, count, compression):

@@ -26,6 +26,7 @@ STATUS = {
 }  # fmt: skip
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_status_is_shown(tmp_path, count):
     (tmp_path / "config.yaml").write_text("runtime: ray\n")

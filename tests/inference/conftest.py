@@ -9,7 +9,7 @@ import pytest
 
 from penstock.inference import EngineConfig, InferenceEngine
 from penstock.model.language import Decoder, ModelConfig
-from penstock.types import Message, WeightVersion
+from penstock.types import EnvironmentFailure, Message, WeightVersion
 
 STOP_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 120.0
@@ -28,10 +28,12 @@ class ByteCodec:
         text = bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
         return text if skip_special_tokens else text + "<end>" * sum(int(t) == 256 for t in tokens)
 
-    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return self.encode(prompt)
-        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in prompt))
+    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
+        if not isinstance(prompt, str):
+            prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
+        if max_tokens is not None and len(prompt.encode()) > max_tokens:
+            raise EnvironmentFailure(f"prompt has {len(prompt.encode())} bytes, more than {max_tokens} tokens can hold")
+        return self.encode(prompt)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,17 @@
+import json
+
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from penstock.inference.api_errors import ApiError
-from penstock.inference.bodies import ChatBody, CompletionBody, read_body
+from penstock.inference.bodies import ChatBody, CompletionBody
+from penstock.inference.bodies import read_body as read_bytes
 from penstock.types import Decoding, fold
+
+
+def read_body(kind, body, max_seq_len=64):
+    return read_bytes(kind, json.dumps(body).encode(), max_seq_len)
 
 
 def test_decoding_takes_every_parameter():
@@ -69,3 +77,46 @@ def test_seeds_that_do_not_fit_the_prompts_are_refused(fields):
     with pytest.raises(ApiError, match="seeds") as raised:
         read_body(CompletionBody, {"model": "m", "prompt": ["a", "b"]} | fields).prompt_seeds(2)
     assert (raised.value.status, raised.value.param) == (400, "seeds")
+
+
+def chat(messages):
+    return ChatBody, {"model": "m", "messages": messages}
+
+
+def completion(**fields):
+    return CompletionBody, {"model": "m", "prompt": "p"} | fields
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        (completion(prompt=[1] * 65), "prompt", "prompt has 65 tokens, which leaves no room"),
+        (completion(prompt=[[1], [1] * 65]), "prompt", "prompt has 65 tokens, which leaves no room"),
+        (completion(prompt=["a"] * 4097), "prompt", "prompt has 4097 entries: give at most 4096"),
+        (completion(prompt=[{}] * 4096), "prompt", "prompt.str: Input should be a valid string"),
+        (completion(stop=["a"] * 65), "stop", "stop has 65 entries: give at most 64"),
+        (completion(seeds=[1] * 4097), "seeds", "seeds has 4097 entries"),
+        (completion(stop_token_ids=[1] * 4097), "stop_token_ids", "stop_token_ids has 4097 entries"),
+        (completion(odd=1, odder=2), "odd", "odd: Extra inputs are not permitted"),
+        (chat([{"role": "user", "content": "a"}] * 4097), "messages", "messages has 4097 entries"),
+        (chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}]), "messages", "4097 entries"),
+        (chat([dict.fromkeys(map(str, range(100)))]), "messages", "has 100 names: at most 3 are known"),
+        (chat([{"content": [dict.fromkeys(map(str, range(100)))]}]), "messages", "has 100 names: at most 3 are known"),
+    ],
+)
+def test_lists_are_counted_before_they_are_validated(given, param, said):
+    with pytest.raises(ApiError) as raised:
+        read_body(*given)
+    assert (raised.value.status, raised.value.param) == (400, param) and said in raised.value.message
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "field", [{"prompt": [{}] * 4000}, {"stop": [{}] * 64}, {"seeds": [{}] * 4000}, {"stop_token_ids": [{}] * 4000}]
+)
+def test_the_first_error_ends_the_validation(field):
+    """One for each arm of a union, however many entries there are."""
+    with pytest.raises(ApiError) as raised:
+        read_body(*completion(**field))
+    assert isinstance(raised.value.__cause__, ValidationError) and raised.value.__cause__.error_count() <= 4

@@ -5,6 +5,7 @@ import pytest
 from tests.inference.fake_servers import serving
 
 from penstock.inference import (
+    Access,
     EngineContext,
     HttpServer,
     RemoteContext,
@@ -13,6 +14,8 @@ from penstock.inference import (
     create_app,
 )
 from penstock.inference import server_request as module
+from penstock.inference.access import SMALL_BODY_BYTES
+from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import (
     ConfigError,
     Decoding,
@@ -30,7 +33,7 @@ start = pytest.fixture(serving)
 
 @pytest.fixture(scope="module")
 def remote(served_engine, codec):
-    server = HttpServer(create_app(served_engine, codec, "policy", TOKEN))
+    server = HttpServer(create_app(served_engine, codec, "policy", Access(TOKEN)))
     server.start()
     pool = ServerPool(TOKEN, request_timeout_s=60.0)
     pool.set_servers([Server("inference-0", 0, server.url)])
@@ -180,3 +183,16 @@ def test_a_session_stays_and_only_goes_where_it_is_told(start, codec):
             context.only("inference-1", 0).generate(prompts("a"), 1, Decoding(), [1])
     finally:
         pool.close()
+
+
+def test_the_largest_request_of_a_run_is_taken(remote, local):
+    """Its body is larger than a server without a token would read: 64 stop strings of escaped characters."""
+    stops = tuple("\x01" * (LONGEST_STOP_STRING - number) for number in range(MOST_STOP_STRINGS))
+    decoding = Decoding(max_output_tokens=2, stop_strings=stops)
+    (request,) = module.requests_of(
+        GenerationCall(prompts("a"), 1, decoding, [1]), remote.tokenizer, "policy", None, None
+    )
+    assert len(request.body) > SMALL_BODY_BYTES
+    answers = [context.generate(prompts("a", "b"), 1, decoding, [1, 2]) for context in (remote, local)]
+    for (one,), (other,) in zip(*answers, strict=True):
+        assert_same(one, other)

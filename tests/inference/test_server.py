@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from penstock.inference import GenerationRequest, HttpServer, create_app
+from penstock.inference import Access, GenerationRequest, HttpServer, create_app
 from penstock.types import Decoding, fold
 
 TOKEN = "a test's token"
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def url(served_engine, codec):
-    app = create_app(served_engine, codec, "tiny", TOKEN, max_body_bytes=10_000, max_waiting=2)
+    app = create_app(served_engine, codec, "tiny", Access(TOKEN, max_body_bytes=10_000, max_waiting=2))
     server = HttpServer(app)
     server.start()
     yield server.url
@@ -211,6 +211,7 @@ def test_the_client_sees_the_refusal_of_streams(client):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], stream=True)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("header", [None, "Bearer wrong", TOKEN, f"bearer {TOKEN}", "Bearer té"])
 def test_a_wrong_token_is_refused(url, header):
     headers = {} if header is None else {b"authorization": header.encode()}
@@ -219,6 +220,7 @@ def test_a_wrong_token_is_refused(url, header):
     assert response.json()["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.attack
 def test_bodies_are_bounded_and_declared_as_json(raw):
     assert raw.post("/v1/completions", json={"model": "x" * 20_000}).status_code == 413
     chunks = (b"x" * 4000 for _ in range(5))  # no content-length
@@ -235,6 +237,7 @@ def test_unknown_paths_get_an_error_object_too(raw):
         assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
 
 
+@pytest.mark.attack
 def test_too_many_responses_are_refused(raw):
     body = {"model": "tiny", "prompt": ["a"] * 100, "n": 100}
     assert "at most 4096" in raw.post("/v1/completions", json=body).json()["error"]["message"]
@@ -278,6 +281,7 @@ class Held:
         return futures
 
 
+@pytest.mark.attack
 def test_overload_is_refused_while_other_requests_wait_and_the_loop_stays_free(
     raw, url, served_engine, monkeypatch, codec
 ):
@@ -304,6 +308,7 @@ def test_overload_is_refused_while_other_requests_wait_and_the_loop_stays_free(
     assert statuses == [200, 200]
 
 
+@pytest.mark.attack
 def test_a_client_that_leaves_cancels_its_request(url, served_engine, monkeypatch):
     held = Held(served_engine, monkeypatch)
     headers = {"authorization": f"Bearer {TOKEN}"}

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.inference import server_request as module
+from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.inference.routing import Target
-from penstock.inference.server_request import MalformedAnswer, requests_of
+from penstock.inference.server_request import MalformedAnswer, largest_body_bytes, requests_of
 from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
 
 
@@ -151,3 +152,26 @@ def test_a_prompt_must_be_int32(codec, bad):
 def test_a_prompt_without_a_seed_is_a_mistake(codec):
     with pytest.raises(ValueError, match="2 prompts have 1 seeds"):
         requests_of(call(seeds=(1,)), codec, "policy", None, None)
+
+
+@pytest.mark.parametrize("max_seq_len", [64, 1024, 131_072])
+def test_the_largest_round_fits_the_servers_limit(codec, max_seq_len):
+    """As many prompts, as long prompts, and as awkward stop strings as there may be, with the largest seeds."""
+    wide = GenerationCall(
+        [np.full(3, 256, np.int32)] * module.REQUEST_RESPONSES, 1,
+        Decoding(max_output_tokens=1, stop_strings=("\x00" * LONGEST_STOP_STRING,) * MOST_STOP_STRINGS),
+        [2**63] * module.REQUEST_RESPONSES,
+    )  # fmt: skip
+    long = GenerationCall([np.full(max_seq_len, 256, np.int32)] * 40, 4, wide.decoding, [2**63] * 40)
+    sizes = [
+        len(request.body)
+        for call in (wide, long)
+        for request in requests_of(call, codec, "policy", None, None, WeightVersion(2**31 - 1, 2**31 - 1))
+    ]
+    most = largest_body_bytes(max_seq_len, codec.vocab_size)
+    assert max(sizes) <= most < 2 * max(sizes)
+
+
+def test_half_of_a_surrogate_pair_in_a_stop_string_arrives(codec):
+    (request,) = requests_of(call(stop_strings=("\ud800", "\U0001f600")), codec, "policy", None, None)
+    assert json.loads(request.body)["stop"] == ["\ud800", "\U0001f600"]

@@ -42,6 +42,7 @@ def test_a_server_starts_ready_and_ends_clean(served_engine, codec):
     assert not [thread for thread in threading.enumerate() if thread.name == "http-server" and thread.is_alive()][1:]
 
 
+@pytest.mark.attack
 def test_headers_without_an_end_are_cut_off_before_they_take_memory(url):
     """Nobody has shown a token yet; a parser without a bound would keep all of it."""
     host, port = urlsplit(url).hostname, urlsplit(url).port

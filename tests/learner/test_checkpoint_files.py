@@ -25,6 +25,7 @@ def make(root: Path, step: int, format_version: int = 1, leave_out: str = "") ->
     return path
 
 
+@pytest.mark.attack
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_put_aside(tmp_path: Path):
     for step in (2, 10, 20):
         make(tmp_path, step)
@@ -38,6 +39,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_put_aside(tmp
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2"]
 
 
+@pytest.mark.attack
 def test_where_none_is_whole_there_is_none(tmp_path: Path):
     make(tmp_path, 1, leave_out="learner.safetensors")
     told: list[str] = []

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -160,6 +161,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["learner.safetensors", "model/model.safetensors", "model/config.json", "state.json"])
 @pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink])
 def test_damage_is_a_clear_error(tmp_path, learner, name, damage):
@@ -221,6 +223,7 @@ def test_an_optimiser_state_that_does_not_fit_is_named(learner, decoder, config)
         Learner(decoder, config, 1).restore_arrays(arrays | {"what": np.zeros(1)})
 
 
+@pytest.mark.attack
 def test_names_and_files_hold_no_pickle(tmp_path, learner):
     """Every file is JSON or safetensors."""
     path = _save(tmp_path, learner)
@@ -248,3 +251,16 @@ def raising(error: Exception):
         raise error
 
     return raise_it
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o027, 0o640)])
+def test_who_may_read_a_checkpoint_follows_the_umask(tmp_path, learner, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = _save(tmp_path, learner)
+    finally:
+        os.umask(before)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert {file.name: file.stat().st_mode & 0o777 for file in files} == {file.name: mode for file in files}
+    assert {"learner.safetensors", "model.safetensors", "manifest.json"} <= {file.name for file in files}

@@ -1,6 +1,9 @@
 """Environments that misbehave."""
 
 import threading
+from dataclasses import replace
+
+import numpy as np
 
 from penstock.environments.cats import CatsEnvironment
 
@@ -55,3 +58,33 @@ class FailingLaterEnvironment(CatsEnvironment):
         if failing and mode == "train":
             raise ValueError("the verifier went away")
         return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+
+
+class UnverifiableEnvironment(CatsEnvironment):
+    """Its verifier is away whenever held-out answers are to be judged."""
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        if mode == "eval":
+            raise ValueError("the verifier is away")
+        return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+
+
+class GenerousEnvironment(CatsEnvironment):
+    """Every fifth training group has a reward that no learner survives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+        groups, metrics = super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
+        self._calls += mode == "train"
+        if mode == "train" and self._calls % 5 == 1:
+            groups = [replace(groups[0], rollouts=tuple(map(self._spoiled, groups[0].rollouts)))]
+        return groups, metrics
+
+    @staticmethod
+    def _spoiled(rollout):
+        rewards = np.zeros_like(rollout.token_rewards)
+        rewards[-1] = 1e30
+        return replace(rollout, token_rewards=rewards, episode_reward=1e30)

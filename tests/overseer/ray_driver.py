@@ -1,7 +1,8 @@
 """A driver in a process of its own, to see what it leaves behind: `python -m tests.overseer.ray_driver DIRECTORY`.
 
 Prints the process numbers of two components, then does what it reads, a word a line: `ask` whether both live, `kill`
-one of them behind Ray's back and see it noticed, `end` in good order. Ctrl-C does nothing to it.
+one of them behind Ray's back and see it noticed, `end` in good order. Neither Ctrl-C nor a terminal that
+closes does anything to it.
 """
 
 import os
@@ -18,7 +19,8 @@ from tests.overseer.ray_waiting import running
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     launcher = RayLauncher(
         RayConfig(num_cpus=2, address=os.environ.get("RAY_TEST_ADDRESS")), "driver", Path(sys.argv[1])
     )

@@ -16,8 +16,8 @@ class Guess(gymnasium.Env):
     observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, die_at: int = 0, hang_at: int = 0, nan_from: int = 0) -> None:
-        self._die_at, self._hang_at, self._nan_from, self._total = die_at, hang_at, nan_from, 0
+    def __init__(self, die_at: int = 0, hang_at: int = 0, nan_every: int = 0) -> None:
+        self._die_at, self._hang_at, self._nan_every, self._total = die_at, hang_at, nan_every, 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
@@ -32,12 +32,20 @@ class Guess(gymnasium.Env):
         if self._total == self._hang_at:
             time.sleep(600)
         reward = float(int(action) == self._right)
-        return self._show(), reward, self._steps == 10, False, {}
+        broken = self._nan_every and self._total % self._nan_every == 0
+        shown = np.full(2, np.nan, np.float32) if broken else self._show()
+        return shown, reward, self._steps == 10, False, {}
 
     def _show(self) -> np.ndarray:
         self._right = int(self.np_random.integers(2))
-        broken = 0 < self._nan_from <= self._total
-        return np.full(2, np.nan, np.float32) if broken else np.eye(2, dtype=np.float32)[self._right]
+        return np.eye(2, dtype=np.float32)[self._right]
+
+
+class Stumbling(Guess):
+    """Says of every step that it went wrong."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return *super().step(action)[:4], {"error": "no connection"}
 
 
 class Unmakeable(gymnasium.Env):

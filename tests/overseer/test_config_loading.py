@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import apply_overrides, build_config, load_config, load_recipe, recipe_summaries
-from penstock.overseer.yaml_documents import dump_yaml, parse_yaml
+from penstock.rundir.yaml_documents import dump_yaml, parse_yaml
 from penstock.types import ConfigError
 
 

@@ -5,8 +5,10 @@ import jax
 import pytest
 from rich.console import Console
 
+from penstock.cli import main
 from penstock.overseer import doctor
 from penstock.overseer.doctor import Check, examine, free_memory_bytes, judge_disk, judge_memory, print_checks
+from penstock.weights import job_folder
 
 GIB = 2**30
 
@@ -81,3 +83,19 @@ def test_programs_from_a_cache_are_refused_on_a_cpu(monkeypatch):
     )
     check = check_devices()
     assert check.status == "fail" and "/somewhere" in check.detail and "JAX_COMPILATION_CACHE_DIR" in check.remedy
+
+
+@pytest.mark.attack
+def test_memory_of_killed_runs_is_named_and_cleaned(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(job_folder, "memory_folder", lambda: tmp_path)
+    assert doctor.check_abandoned_memory() == Check("memory of killed runs", "ok", "none")
+    left = job_folder.job_folder("killed")
+    left.mkdir(mode=0o700)
+    (left / "broadcaster.lock").touch()
+    (left / "segment").write_bytes(bytes(8192))
+    check = doctor.check_abandoned_memory()
+    assert (check.status, check.detail) == ("warn", f"8.0 KiB in {left}") and "doctor --clean" in check.remedy
+    assert main(["doctor", "--clean"]) == 0
+    assert capsys.readouterr().out == f"removed {left}: 8.0 KiB of memory\n" and not left.exists()
+    assert main(["doctor", "--clean"]) == 0
+    assert capsys.readouterr().out == "nothing to remove: no killed run left memory behind\n"

@@ -1,11 +1,15 @@
 """Which versions are evaluated, and when an evaluation counts as done."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.overseer.evaluator import Evaluator
-from penstock.types import EnvironmentFailure, InvalidRolloutError, RolloutBatchStats, Stopped, WeightVersion
+from penstock.overseer.evaluator import Evaluator, metrics_of
+from penstock.overseer.result_rows import read_stats, require_results, write_stats
+from penstock.overseer.summary import interval_text
+from penstock.types import EnvironmentFailure, InvalidRolloutError, RolloutBatchStats, RunFailed, Stopped, WeightVersion
 
 STATS = RolloutBatchStats("cats", 4, 4, 0.5, 0.5, 0.5, 3.0, 0.0)
 
@@ -60,3 +64,22 @@ def test_a_stopped_evaluation_logs_nothing_and_is_still_owed():
     assert (logged, failed, evaluator.state()["evaluated_step"]) == ([], [], 0)
     with pytest.raises(Stopped):
         evaluator.evaluate(4)
+
+
+@pytest.mark.attack
+def test_a_lesson_that_failed_has_its_reason_and_no_numbers():
+    def behave(lesson_id: str, eval_type: str) -> None:
+        if lesson_id == "cats":
+            raise EnvironmentFailure("the verifier went away")
+
+    evaluator, _, _ = evaluator_of(FakeManager(behave))
+    found = evaluator.evaluate(4)
+    assert (found["cats"].failure, found["dogs"].failure) == ("the verifier went away", "")
+    assert {name.split("/")[1] for name in metrics_of(found, "eval")} == {"dogs"}
+    assert interval_text(found["cats"]) == "failed"
+    assert read_stats(json.loads(json.dumps(write_stats(found))))["cats"].failure == "the verifier went away"
+    with pytest.raises(
+        RunFailed, match="last evaluation of cats has no result: the verifier went away; .*--resume run"
+    ):
+        require_results(found, Path("run"))
+    require_results({"dogs": found["dogs"]}, Path("run"))

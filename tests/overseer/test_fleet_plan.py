@@ -4,7 +4,7 @@ from penstock.overseer.config_loading import build_config
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_estimate import SIMULATOR_BYTES, estimate_fleet_memory
 from penstock.overseer.plan import describe_plan
-from penstock.overseer.yaml_documents import parse_yaml
+from penstock.rundir.yaml_documents import parse_yaml
 from penstock.types import LeafSpace, Spaces
 from tests.overseer.test_fleet_config import build
 

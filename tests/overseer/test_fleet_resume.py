@@ -141,7 +141,10 @@ def test_the_first_events_of_a_resumed_run_say_the_step_that_it_stands_at(traine
 
 def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: Spaces):
     config, directory = tiny(), RunDirectory.create(run_dir, tiny().dump())
-    log = open_log(config, directory, Progress("test", 9, 8, wording=FLEET_WORDING), Damages(), 5)
+    checkpoint = directory.checkpoints / "step-5"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text('{"format_version": 1, "step": 5, "states": {}}')
+    log = open_log(config, directory, Progress("test", 9, 8, wording=FLEET_WORDING), Damages(), checkpoint)
     start = FleetStart(make_policy(config, guess), guess, 1)
     conductor = FleetConductor(config, directory, Crew(), log, start)
     log.close()

@@ -232,6 +232,7 @@ def test_a_resume_with_simulators_that_the_policy_does_not_fit_is_refused_and_ch
     assert {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()} == before
 
 
+@pytest.mark.attack
 def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 70}}}
     changes = {"steps": 40, "fleet": {"tasks": tasks, "limits": {"backoff_s": 0.01}}, "evaluation": {"episodes": 2}}
@@ -244,11 +245,35 @@ def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
     assert faulty >= 1
 
 
+@pytest.mark.attack
+def test_an_observation_of_nan_costs_its_step_and_is_told_and_counted(run_dir: Path):
+    tasks = {"guess": {"id": GUESS, "kwargs": {"nan_every": 25}}}
+    assert train(tiny({"steps": 20, "fleet": {"tasks": tasks}}), run_dir, quiet=True).complete
+    faults = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_fault"]
+    status = read_status(run_dir / "status.json")
+    steps = sum(fault["steps"] for fault in faults)
+    assert {fault["reason"] for fault in faults} == {"the observation is nan at [0]: it must be finite"}
+    assert status["simulators"] == {
+        "failed": steps,
+        "last_failure": "a simulator failed (task guess): the observation is nan at [0]: it must be finite",
+    }
+    assert status["ledger"].get("invalid", 0) == 0 and status["numbers"]["fleet/restarts"] == 0
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    faulty, trained = (sum(row[name] for row in rows) for name in ("train/faulty_steps", "train/steps"))
+    assert 0.02 < faulty / trained < 0.06, "one step in 25, and no more than that"
+
+
+@pytest.mark.attack
 def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 60}}}
     limits = {"backoff_s": 0.01, "max_restarts": 1}
     changes = {"steps": 500, "fleet": {"tasks": tasks, "limits": limits}, "evaluation": {"before": False}}
-    with pytest.raises(RunFailed, match="failed 4 times.*were given up"):
+    changes["overseer"] = {"max_restarts": 2}
+    gist = (
+        "failed 3 times.*overseer.max_restarts = 2.*were given up.*it was ended by SIGKILL.*"
+        "fleet.limits.max_restarts = 1 restarts: raise that"
+    )
+    with pytest.raises(RunFailed, match=gist):
         train(tiny(changes), run_dir, quiet=True)
     status = read_run_status(run_dir)
     assert status.state == "failed"
@@ -256,9 +281,11 @@ def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_di
 
 
 def test_a_run_of_which_nothing_can_be_trained_ends_and_says_why(run_dir: Path):
-    tasks = {"guess": {"id": GUESS, "kwargs": {"nan_from": 30}}}
+    tasks = {"guess": {"id": GUESS.replace("Guess", "Stumbling")}}
     changes = {"steps": 500, "fleet": {"tasks": tasks}, "evaluation": {"before": False}}
-    with pytest.raises(RunFailed, match="nothing of the last 128 deliveries may be trained.*is not finite"):
+    with pytest.raises(
+        RunFailed, match="nothing of the last 128 deliveries may be trained.*all of its steps are faulty"
+    ):
         train(tiny(changes), run_dir, quiet=True)
     assert closes(read_status(run_dir / "status.json")["ledger"])
 

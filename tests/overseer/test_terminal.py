@@ -94,3 +94,16 @@ def test_a_fleet_is_shown_in_its_own_words():
     for expected in ("return", "123.5", "23,456 steps/s   0.00 s/update", "fragments", "task", "easy", "200.0"):
         assert expected in text
     assert "step 12/40  return 123.5  23,456 steps/s  staleness 0.00" in step_line(shown)
+
+
+@pytest.mark.parametrize(("speed", "words"), [(None, "–"), (0.0, "0"), (0.04, "0.04"), (9.96, "10"), (1234.5, "1,234")])
+def test_a_line_never_says_zero_while_there_is_some_speed(speed, words):
+    assert f"  {words} steps/s  " in step_line(Progress("t", 10, 0, units_per_s=speed, wording=FLEET_WORDING))
+
+
+def test_an_event_is_one_line_where_the_output_is_no_terminal_however_long_it_is():
+    console = Console(file=io.StringIO(), width=40)
+    progress = Progress("t", 10, 0, phase="training")
+    progress.note("rollout-1 died: " + "its machine is gone " * 5)
+    TerminalView(progress, console).tick()
+    assert console.file.getvalue().count("\n") == 1

@@ -19,17 +19,19 @@ STORE = {"buffer_size": 1, "compact_parts": 0}
 class Fleet:
     """A buffer of fragments in a run directory, on a virtual clock; fragments are numbered."""
 
-    def __init__(self, path, states=None, store=None, **config):
+    def __init__(self, path, states=None, store=None, begun_anew=0, **config):
         self.now, self.made = 1000.0, 0
         self.directory = RunDirectory(path) if path.exists() else RunDirectory.create(path, {})
         self.config = FragmentReplayConfig(**{"fragments_per_batch": 2, "store": {**STORE, **(store or {})}, **config})
         self.store = RolloutStore(self.directory, self.config.store, lambda: self.now, FRAGMENTS)
-        lineage = 0 if states is None else self.store.lineages.newest + 1
+        lineage = begun_anew if states is None else self.store.lineages.newest + 1
         self.admission = OpenAdmission(self.store.open_ledger(lineage), lineage)
         maker = FragmentBatchMaker(self.config.order, self.config.max_samples)
         self.buffer = ReplayBuffer(self.config.buffer_config(), self.store, maker, self.admission, lambda: self.now)
         if states is not None:
             self.buffer.restore(states)
+        elif begun_anew:
+            self.buffer.begin_anew()
         self.source = OpenBatchSource(self.buffer, self.config.fragments_per_batch)
 
     def fragment(self, **fields):

@@ -84,6 +84,7 @@ def test_every_flipped_byte_of_a_rollout_is_noticed(sim, tmp_path):
         assert found == expected, position  # a byte that is not looked at
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.attack
 def test_a_resume_goes_on_without_damaged_parts_batches_and_log_lines(sim, directory, seed):

@@ -88,6 +88,7 @@ def give(sim, run, tickets):
         sim.deliver(run.buffer, sim.make_group(ticket, rewards, timestamp=run.now))
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("budget", [0, 1])
 @pytest.mark.attack
 def test_groups_wait_for_room_and_go_on(sim, full_run, budget):

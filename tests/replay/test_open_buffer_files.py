@@ -8,7 +8,7 @@ from tests.replay.open_buffers import Open, ids
 from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.rundir import RunDirectory
-from penstock.types import DuplicateGroupError, RunDirectoryError, RunFailed, Ticket
+from penstock.types import CheckpointError, DuplicateGroupError, RunDirectoryError, RunFailed, Ticket, WeightVersion
 
 
 def test_an_open_buffer_resumes_from_its_files(sim, tmp_path):
@@ -160,3 +160,28 @@ def test_files_fall_due_without_anybody_coming_by(sim):
         assert time.monotonic() < limit
         time.sleep(0.005)
     buffer.close()
+
+
+@pytest.mark.attack
+def test_a_run_that_begins_anew_accounts_for_all_that_was_started_before(fleet):
+    """Killed before its first checkpoint, twice: under Ray simulators roll out by then."""
+    first = fleet()
+    first.admission.start("cart-w1-0-0", "cart", 1)
+    first.add(first.fragment(), first.fragment(), first.fragment(faults=(0, 1, 2, 3)))
+    first.end()
+    with pytest.raises(RunDirectoryError, match="holds the rollouts of an earlier life"):
+        forgetful = fleet()
+        forgetful.add(forgetful.fragment())
+    forgetful.end()
+    second = fleet(begun_anew=1)
+    assert second.counts() == {"started": 4, "rolled_back": 3, "aborted": 1}
+    second.add(second.fragment(lineage=1), second.fragment(lineage=1))
+    second.end()
+    third = fleet(begun_anew=2)
+    assert third.counts() == {"started": 6, "rolled_back": 5, "aborted": 1}
+    third.add(third.fragment(lineage=2), third.fragment(lineage=2))
+    assert third.update(0) == ["cart-w0-2-0/0", "cart-w0-2-1/0"], "nothing of weights that are gone"
+    assert third.counts() == {"started": 8, "rolled_back": 5, "aborted": 1, "trained": 2}
+    assert not third.store.lineages.survives(WeightVersion(0, 0), 2)
+    with pytest.raises(CheckpointError, match="lineage 2 .* cannot begin"):
+        third.buffer.begin_anew()

@@ -167,6 +167,7 @@ def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
     resumed.buffer.check_ledger()
 
 
+@pytest.mark.attack
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     s=st.integers(0, 3),

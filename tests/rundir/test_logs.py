@@ -37,6 +37,7 @@ def test_a_reader_ignores_an_unfinished_last_line(tmp_path):
     assert list(read_json_lines(path)) == [{"a": 1}]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("tail", ['{"a": 2', "x" * 10_000, ""])
 def test_the_next_writer_cuts_an_unfinished_line_off(tmp_path, tail):
     path = tmp_path / "log.jsonl"

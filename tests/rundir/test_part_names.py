@@ -2,6 +2,8 @@
 
 import uuid
 
+import pytest
+
 from penstock.rundir.part_names import PartNames, made_at_s
 from penstock.rundir.storage import StoredFile
 
@@ -34,6 +36,7 @@ def test_a_file_takes_the_place_of_another_in_the_order():
     assert made_at_s(StoredFile(merged, 1, 0.0)) == made_at_s(StoredFile(second, 1, 0.0))
 
 
+@pytest.mark.attack
 def test_names_follow_those_of_earlier_lives_although_the_clock_stepped_back():
     before = PartNames("rollouts", lambda: 100.0).next()
     asked = []

@@ -6,7 +6,7 @@ import time
 
 import fsspec.registry  # noqa: F401
 import pytest
-from tests.object_stores import s3_server, s3_url, store_url  # noqa: F401  (fixtures)
+from tests.object_stores import s3_server, s3_url, storage_url  # noqa: F401  (fixtures)
 
 from penstock.rundir.remote import RemoteStorage
 from penstock.rundir.storage import LocalStorage, open_storage
@@ -14,8 +14,8 @@ from penstock.types import ConfigError
 
 
 @pytest.fixture
-def storage(store_url, tmp_path):  # noqa: F811
-    return open_storage(tmp_path / "run", store_url)
+def storage(storage_url, tmp_path):  # noqa: F811
+    return open_storage(tmp_path / "run", storage_url)
 
 
 def write(storage, name, content):
@@ -61,8 +61,8 @@ def test_an_error_while_writing_leaves_no_file(storage):
     assert storage.files("rollouts") == []
 
 
-def test_another_writer_s_file_is_seen_at_once(storage, store_url, tmp_path):  # noqa: F811
-    other = open_storage(tmp_path / "run", store_url)
+def test_another_writer_s_file_is_seen_at_once(storage, storage_url, tmp_path):  # noqa: F811
+    other = open_storage(tmp_path / "run", storage_url)
     storage.prepare(["rollouts"])
     assert other.files("rollouts") == []  # which a cache would remember
     write(storage, "rollouts/part-1.parquet", b"1")
@@ -99,7 +99,7 @@ def test_a_file_is_not_listed_before_it_is_whole(tmp_path):
     storage = RemoteStorage(f"plain://{tmp_path}/x")
     storage.prepare(["rollouts"])
     seen = []
-    upload = storage._filesystem.put_file
+    upload = storage.filesystem.put_file
 
     def slow_upload(source, target):
         with open(target, "wb") as file:
@@ -107,7 +107,7 @@ def test_a_file_is_not_listed_before_it_is_whole(tmp_path):
             seen.append(storage.files("rollouts"))
         upload(source, target)
 
-    storage._filesystem.put_file = slow_upload
+    storage.filesystem.put_file = slow_upload
     write(storage, "rollouts/part-1.parquet", b"whole")
     assert seen == [[]] and read(storage, "rollouts/part-1.parquet") == b"whole"
 
@@ -136,8 +136,8 @@ def test_a_local_file_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     assert steps == ["flush", "rename", "flush"]
 
 
-def test_files_have_full_names_for_people(storage, store_url):  # noqa: F811
-    assert storage.locate("rollouts/part-1.parquet") == f"{store_url.removeprefix('file://')}/rollouts/part-1.parquet"
+def test_files_have_full_names_for_people(storage, storage_url):  # noqa: F811
+    assert storage.locate("rollouts/part-1.parquet") == f"{storage_url.removeprefix('file://')}/rollouts/part-1.parquet"
 
 
 def test_a_missing_package_is_one_clear_error(monkeypatch, tmp_path):

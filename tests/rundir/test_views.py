@@ -259,6 +259,7 @@ def test_what_reads_is_answered(views):
         assert rows(views, sql)
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
@@ -275,6 +276,16 @@ def test_what_reads_is_answered(views):
         ("SELECT content::DATE FROM turns", "cannot be answered: Conversion Error"),
         ("SELECT * FROM read_text('/etc/hostname')", "Permission Error"),
         ("SELECT * FROM glob('/etc/*')", "Permission Error"),
+        ("SELECT * FROM read_csv('/etc/passwd')", "Permission Error"),
+        ("SELECT * FROM '/etc/passwd.csv'", "Permission Error"),
+        ("SELECT * FROM read_parquet('https://127.0.0.1:1/x')", "Permission Error|cannot be answered"),
+        ("SELECT * FROM which_secret('s3://a', 's3')", "cannot be answered"),
+        ("SELECT getenv('HOME')", "cannot be answered: Catalog Error"),
+        ("INSTALL httpfs", "the query is"),
+        ("LOAD httpfs", "the query is LOAD"),
+        ("CREATE SECRET s (TYPE s3)", "the query is"),
+        ("PRAGMA database_list", "the query is PRAGMA|cannot"),
+        ("CALL pragma_version()", "the query is CALL|cannot"),
         ("WITH a AS (COPY (SELECT 1) TO '{}') FROM a", "Permission Error|is COPY|Parser Error"),
         ("SELECT * FROM victim", "victim does not exist"),
     ],
@@ -287,6 +298,7 @@ def test_what_does_more_than_read_or_is_wrong_is_refused_in_one_line(views, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.attack
 def test_the_connection_itself_cannot_write(views, tmp_path):
     with pytest.raises(duckdb.PermissionException):
         views._connection.execute(f"COPY (SELECT 1) TO '{tmp_path / 'out'}'")
@@ -294,6 +306,7 @@ def test_the_connection_itself_cannot_write(views, tmp_path):
         views._connection.execute("SET enable_external_access = true")
 
 
+@pytest.mark.attack
 def test_what_does_not_fit_into_memory_fails_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     connect = duckdb.connect

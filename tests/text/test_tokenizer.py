@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.text import Tokenizer, same_tokenizer
-from penstock.types import ConfigError
+from penstock.types import ConfigError, EnvironmentFailure
 
 PACKAGED = Path(str(files("penstock") / "recipes" / "tokenizer"))
 
@@ -213,3 +213,33 @@ def test_importing_the_package_loads_neither_jax_nor_transformers():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split("\n")[:2] == ["[]", "False"]
     assert out.stderr == ""
+
+
+@pytest.mark.attack
+def test_what_cannot_fit_is_refused_before_it_is_encoded(tokenizer, monkeypatch):
+    """The longest token, <|im_start|>, has 12 bytes: 10 of them hold 120."""
+    assert len(tokenizer.render("<|im_start|>" * 10, 10)) == 10
+    assert len(tokenizer.render("a" * 120, 10)) > 10  # more tokens, but that is for whoever asked to judge
+    assert len(tokenizer.render("a" * 121)) > 10
+    messages = [{"role": "user", "content": "a" * 100}]
+    assert len(tokenizer.render(messages)) > 10
+    with pytest.raises(EnvironmentFailure, match="bytes, more than max_seq_len = 10 tokens of at most 12 bytes hold"):
+        tokenizer.render(messages, 10)  # it fits, but not with what the template adds
+    monkeypatch.setattr(tokenizer, "encode", None)
+    with pytest.raises(EnvironmentFailure, match="prompt has 121 bytes"):
+        tokenizer.render("a" * 121, 10)
+    with pytest.raises(EnvironmentFailure, match="prompt has 122 bytes"):
+        tokenizer.render("\u00e9" * 61, 10)
+    monkeypatch.setattr(tokenizer, "_render_messages", None)
+    for field in ("role", "content"):
+        with pytest.raises(EnvironmentFailure, match="prompt has 1"):
+            tokenizer.render([{"role": "user", "content": "a"} | {field: "a" * 121}], 10)
+
+
+@pytest.mark.parametrize("text", ["a", "hello world ", "<|im_end|>", "\u00e9\n", "\ud800 "])
+def test_long_texts_have_the_tokens_of_short_ones(tokenizer, text, monkeypatch):
+    """They are encoded by another call, which lets other threads go on."""
+    long = text * (5000 // len(text))
+    encoded = tokenizer.encode(long)
+    monkeypatch.setattr("penstock.text.tokenizer.LONG_TEXT", 10_000_000)
+    assert encoded.tolist() == tokenizer.encode(long).tolist() and encoded.dtype == np.int32

@@ -1,9 +1,6 @@
 """The batch maker that a config names: a built-in one, or one's own by its dotted path."""
 
-import importlib
 import inspect
-import os
-import sys
 from typing import Any
 
 from penstock.batch.advantages import AdvantageName
@@ -13,6 +10,7 @@ from penstock.batch.maker import BatchMaker
 from penstock.batch.recency import RecencyBatchMaker
 from penstock.batch.reservoir import GrpoBatchMaker
 from penstock.types import ConfigError
+from penstock.types.importing import load_attribute
 
 FIELD = "replay.batch_maker.name"
 """What error messages call the config's `name`."""
@@ -85,12 +83,7 @@ def _construct(cls: type[BatchMaker], own: dict[str, Any], offered: dict[str, An
 
 
 def _load_class(path: str) -> type[BatchMaker]:
-    module_name, _, name = path.partition(":")
-    module = _import_module(module_name, path)
-    found = getattr(module, name, None) if name else None
-    if found is None:
-        known = [member for member in dir(module) if not member.startswith("_")]
-        raise ConfigError(f"{FIELD} {path!r}: module {module_name} has no {name!r}; it has {', '.join(known)}")
+    found = load_attribute(path, FIELD)
     if not _is_maker(found):
         raise ConfigError(
             f"{FIELD} {path!r}: {found!r} is no class derived from penstock.batch.BatchMaker; "
@@ -98,28 +91,9 @@ def _load_class(path: str) -> type[BatchMaker]:
         )
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"{FIELD} {path!r}: {name} is abstract: define {missing}")
+        raise ConfigError(f"{FIELD} {path!r}: {found.__name__} is abstract: define {missing}")
     return found
 
 
 def _is_maker(found: object) -> bool:
     return inspect.isclass(found) and issubclass(found, BatchMaker)
-
-
-def _import_module(module_name: str, path: str) -> Any:
-    """Imports it; modules beside the current directory are found as they are by ``python -m``."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{FIELD} {path!r}: no module named {error.name!r}: write package.module:Class, and put the "
-                "package beside the current directory or install it"
-            ) from error
-        raise ConfigError(f"{FIELD} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"{FIELD} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error

@@ -8,6 +8,7 @@ that ``penstock --help`` takes a fraction of a second. Nothing is computed here:
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from penstock.cli import machine, policies, runs
 __all__ = ["main"]
 
 _LONGEST_MESSAGE = 600
+_LONGEST_END_S = 20.0
 
 _app = typer.Typer(
     name="penstock",
@@ -41,6 +43,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    code = _run(arguments)
+    if arguments is None:
+        _end_within(_LONGEST_END_S, code)
+    return code
+
+
+def _end_within(limit_s: float, code: int) -> None:
+    """Ends this process after a limit, whatever user code left running in it: a thread, an exit handler."""
+
+    def end() -> None:
+        threading.Event().wait(limit_s)
+        others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+        names = ", ".join(thread.name for thread in others if not thread.daemon) or "an exit handler"
+        print(
+            f"penstock: ended; what still ran after {limit_s:g} s was cut short: {names}", file=sys.stderr, flush=True
+        )
+        os._exit(code)
+
+    threading.Thread(target=end, name="limit of the end", daemon=True).start()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from penstock.overseer.lasting_output import lasting_output
+
+    with lasting_output():
+        return _exit_code(arguments)
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
         return int(_app(args=arguments, prog_name="penstock", standalone_mode=False) or 0)
     except KeyboardInterrupt:

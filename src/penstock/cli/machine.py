@@ -61,12 +61,20 @@ def recipes() -> int:
 
 
 @commands.command(short_help="Check this machine.", epilog="Example: penstock doctor")
-def doctor() -> int:
+def doctor(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what killed runs left in this machine's memory, and check nothing.")
+    ] = False,
+) -> int:
     """Check this machine: versions, devices, memory, disk, parity of engine and learner, speed."""
     from rich.console import Console
 
+    from penstock.overseer.doctor import clean as remove_remains
     from penstock.overseer.doctor import examine, print_checks
 
+    if clean:
+        print("\n".join(remove_remains()))
+        return 0
     checks = examine()
     print_checks(checks, Console())
     return int(any(check.status == "fail" for check in checks))

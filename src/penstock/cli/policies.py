@@ -1,6 +1,7 @@
 """Commands that make a policy or use one: train, eval, serve."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.words import Checkpoint, Overrides
+from penstock.cli.words import Checkpoint, Overrides, Trust
 
 commands = typer.Typer()
 
@@ -37,6 +38,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved config, a memory estimate and the components.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view, only the summary.")] = False,
+    trust: Trust = False,
 ) -> int:
     """Train a policy."""
     from penstock.overseer.config_loading import load_config, split_words
@@ -44,9 +46,11 @@ def train(
     names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
     if resume:
         source, directory = _resumed(names, run_dir)
+        config = _recorded(directory, changes, trust)
     else:
         source, directory = _only(names, "the recipe", "penstock train cats steps=50"), run_dir
-    config = load_config(source, changes)
+        _refuse_trust(trust, "--resume")
+        config = load_config(source, changes)
     if dry_run:
         from penstock.overseer.plan import describe_plan
 
@@ -82,12 +86,19 @@ def evaluate(
         Path | None, typer.Option(help="Folder for a film of one episode per task; control policies only.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trust: Trust = False,
 ) -> int:
     """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators."""
     from penstock.overseer.config_loading import load_config
 
     _refuse_run_directory(checkpoint)
-    config = load_config(recipe or _recorded_config(checkpoint), overrides or [])
+    if recipe is None:
+        from penstock.overseer.named_code import EVALUATED
+
+        config = _recorded(_run_of(checkpoint), overrides or [], trust, EVALUATED)
+    else:
+        _refuse_trust(trust, "the config of the checkpoint's own run")
+        config = load_config(recipe, overrides or [])
     from penstock.overseer import FleetRunConfig
 
     if isinstance(config, FleetRunConfig):
@@ -184,13 +195,36 @@ def _refuse_run_directory(path: Path) -> None:
         raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")
 
 
-def _recorded_config(checkpoint: Path) -> str:
+def _run_of(checkpoint: Path) -> Path:
+    """The run directory that a checkpoint lies in, wherever a link to it lies."""
     from penstock.types import ConfigError
 
     for folder in checkpoint.resolve().parents:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
-            return str(folder.parent / "config.yaml")
+            return folder.parent
     raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
+
+
+def _recorded(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
+    """The config of a run, after the code that it names is said."""
+    from penstock.dashboard.safe_text import printable
+    from penstock.overseer.named_code import load_recorded_config
+    from penstock.rundir import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    config, code = load_recorded_config(directory, overrides, trust, sections)
+    if code:
+        print(printable(f"{directory.config_path} names code that is imported:"), file=sys.stderr)
+    for named in code:
+        print(f"  {printable(str(named))}", file=sys.stderr, flush=True)
+    return config
+
+
+def _refuse_trust(trust: bool, what: str) -> None:
+    from penstock.types import ConfigError
+
+    if trust:
+        raise ConfigError(f"--trust goes with {what}: a recipe that you name is yours")
 
 
 def _refuse_given(given: dict[str, bool], whose: str) -> None:

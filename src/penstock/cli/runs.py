@@ -38,6 +38,9 @@ def rollouts(
     select: Annotated[str | None, typer.Option(help="Of which rollouts: all (default), best of group, pairs.")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Leave out what was rewarded less.")] = None,
     min_margin: Annotated[float | None, typer.Option(help="Leave out pairs whose rewards differ by less.")] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Connect to its store in the network, though others than you may name it.")
+    ] = False,
 ) -> int:
     """Look at a run's rollouts: groups by step, conversations token by token, queries, data sets."""
     from rich.console import Console
@@ -46,7 +49,7 @@ def rollouts(
 
     request = RolloutsRequest(
         run_dir, step=step, lesson=lesson, fate=fate, limit=limit, show=show, color=color, tokens=tokens, sql=sql,
-        json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin,
+        json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin, trust=trust,
     )  # fmt: skip
     show_rollouts(request, Console())
     return 0

@@ -12,3 +12,6 @@ Overrides = Annotated[
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A run's checkpoints/step-<n>, or a Hugging Face directory.")
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Believe what a run directory says that others than you may have written.")
+]

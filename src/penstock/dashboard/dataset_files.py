@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dashboard.safe_text import printable
+from penstock.rundir.atomic import check_name
 from penstock.types import ConfigError
 
 DatasetFormat = Literal["jsonl", "parquet", "hf"]
@@ -89,6 +90,7 @@ def write_dataset(
 @contextmanager
 def _new(path: Path) -> Iterator[Path]:
     """A path to write to, which becomes `path` when the block ends without an error."""
+    check_name(path, "--out")
     if os.path.lexists(path):
         raise _taken(path)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -103,7 +105,8 @@ def _new(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+        with suppress(OSError):  # it was never made
+            shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
 def _publish(aside: Path, path: Path) -> None:

@@ -71,6 +71,7 @@ class RolloutsRequest:
         select: Of these rollouts.
         min_reward: From this reward on.
         min_margin: Pairs at least so far apart.
+        trust: Connect to the store in the network that the run names, whoever may have written that.
     """
 
     run_dir: Path
@@ -88,6 +89,7 @@ class RolloutsRequest:
     select: str | None = None
     min_reward: float | None = None
     min_margin: float | None = None
+    trust: bool = False
 
     @property
     def mode(self) -> str:
@@ -129,7 +131,7 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
     if request.min_margin is not None and request.select != "pairs":
         raise ConfigError("--min-margin goes with --select pairs")
     wanted = GroupFilter(request.step, request.lesson, request.fate)
-    with RunViews(request.run_dir) as views:
+    with RunViews(request.run_dir, request.trust) as views:
         if mode in ("show", "export"):
             refuse_fragments(views, _option(mode))
         if mode == "show":

@@ -18,6 +18,10 @@ from penstock.types import RunDirectoryError
 
 STATUS_S = 2.0
 """Of `overseer.status_s`, where the run's config does not say it."""
+FULL_DISK_S = 300.0
+"""Of `replay.store.full_disk_s`, likewise."""
+STATUS_BYTES = 64 * 1024
+"""More than a status takes."""
 INTERVALS, LEAST_S = 10.0, 30.0
 """A status that is older than so many intervals, and than so many seconds, is a dead run's."""
 
@@ -71,15 +75,15 @@ def read_run_status(
         raise RunDirectoryError(f"{path} is not a run directory: it has no config.yaml")
     config = directory.read_config()
     content = read_status(directory.status_path)
-    runtime = str(config.get("runtime", "local"))
+    runtime = _text(config.get("runtime"), "local")
     if content is None:
-        old = clock() - directory.config_path.stat().st_mtime > _limit_s(config)
+        old = clock() - directory.config_path.stat().st_mtime > _limit_s(config, path)
         why = "it has written no status that can be read" if old else ""
         return RunStatus(path, "dead" if old else "starting", why, None, runtime, {})
     age_s = clock() - _number(content.get("time"), 0.0)
     state, why = str(content.get("state", "running")), ""
     if state == "running":
-        why = _why_dead(content, age_s, _limit_s(config), process_lives or _process_lives)
+        why = _why_dead(content, age_s, _limit_s(config, path), process_lives or _process_lives)
     return RunStatus(path, "dead" if why else state, why, age_s, runtime, content)
 
 
@@ -103,10 +107,26 @@ def _why_dead(content: Mapping[str, Any], age_s: float, limit_s: float, process_
     return f"its status is {age_s:.0f} s old, and a new one is written every few seconds" if age_s > limit_s else ""
 
 
-def _limit_s(config: Mapping[str, Any]) -> float:
-    overseer = config.get("overseer")
-    interval_s = _number(overseer.get("status_s"), STATUS_S) if isinstance(overseer, Mapping) else STATUS_S
-    return max(LEAST_S, INTERVALS * interval_s)
+def _limit_s(config: Mapping[str, Any], path: Path) -> float:
+    """How old the status of a living run may be; on a full disk as long as the run waits for room."""
+    interval_s = _setting(config, "overseer", "status_s", otherwise=STATUS_S)
+    waits_s = 0.0 if _has_room(path) else _setting(config, "replay", "store", "full_disk_s", otherwise=FULL_DISK_S)
+    return max(LEAST_S, INTERVALS * interval_s) + waits_s
+
+
+def _setting(config: Any, *keys: str, otherwise: float) -> float:
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return _number(config, otherwise)
+
+
+def _has_room(path: Path) -> bool:
+    """Whether the disk has room for a status."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return True  # not known
+    return room.f_bavail * room.f_frsize >= STATUS_BYTES
 
 
 def finite(value: Any) -> float | None:
@@ -122,6 +142,10 @@ def finite(value: Any) -> float | None:
 def _number(value: Any, otherwise: float) -> float:
     found = finite(value)
     return otherwise if found is None else found
+
+
+def _text(value: Any, otherwise: str) -> str:
+    return value if isinstance(value, str) else otherwise
 
 
 def _process_lives(pid: int) -> bool:

@@ -112,7 +112,9 @@ def _places(directory: RunDirectory) -> list[Path]:
     saved = sorted(directory.checkpoints.glob("step-*/model/tokenizer.json"), key=_step_of, reverse=True)
     model: Any = directory.read_config().get("model") if directory.config_path.is_file() else None
     model = model if isinstance(model, dict) else {}
-    named = str(model.get("tokenizer") or model.get("path") or _PACKAGED)
+    named = next(
+        (name for name in (model.get("tokenizer"), model.get("path")) if name and isinstance(name, str)), _PACKAGED
+    )
     packaged = Path(str(importlib.resources.files("penstock"))) / "recipes" / "tokenizer"
     return [*saved, (packaged if named == _PACKAGED else Path(named)) / "tokenizer.json"]
 

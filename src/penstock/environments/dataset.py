@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.environments.importing import nearest
 from penstock.types import ConfigError
+from penstock.types.importing import nearest
 
 Row = Mapping[str, Any]
 

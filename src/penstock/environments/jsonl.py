@@ -14,11 +14,11 @@ from penstock.environments import rewards as graders
 from penstock.environments.base import Prompt
 from penstock.environments.dataset import Row, column, read_rows
 from penstock.environments.examples import Example, split_by_hash, stable_unit
-from penstock.environments.importing import load_attribute
 from penstock.environments.prompts import Template
 from penstock.environments.reward_process import RewardPool
 from penstock.environments.single_turn import GroupScoredEnvironment
 from penstock.types import Completion, ConfigError
+from penstock.types.importing import load_attribute
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from penstock.environments.base import Environment
-from penstock.environments.importing import load_attribute, nearest
 from penstock.types import ConfigError, PenstockError
+from penstock.types.importing import load_attribute, nearest
 
 
 class SpecLike(Protocol):

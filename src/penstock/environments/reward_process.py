@@ -1,32 +1,49 @@
 """A user's reward function in a process of its own: it may be slow, crash, hang or print, and harms only its group.
 
-Parent and child speak JSON lines over pipes (no pickle). Every exchange has a time limit; a process that crashed or
-hung is killed with all that it started and begun anew at the next call. `RewardPool` runs several side by side, so
-that scoring keeps up with generation.
+Parent and child speak JSON lines over pipes (no pickle). One question has one answer: both carry the id of the call and
+the ids of the completions. Whatever else comes through the channel ends the process and fails the group that meets it,
+so that no group gets the rewards of another. Every exchange has a time limit and every read a size limit; a process
+that broke a rule is killed with all that it started (`reward_worker`) and begun anew at the next call. `RewardPool`
+runs several side by side, so that scoring keeps up with generation.
 """
 
 import collections
+import errno
+import hashlib
 import json
 import logging
 import os
 import queue
+import secrets
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
+import psutil
+
+from penstock.environments.simulators.processes import kill_trees
+from penstock.environments.validation import check_rewards
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.errors import MOST_FAILURE_CHARS
 
 logger = logging.getLogger(__name__)
 
 _STDERR_LINES_KEPT = 20
-_STOP_TIMEOUT_S = 5.0
+_MOST_LINE_BYTES = 4_096
+_MOST_LINES_OF_A_CALL = 1_000
+_STOP_TIMEOUT_S = 10.0
+_EXIT_CODE_S = 2.0  # from the end of its pipe to its exit code
+_LAST_WORDS_S = 1.0
 _PIPE_BYTES = 1 << 16
+_MOST_REPLY_BYTES = 4_096 + 12 * MOST_FAILURE_CHARS  # JSON escapes a character in up to twelve bytes
+_MOST_REWARD_BYTES = 64  # of one completion in a reply: its id and its reward
+_SHOWN_BYTES = 60
 
 
 class RewardProcess:
@@ -38,28 +55,42 @@ class RewardProcess:
 
     Raises:
         ConfigError: the function cannot be loaded.
+        EnvironmentFailure: the machine has no room for a process: descriptors, memory, processes.
     """
 
     def __init__(self, function: str, start_timeout_s: float) -> None:
         self._function = function
-        self._buffer = b""
-        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES_KEPT)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "penstock.environments.reward_worker", function],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the parent's to handle, and killing takes grandchildren along
-        )
-        assert self._child.stdin and self._child.stdout
+        first = secrets.token_hex(8)
+        self._child, self._lifeline = self._start(first)
+        assert self._child.stdin and self._child.stdout and self._child.stderr
         os.set_blocking(self._child.stdin.fileno(), False)
-        self._pump = threading.Thread(target=self._surface_stderr, name=f"stderr of {function}", daemon=True)
-        self._pump.start()
-        self._await_ready(start_timeout_s)
+        self._output = _Output(function, self._child.stderr)
+        self._await_ready(first, start_timeout_s)
 
-    def _await_ready(self, timeout_s: float) -> None:
+    def _start(self, first: str) -> tuple["subprocess.Popen[bytes]", IO[bytes]]:
+        """The child, and the pipe whose end ends it: the kernel closes it, too, when this process dies."""
+        ends: tuple[int, ...] = ()
         try:
-            reply = self._exchange(b"", timeout_s, "to start")
+            kept, lifeline = ends = os.pipe()
+            child = subprocess.Popen(
+                [sys.executable, "-m", "penstock.environments.reward_worker", self._function, str(kept), first],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(kept,),
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        except OSError as error:
+            for descriptor in ends:
+                os.close(descriptor)
+            raise EnvironmentFailure(f"reward function {self._function}: {_no_room(error)}") from error
+        os.close(kept)
+        return child, open(lifeline, "wb", buffering=0)
+
+    def _await_ready(self, first: str, timeout_s: float) -> None:
+        try:
+            reply = self._exchange({"id": first}, b"", timeout_s, "to start")
         except EnvironmentFailure as failure:
             raise ConfigError(str(failure)) from failure
         if "error" in reply:
@@ -74,80 +105,207 @@ class RewardProcess:
             timeout_s: Longest wait for the rewards.
 
         Raises:
-            EnvironmentFailure: it raised, returned something malformed, crashed, or hung. `alive` says whether the
-                process can be used again.
+            EnvironmentFailure: it raised, returned something malformed, crashed, hung, or something else than its
+                answer came through the channel. `alive` says whether the process can be used again.
         """
-        request = json.dumps(arguments, default=str).encode() + b"\n"
-        reply = self._exchange(request, timeout_s, "to score")
+        asked = {"id": secrets.token_hex(8), "completion_ids": _ids_of(arguments["completions"])}
+        request = json.dumps({**asked, "arguments": arguments}, default=str).encode() + b"\n"
+        reply = self._exchange(asked, request, timeout_s, "to score")
         if "error" in reply:
             raise EnvironmentFailure(reply["error"])
-        return [float(reward) for reward in reply["rewards"]]
+        return check_rewards(reply["rewards"], len(asked["completion_ids"]), f"reward function {self._function}")
 
     @property
     def alive(self) -> bool:
         """Whether the process runs and is in step with its parent."""
-        return self._child.poll() is None
+        assert self._child.stdout
+        return self._child.poll() is None and not self._child.stdout.closed and not _hung_up(self._child.stdout)
+
+    def stop(self) -> None:
+        """Ends the process and everything that it started; a call under way in another thread fails.
+
+        Bounded in time, whatever the function left behind.
+        """
+        self._lifeline.close()
+        self._child.send_signal(signal.SIGCONT)  # the function may have stopped its keeper
+        if not self._has_ended(_STOP_TIMEOUT_S):  # or its keeper is starved
+            with suppress(psutil.NoSuchProcess):
+                kill_trees([psutil.Process(self._child.pid)])
+            if not self._has_ended(_STOP_TIMEOUT_S):
+                logger.warning("reward function %s: process %d does not end", self._function, self._child.pid)
 
     def kill(self) -> None:
-        """Ends the process and everything that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait(_STOP_TIMEOUT_S)
-        self._pump.join(_STOP_TIMEOUT_S)
-        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        """Like `stop`, and lets go of the pipes: for the thread that calls the function, or none does."""
+        self.stop()
+        for pipe in (self._child.stdin, self._child.stdout):  # its standard error is its reader's to close
+            assert pipe is not None
+            pipe.close()
 
-    def _exchange(self, request: bytes, timeout_s: float, purpose: str) -> dict[str, Any]:
-        """Writes a request and reads one line; kills the process if either takes too long or it ends."""
-        deadline = time.monotonic() + timeout_s
+    def _has_ended(self, within_s: float) -> bool:
         try:
+            self._child.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _exchange(self, asked: dict[str, Any], request: bytes, timeout_s: float, purpose: str) -> dict[str, Any]:
+        """Writes a request and reads its reply; kills the process if anything else comes, or too late, or it ends."""
+        deadline = time.monotonic() + timeout_s
+        self._output.begin_call()
+        try:
+            if request:
+                if unasked := self._unasked():
+                    raise _BrokenChannelError(unasked, "before it was asked")
             self._write(request, deadline)
-            return json.loads(self._read_line(deadline))
-        except (OSError, EOFError) as error:
+            return self._reply_to(asked, deadline)
+        except (OSError, EOFError, _BrokenChannelError) as error:
+            if isinstance(error, EOFError | BrokenPipeError):
+                self._has_ended(_EXIT_CODE_S)
+            code = self._child.poll()
             self.kill()
-            raise EnvironmentFailure(self._obituary(error, timeout_s, purpose)) from error
+            raise EnvironmentFailure(self._obituary(error, code, timeout_s, purpose)) from error
+
+    def _unasked(self) -> bytes:
+        """What lies in the channel though nothing was asked; empty in good order."""
+        assert self._child.stdout
+        if not _ready(self._child.stdout, select.POLLIN, 0.0):
+            return b""
+        return os.read(self._child.stdout.fileno(), _PIPE_BYTES)
 
     def _write(self, request: bytes, deadline: float) -> None:
         assert self._child.stdin
         descriptor = self._child.stdin.fileno()
         while request:
-            _, ready, _ = select.select([], [descriptor], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not _ready(self._child.stdin, select.POLLOUT, deadline - time.monotonic()):
                 raise TimeoutError
             request = request[os.write(descriptor, request[:_PIPE_BYTES]) :]
 
-    def _read_line(self, deadline: float) -> bytes:
+    def _reply_to(self, asked: dict[str, Any], deadline: float) -> dict[str, Any]:
+        line, rest = self._read_line(
+            _MOST_REPLY_BYTES + _MOST_REWARD_BYTES * len(asked.get("completion_ids", ())), deadline
+        )
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            raise _BrokenChannelError(line, "that is no reply") from None
+        if not isinstance(reply, dict) or {key: reply.get(key) for key in asked} != asked:
+            raise _BrokenChannelError(line, "that is no reply to this call")
+        if not isinstance(reply.get("error", ""), str) or not (
+            {"error", "rewards"} & {*reply} or "completion_ids" not in asked
+        ):
+            raise _BrokenChannelError(line, "that is a reply without rewards")
+        if rest:
+            raise _BrokenChannelError(rest, "after its reply")
+        return reply
+
+    def _read_line(self, most_bytes: int, deadline: float) -> tuple[bytes, bytes]:
+        """The first line, and what came behind it."""
         assert self._child.stdout
-        descriptor = self._child.stdout.fileno()
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+        line = bytearray()
+        while b"\n" not in line:
+            if len(line) > most_bytes:
+                raise _BrokenChannelError(bytes(line), f"and more, without an end within {most_bytes:,} bytes")
+            if not _ready(self._child.stdout, select.POLLIN, deadline - time.monotonic()):
                 raise TimeoutError
-            chunk = os.read(descriptor, _PIPE_BYTES)
+            chunk = os.read(self._child.stdout.fileno(), _PIPE_BYTES)
             if not chunk:
                 raise EOFError
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+            line += chunk
+        first, _, rest = bytes(line).partition(b"\n")
+        return first, rest
 
-    def _obituary(self, error: Exception, timeout_s: float, purpose: str) -> str:
-        said = f"; it last wrote: {self._stderr[-1]}" if self._stderr else ""
+    def _obituary(self, error: Exception, code: int | None, timeout_s: float, purpose: str) -> str:
+        function, said = f"reward function {self._function}", self._output.last_words()
         if isinstance(error, TimeoutError):
             return (
-                f"reward function {self._function} took longer than {timeout_s:g} s {purpose} and was stopped: "
-                f"make it faster or raise reward_timeout_s{said}"
+                f"{function} took longer than {timeout_s:g} s {purpose} and was stopped: make it faster or raise "
+                f"reward_timeout_s{said}"
             )
-        return f"reward function {self._function} ended its process (exit code {self._child.returncode}){said}"
+        if isinstance(error, _BrokenChannelError):
+            return f"{function}: {error}; only the function's return value counts, so its process was stopped{said}"
+        if code is None:
+            return f"{function}: its process closed its channel ({error or 'end of file'}) and was stopped{said}"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"(exit code {code})"
+        return f"{function} ended its process {how}{said}"
 
-    def _surface_stderr(self) -> None:
-        assert self._child.stderr
-        for raw in self._child.stderr:
-            line = raw.decode(errors="replace").rstrip()
-            if line:
-                self._stderr.append(line)
-                logger.info("%s: %s", self._function, line)
+
+class _BrokenChannelError(Exception):
+    """Something came through the channel that is not the one answer to the one question."""
+
+    def __init__(self, seen: bytes, when: str) -> None:
+        more = "…" if len(seen) > _SHOWN_BYTES else ""
+        super().__init__(f"its process wrote {seen[:_SHOWN_BYTES]!r}{more} {when}")
+
+
+class _Output:
+    """What a process prints, shown in the log line by line, in bounds; its thread alone reads and closes the pipe."""
+
+    def __init__(self, function: str, pipe: IO[bytes]) -> None:
+        self._function = function
+        self._kept: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES_KEPT)
+        self._left = _MOST_LINES_OF_A_CALL
+        self._reader = threading.Thread(target=self._read, args=(pipe,), name=f"stderr of {function}", daemon=True)
+        self._reader.start()
+
+    def begin_call(self) -> None:
+        self._left = _MOST_LINES_OF_A_CALL
+
+    def last_words(self) -> str:
+        """What was written last, for a message about the end of the process."""
+        self._reader.join(_LAST_WORDS_S)
+        return f"; it last wrote: {self._kept[-1]}" if self._kept else ""
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            line = bytearray()
+            while chunk := os.read(pipe.fileno(), _PIPE_BYTES):
+                *whole, begun = chunk.split(b"\n")
+                for part in whole:
+                    line += part[: _MOST_LINE_BYTES - len(line)]
+                    self._show(line)
+                    line.clear()
+                line += begun[: _MOST_LINE_BYTES - len(line)]  # what is longer is cut
+            self._show(line)
+
+    def _show(self, raw: bytearray) -> None:
+        line = raw.decode(errors="replace").rstrip()
+        if not line:
+            return
+        self._kept.append(line)
+        self._left -= 1
+        if self._left > 0:
+            logger.info("%s: %s", self._function, line)
+        elif self._left == 0:
+            logger.info("%s: … more than %d lines in one call", self._function, _MOST_LINES_OF_A_CALL)
+
+
+def _ready(pipe: IO[bytes], event: int, within_s: float) -> bool:
+    """Whether a pipe can be read or written now, or has ended; `poll` takes descriptors of any number."""
+    poller = select.poll()
+    poller.register(pipe.fileno(), event)
+    return bool(poller.poll(max(0.0, within_s * 1e3)))
+
+
+def _hung_up(pipe: IO[bytes]) -> bool:
+    poller = select.poll()
+    poller.register(pipe.fileno(), 0)  # the end is told unasked
+    return bool(poller.poll(0))
+
+
+def _ids_of(completions: Sequence[Any]) -> list[str]:
+    """One name per completion: its position and a digest of its text."""
+    texts = [json.dumps(completion, default=str).encode() for completion in completions]
+    return [f"{i}-{hashlib.blake2b(text, digest_size=6).hexdigest()}" for i, text in enumerate(texts)]
+
+
+def _no_room(error: OSError) -> str:
+    remedies = {
+        errno.EMFILE: "this process has too many open files: raise `ulimit -n`, or lower reward_processes",
+        errno.ENFILE: "the machine has too many open files",
+        errno.EAGAIN: "this user has too many processes: raise `ulimit -u`, or lower reward_processes",
+        errno.ENOMEM: "the machine has no memory left",
+    }
+    return f"its process cannot be started: {remedies.get(error.errno or 0, error.strerror or str(error))}"
 
 
 class RewardPool:
@@ -171,6 +329,7 @@ class RewardPool:
         self._start_timeout_s = start_timeout_s
         self._processes = processes
         self._closed = False
+        self._busy: set[RewardProcess] = set()
         self._free: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()
         for _ in range(processes - 1):
             self._free.put(None)
@@ -188,19 +347,28 @@ class RewardPool:
                 process.kill()  # it ended while idle: free its pipes
                 process = None
             process = process or self._start()
+            self._busy.add(process)
             return process.score(arguments, self._timeout_s)
         finally:
+            if process is not None:
+                self._busy.discard(process)
             self._free.put(process if process is not None and process.alive else None)
 
     def close(self) -> None:
-        """Ends the processes, after the calls under way; later calls fail."""
+        """Ends the processes, after the calls under way; later calls fail.
+
+        Calls that take longer than one may are ended with their processes, so that closing has a limit.
+        """
         if self._closed:
             return
         self._closed = True
+        deadline = time.monotonic() + self._timeout_s + self._start_timeout_s
         for _ in range(self._processes):
             with suppress(queue.Empty):
-                if process := self._free.get(timeout=self._timeout_s + self._start_timeout_s):
+                if process := self._free.get(timeout=max(0.0, deadline - time.monotonic())):
                     process.kill()
+        for process in list(self._busy):
+            process.stop()
 
     def _take(self) -> RewardProcess | None:
         if self._closed:

@@ -7,7 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.types import EnvironmentFailure, Rollout, RolloutGroup
+
+REWARD_LIMIT = 1e6
+"""Largest reward, and the largest of one token. Losses are float32: some orders beyond it nothing is finite."""
+_BEYOND = f"rewards lie within ±{REWARD_LIMIT:g}, so scale it"
 
 
 def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
@@ -19,7 +25,7 @@ def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
         source: Who returned it, for the message.
 
     Raises:
-        EnvironmentFailure: wrong count, or an entry that is not a finite number.
+        EnvironmentFailure: wrong count, or an entry that is no finite number within `REWARD_LIMIT`.
     """
     values = rewards.tolist() if hasattr(rewards, "tolist") else rewards
     wanted = f"it must return a list of {expected} finite numbers, one per completion"
@@ -34,6 +40,8 @@ def _number(value: Any, position: int, source: str, wanted: str) -> float:
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise EnvironmentFailure(f"{source} returned {_shown(value)} as reward {position}: {wanted}")
+    if abs(value) > REWARD_LIMIT:
+        raise EnvironmentFailure(f"{source} returned {value:g} as reward {position}: {_BEYOND}")
     return float(value)
 
 
@@ -84,9 +92,21 @@ def _validate_rollout(rollout: Any, where: str) -> None:
     if rollout.response_logprobs[~rollout.response_mask].any():
         raise EnvironmentFailure(f"{where}: response_logprobs must be 0 where response_mask is false")
     length = len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    for name, value in _largest_rewards(rollout).items():
+        if not abs(value) <= REWARD_LIMIT:
+            raise EnvironmentFailure(f"{where}: {name} is {value:g}: {_BEYOND}")
     for turn in rollout.turns:
         if not 0 <= turn.start <= turn.stop <= length:
             raise EnvironmentFailure(f"{where}: turns has the span {turn.start}..{turn.stop} in {length} tokens")
+
+
+def _largest_rewards(rollout: Rollout) -> dict[str, float]:
+    """By field, the reward that is the farthest from 0."""
+    largest = {"episode_reward": float(rollout.episode_reward)}
+    if len(rollout.token_rewards):
+        position = int(np.argmax(np.abs(rollout.token_rewards)))
+        largest[f"token_rewards[{position}]"] = float(rollout.token_rewards[position])
+    return largest
 
 
 def validate_metrics(metrics: Any, env_name: str) -> dict[str, float]:

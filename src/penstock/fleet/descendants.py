@@ -1,4 +1,4 @@
-"""Finding what a process started, from /proc, so that nothing outlives it; and ties between a process and its parent.
+"""Finding what a process started, from /proc, so that nothing outlives it.
 
 A simulator's own children usually share its process group and die with it. Those that left the group (a game engine
 started in a session of its own) are found because the nursery is their *subreaper*: when their parent dies they become
@@ -7,7 +7,6 @@ its children. An environment variable, which programs inherit, tells whose they 
 Linux only. Not covered: a descendant that left its group and changed its own environment before it was executed.
 """
 
-import ctypes
 import os
 import signal
 from collections import defaultdict
@@ -15,24 +14,6 @@ from contextlib import suppress
 
 OWNER_VARIABLE = "PENSTOCK_SIMULATOR"
 """Names the simulator process that a program was started by."""
-
-_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent thread ends; ends it now where the parent is gone already.
-
-    Args:
-        parent: The parent's process id, read before the fork.
-    """
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent died."""
-    _prctl(_SET_SUBREAPER, 1)
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -101,10 +82,3 @@ def _living_parent(pid: str) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if state in (b"Z", b"X") else int(parent)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}): {os.strerror(code)}")

@@ -8,6 +8,7 @@ Not covered: deadlines (the parent's), and what a simulator does to its own chil
 """
 
 import json
+import math
 import os
 import random
 import socket
@@ -20,7 +21,16 @@ import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SIMULATE_S, SINCE, Block, Phase, block_bytes, create_memory
 from penstock.fleet.camera import Camera, filmed_maker
-from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP, EnvWorkerSpec, Failure, packets_of_parts
+from penstock.fleet.messages import (
+    ARRIVED,
+    READY,
+    RETIRING,
+    STEP,
+    EnvWorkerSpec,
+    Failure,
+    Fault,
+    packets_of_parts,
+)
 from penstock.fleet.simulator_row import Maker, SimulatorRow
 from penstock.fleet.spaces import PolicyActionError, spaces_of
 from penstock.types import ConfigError, fold
@@ -28,6 +38,9 @@ from penstock.types import ConfigError, fold
 _WHERE = {
     Phase.RESTING: "closing", Phase.STEPPING: "stepping", Phase.RESETTING: "resetting", Phase.BUILDING: "making",
 }  # fmt: skip
+
+FAULTS_EVERY_S = 1.0
+"""Faults are told so far apart, since a simulator can make thousands in a second."""
 
 
 class ExitCode(IntEnum):
@@ -58,6 +71,7 @@ def run_env_worker(spec: EnvWorkerSpec, channel: socket.socket, make: Maker) -> 
         code = ExitCode.CLOSED  # the parent has gone
     except BaseException as error:  # whatever a simulator raises, SystemExit too: it is told, and the process ends
         with suppress(OSError):
+            worker.tell_fault(math.inf)
             channel.send(worker.failure(error).packet())
     worker.close()
     return code
@@ -80,6 +94,8 @@ class EnvWorker:
         self._simulators: list[SimulatorRow] = []
         self._block: Block | None = None
         self._born_s = time.monotonic()
+        self._fault: Fault | None = None  # is to be told
+        self._faults_due_s = 0.0
 
     def make(self) -> None:
         """Makes the simulators and their block, and says so.
@@ -114,21 +130,32 @@ class EnvWorker:
         clock, channel, parts = self._block.clock, self._channel, self._spec.parts
         self._begin()
         clock[PHASE] = Phase.RESTING
+        self.tell_fault(time.monotonic())
         steps, arrived = packets_of_parts(STEP, parts), packets_of_parts(ARRIVED, parts)
         for packet in arrived:
             channel.send(packet)
         while True:
             token = channel.recv(len(steps[0]))
             if token not in steps:
+                self.tell_fault(math.inf)
                 return ExitCode.CLOSED
             began_s = time.monotonic()
             part = token[1]
             retiring = self._step_part(part)
-            clock[SIMULATE_S] = time.monotonic() - began_s
+            ended_s = time.monotonic()
+            clock[SIMULATE_S] = ended_s - began_s
             clock[PHASE] = Phase.RESTING
+            if self._fault is not None:
+                self.tell_fault(math.inf if retiring else ended_s)
             channel.send(RETIRING if retiring else arrived[part])
             if retiring:
                 return ExitCode.RETIRED
+
+    def tell_fault(self, now_s: float) -> None:
+        """Tells of faulty steps, where there were some and the last time is long enough ago."""
+        if self._fault is not None and now_s >= self._faults_due_s:
+            self._channel.send(self._fault.packet())
+            self._fault, self._faults_due_s = None, now_s + FAULTS_EVERY_S
 
     def failure(self, error: BaseException) -> Failure:
         """An exception as it is told."""
@@ -155,8 +182,10 @@ class EnvWorker:
         for simulator in self._simulators:
             simulator.begin_episode()
         if spec.life == 0 and spec.decorrelate_steps > 0:
-            for simulator in self._simulators:
+            for row, simulator in enumerate(self._simulators):
                 simulator.decorrelate(spec.decorrelate_steps)
+                if simulator.fault:
+                    self._note_fault(row)
             assert self._block is not None
             self._block.first[:] = True
 
@@ -165,7 +194,10 @@ class EnvWorker:
         retiring, camera = False, self._camera
         each = len(self._simulators) // self._spec.parts
         for row, simulator in enumerate(self._simulators[part * each : (part + 1) * each], part * each):
-            if simulator.step():
+            ended = simulator.step()
+            if simulator.fault:
+                self._note_fault(row)
+            if ended:
                 retiring = retiring or self._is_due()
                 if camera is not None:
                     camera.note_end(row)
@@ -179,6 +211,10 @@ class EnvWorker:
             for simulator in self._simulators:
                 simulator.cut()
         return retiring
+
+    def _note_fault(self, row: int) -> None:
+        before = 0 if self._fault is None else self._fault.steps
+        self._fault = Fault(self._spec.slots[row], self._simulators[row].fault, before + 1)
 
     def _is_due(self) -> bool:
         interval_s = self._spec.restart_interval_s

@@ -1,8 +1,8 @@
 """The fleet's centre: makes rollout workers, watches them, gives them weights, and adds up what they say.
 
 Workers are made by a factory, so that they are threads here and may be actors elsewhere. A worker that failed is
-stopped and made anew as its next incarnation; one that fails more often than `most_restarts` ends the fleet with its
-error.
+stopped and made anew as its next incarnation; one that fails more often than `max_restarts` within `restart_window_s`
+ends the fleet with its error, as it does where workers are processes of their own.
 `supervise` does the watching: its caller calls it every so often, and `log_statistics` too. No thread of its own.
 
 Two locks: whoever makes or ends workers holds the one, for as long as that takes; the other guards the list of them and
@@ -15,6 +15,7 @@ Not covered: simulators (the workers' pools restart them), and restarting the ma
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -71,7 +72,9 @@ class RolloutManager:
         log: Takes what `log_statistics` gathered.
         on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
         reports: Adds up what workers tell; None: one of its own.
-        most_restarts: Of one worker in its life, after failures.
+        max_restarts: Of one worker after failures, within `restart_window_s`.
+        restart_window_s: Failures that are older do not count any more.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -83,16 +86,19 @@ class RolloutManager:
         log: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         on_event: OnEvent = lambda kind, values: None,
         reports: FleetReports | None = None,
-        most_restarts: int = 3,
+        max_restarts: int = 10,
+        restart_window_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._make_worker, self._broadcaster = config, make_worker, broadcaster
-        self._log, self._on_event, self._most_restarts = log, on_event, most_restarts
+        self._log, self._on_event, self._clock = log, on_event, clock
+        self._max_restarts, self._restart_window_s = max_restarts, restart_window_s
         self._changing = threading.Lock()  # taken before the other
         self._lock = threading.Lock()
         self._stopped = False
         self._members: dict[str, _Member] = {}
         self._lives: dict[str, int] = {}
-        self._restarts: dict[str, int] = {}
+        self._failed_s: dict[str, list[float]] = {}  # when, within the window
         self._reports = reports or FleetReports(config.stats_window)
 
     @property
@@ -243,9 +249,15 @@ class RolloutManager:
 
     def _restart(self, name: str, reason: str) -> None:
         self._end(name)
-        self._restarts[name] = self._restarts.get(name, 0) + 1
-        if self._restarts[name] > self._most_restarts:
-            raise RunFailed(f"rollout worker {name} failed {self._restarts[name]} times; the last time: {reason}")
+        now_s = self._clock()
+        recent = [failed_s for failed_s in self._failed_s.get(name, ()) if now_s - failed_s <= self._restart_window_s]
+        self._failed_s[name] = [*recent, now_s]
+        if len(recent) >= self._max_restarts:
+            raise RunFailed(
+                f"rollout worker {name} failed {len(recent) + 1} times within overseer.restart_window_s = "
+                f"{self._restart_window_s:g}, more than overseer.max_restarts = {self._max_restarts} allows; the last "
+                f"time: {reason}"
+            )
         if not self._begin(name):
             return
         self._reports.restarts += 1

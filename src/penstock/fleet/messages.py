@@ -22,6 +22,8 @@ RETIRING = b"r"
 """From the simulators: results lie in the block, no observations; the process ends to be replaced."""
 READY = b"y"
 """From the simulators: made. Content: ``{"spaces": …, "filmed": …}``; the block's file descriptor comes along."""
+FAULT = b"e"
+"""From the simulators: some steps were faults, and the process lives on. Content: a `Fault`."""
 FAILED = b"f"
 """From the simulators: an exception, after which the process ends. Content: a `Failure`."""
 
@@ -44,6 +46,7 @@ class EnvWorkerSpec:
         kwargs: Likewise.
         max_fast_resets: See `penstock.fleet.SimulatorLimits`.
         restart_interval_s: Likewise.
+        max_failures_in_row: So many observations in a row that cannot be used fail the process; None: no limit.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
         filmed: Episodes may be filmed.
         parts: See `penstock.fleet.FleetConfig.parts_per_process`.
@@ -62,6 +65,7 @@ class EnvWorkerSpec:
     decorrelate_steps: int = 0
     filmed: bool = False
     parts: int = 1
+    max_failures_in_row: int | None = None
 
     def to_values(self) -> dict[str, Any]:
         """JSON values."""
@@ -102,6 +106,30 @@ class Failure:
 
     @classmethod
     def from_packet(cls, packet: bytes) -> "Failure":
+        """Reads `packet` back."""
+        return cls(**json.loads(packet[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Steps that are not trained on.
+
+    Attributes:
+        slot: Whose simulator took the last of them.
+        reason: What was wrong with that one.
+        steps: How many they are since the last time that was told.
+    """
+
+    slot: int
+    reason: str
+    steps: int
+
+    def packet(self) -> bytes:
+        """As sent."""
+        return FAULT + json.dumps({**asdict(self), "reason": self.reason[:_MOST_TRACEBACK]}).encode()
+
+    @classmethod
+    def from_packet(cls, packet: bytes) -> "Fault":
         """Reads `packet` back."""
         return cls(**json.loads(packet[1:]))
 

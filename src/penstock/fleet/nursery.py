@@ -6,15 +6,18 @@ own start, and nobody's ``__main__`` is imported again. It reaps what it forked,
 (so that no id can be another's) it kills that process's group and whatever else it left behind. When its socket closes
 it kills everything and ends; its own death kills the simulator processes through the kernel.
 
-Requests: ``{"preload": [id, …], "path": [sys.path entry, …]}``; ``{"spawn": ticket, "spec": …}`` with the simulator's
-end of its socket. Answers: ``{"preloaded": seconds, "troubles": {id: text}}``; ``{"spawned": ticket, "pid": …}`` with a
-pidfd, or ``{"failed": ticket, "reason": …}``; ``{"exited": ticket, "status": wait status, "last_words": text}``, the
-last of what it and its children wrote to standard output and error.
+What the simulators' ids name is imported as `make_simulator` does in the forks, which find it there. What does not fit
+into a process that forks is left to each of them: whatever starts threads when it is imported (the nursery begins anew
+without it, since forks would lack them), and what its parent says ended an earlier nursery.
+
+Requests: ``{"preload": [id, …], "path": [sys.path entry, …], "left_out": {id: text}}``; ``{"spawn": ticket, "spec":
+…}`` with the simulator's end of its socket. Answers: ``{"importing": id}``; ``{"preloaded": seconds, "troubles": {id:
+text}}``, those that were left out among them; ``{"spawned": ticket, "pid": …}`` with a pidfd, or ``{"failed": ticket,
+"reason": …}``; ``{"exited": ticket, "status": wait status, "last_words": text}``, the last of what it and its children
+wrote to standard output and error.
 """
 
 import gc
-import importlib
-import importlib.util
 import json
 import os
 import select
@@ -25,23 +28,23 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import gymnasium
-
+from penstock.environments.simulators import import_simulator, make_simulator
+from penstock.environments.simulators.processes import adopt_orphans, die_with_parent
 from penstock.fleet.descendants import (
     OWNER_VARIABLE,
-    adopt_orphans,
     children_by_parent,
-    die_with_parent,
     kill,
     kill_group,
     owner_of,
     subtree,
 )
+from penstock.fleet.env_worker import run_env_worker
 from penstock.fleet.messages import EnvWorkerSpec
+from penstock.types import ConfigError
 
 MOST_REQUEST_BYTES = 1 << 18
 _LAST_WORDS_BYTES = 4096
@@ -107,24 +110,39 @@ class Nursery:
             os.set_inheritable(fd, False)
         request = json.loads(packet)
         if "preload" in request:
-            self._preload(request["preload"], request["path"])
+            self.preload(request)
         else:
             self._spawn(int(request["spawn"]), request["spec"], fds[0])
 
-    def _preload(self, ids: list[str], path: list[str]) -> None:
+    def preload(self, request: dict[str, Any]) -> None:
+        """Imports what the forks will need, as the request says; whatever fails there fails again in them, in full."""
         began_s = time.monotonic()
-        sys.path[:] = path
-        troubles: dict[str, str] = {}
-        for name, module in _modules_of(ids):
+        sys.path[:] = request["path"]
+        troubles: dict[str, str] = request["left_out"]
+        for id in request["preload"]:
+            if id in troubles:
+                continue
+            self._say({"importing": id})
+            threads = _threads()
             try:
-                importlib.import_module(module)
-            except Exception as error:  # the user's; its simulator process fails on it again, and says so in full
-                troubles[name] = f"{type(error).__name__}: {error}"
-        if (threads := len(os.listdir("/proc/self/task"))) > 1:
-            troubles["threads"] = f"importing the simulators' modules started {threads - 1} threads; forks lack them"
+                with _silence():
+                    import_simulator(id)
+            except (Exception, SystemExit) as error:  # the user's
+                troubles[id] = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            if (started := _threads() - threads) > 0:
+                troubles[id] = f"importing it starts {started} thread{'s' * (started > 1)}, which forks lack"
+                self._begin_anew(request)
+        if (threads := _threads()) > 1:
+            troubles["threads"] = f"the nursery itself has {threads} threads; forks lack them"
         gc.collect()
         gc.freeze()  # collections in the forks leave the shared pages alone
         self._say({"preloaded": time.monotonic() - began_s, "troubles": troubles})
+
+    def _begin_anew(self, request: dict[str, Any]) -> NoReturn:
+        """The same process without what it has imported, or its threads. Requests wait in the socket meanwhile."""
+        link = self._link.fileno()
+        os.set_inheritable(link, True)
+        os.execv(sys.executable, [sys.executable, "-m", "penstock.fleet.nursery", str(link), json.dumps(request)])
 
     def _spawn(self, ticket: int, spec: dict[str, Any], channel: int) -> None:
         output, output_of_child = os.pipe()
@@ -245,26 +263,30 @@ class Nursery:
 
 
 def _simulate(spec: EnvWorkerSpec, channel: int) -> int:
-    from penstock.environments.simulators import make_simulator
-    from penstock.fleet.env_worker import run_env_worker
-
     with socket.socket(fileno=channel) as to_parent:
         return int(run_env_worker(spec, to_parent, make_simulator))
 
 
-def _modules_of(ids: list[str]) -> Iterator[tuple[str, str]]:
-    """Which module to load for which id."""
-    yield "simulators", "penstock.environments.simulators.registry"
-    yield "env_worker", "penstock.fleet.env_worker"
-    for name in ids:
-        family, colon, _ = name.partition(":")
-        builtin = f"penstock.environments.simulators.{family}"
-        if family.isidentifier() and importlib.util.find_spec(builtin) is not None:
-            yield name, builtin
-        elif colon and family.replace(".", "").isidentifier():
-            yield name, family
-        elif (known := gymnasium.registry.get(name)) is not None and isinstance(known.entry_point, str):
-            yield name, known.entry_point.partition(":")[0]
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What a module prints when it is imported belongs to no simulator, and not into the user's terminal."""
+    kept, null = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(null, number)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(null)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _ended_child() -> int | None:
@@ -285,9 +307,13 @@ def _wake_only(signal_number: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Serves the socket whose descriptor is the first argument."""
+    """Serves the socket whose descriptor is the first argument; the second is a request that begins anew."""
     with socket.socket(fileno=int(sys.argv[1])) as link:
-        Nursery(link).serve()
+        os.set_inheritable(link.fileno(), False)
+        nursery = Nursery(link)
+        for request in sys.argv[2:]:
+            nursery.preload(json.loads(request))
+        nursery.serve()
 
 
 if __name__ == "__main__":

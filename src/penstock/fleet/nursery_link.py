@@ -8,11 +8,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.fleet.config import SimulatorLimits
 from penstock.fleet.messages import EnvWorkerSpec, packet_socketpair
 from penstock.types import RunFailed
 
@@ -45,12 +47,21 @@ class NurseryLink:
     Args:
         ids: Of the simulators whose modules it shall load.
         end_s: Longest wait for it to end everything when it is closed, and for its end when it is killed.
+        left_out: Which of them it shall not load after all, and why.
+
+    Attributes:
+        importing: Of which simulator it is loading the modules; None where of none.
+        importing_since_s: Monotonic time of when it was heard to begin with them.
 
     Raises:
         RunFailed: the process cannot be started.
     """
 
-    def __init__(self, ids: Sequence[str], end_s: float = NURSERY_END_S) -> None:
+    def __init__(
+        self, ids: Sequence[str], end_s: float = NURSERY_END_S, left_out: Mapping[str, str] | None = None
+    ) -> None:
+        self.importing: str | None = None
+        self.importing_since_s = 0.0
         self._end_s = end_s
         _reap_left_behind()
         self._socket, other = packet_socketpair()
@@ -66,7 +77,8 @@ class NurseryLink:
         finally:
             other.close()
         self._socket.setblocking(False)
-        self._socket.send(json.dumps({"preload": sorted(set(ids)), "path": _import_path()}).encode())
+        request = {"preload": sorted(set(ids)), "path": _import_path(), "left_out": dict(left_out or {})}
+        self._socket.send(json.dumps(request).encode())
 
     def fileno(self) -> int:
         """Readable when the nursery says something, and when it ended."""
@@ -119,7 +131,19 @@ class NurseryLink:
                 return answers or None
             for fd in fds:
                 os.set_inheritable(fd, False)
-            answers.append(NurseryAnswer(json.loads(packet), fds[0] if fds else None))
+            values = json.loads(packet)
+            if "importing" in values:
+                self.importing, self.importing_since_s = values["importing"], time.monotonic()
+                continue
+            if "preloaded" in values:
+                self.importing = None
+            answers.append(NurseryAnswer(values, fds[0] if fds else None))
+
+    def overdue(self, now_s: float, limits: SimulatorLimits) -> str | None:
+        """That it has imported a simulator's modules for too long, in words; None: it has not."""
+        if self.importing is None or now_s - self.importing_since_s <= limits.spawn_timeout_s:
+            return None
+        return f"it took longer than fleet.limits.spawn_timeout_s = {limits.spawn_timeout_s:g}"
 
     def kill(self) -> bool:
         """Kills it; the kernel kills the simulator processes then.

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from penstock.fleet.descriptor_watch import DescriptorWatch
 from penstock.fleet.film_area import FilmArea
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
 from penstock.fleet.nursery_link import NURSERY_END_S, NurseryAnswer, NurseryLink
-from penstock.fleet.process_end import end_in_words
+from penstock.fleet.process_end import end_in_words, given_up_in_words, raise_if_all_given_up
 from penstock.fleet.process_slot import ProcessSlot, Stage
 from penstock.fleet.restarts import Quarantine, RestartRecord
 from penstock.fleet.space_agreement import SpaceAgreement
@@ -47,8 +48,8 @@ class SimulatorPool:
         worker_id: Of the rollout worker; a part of every seed.
         seed: Of the run.
         on_event: Told of ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
-            ``simulator_failed``, ``simulator_retired`` and ``simulator_quarantined``, in the thread that polls; each
-            names the `worker_id` as ``worker``.
+            ``simulator_failed``, ``simulator_fault``, ``simulator_retired`` and ``simulator_quarantined``, in the
+            thread that polls; each names the `worker_id` as ``worker``.
         worker_index: Which of the fleet's workers, for its part of the tasks.
 
     Attributes:
@@ -80,6 +81,7 @@ class SimulatorPool:
         self._nursery: NurseryLink | None = None
         self._nursery_due_s = self._next_look_s = 0.0
         self._nursery_record = RestartRecord(limits)
+        self._left_out: dict[str, str] = {}  # what ended a nursery that imported it, which the next one does not
         shortest_s = min(limits.spawn_timeout_s, limits.reset_timeout_s, limits.step_timeout_s)
         self._look_interval_s = min(0.25, shortest_s / 5)
         self._held: list[Arrival] = []
@@ -103,9 +105,9 @@ class SimulatorPool:
         return self._live_slots
 
     def given_up(self) -> Mapping[int, str]:
-        """Slots of quarantined processes: nothing comes from them any more. With the last reason."""
+        """Slots of quarantined processes: nothing comes from them any more. With last reason and limit."""
         lost = (process for process in self._processes if process.stage is Stage.QUARANTINED)
-        return {slot: process.reason for process in lost for slot in process.slots.tolist()}
+        return {slot: given_up_in_words(process) for process in lost for slot in process.slots.tolist()}
 
     def start(self, timeout_s: float) -> None:
         """Starts all processes and waits until one of each task is up; the others come while the worker polls.
@@ -123,7 +125,8 @@ class SimulatorPool:
                 last = next((f": {process.reason}" for process in self._processes if process.reason), "")
                 raise NoProgressError(f"no simulator of task {min(missing)!r} was made within {timeout_s:g} s{last}")
             self._held = self.poll(min(left_s, 1.0)) + self._held
-            self._raise_if_task_lost(missing)
+            for task in missing:
+                raise_if_all_given_up([process for process in self._processes if process.task == task])
 
     def poll(self, timeout_s: float) -> list[Arrival]:
         """What arrived; waits for the first where there is none yet.
@@ -221,6 +224,8 @@ class SimulatorPool:
         self._drop_hung_up()
         if self._nursery is None and now_s >= self._nursery_due_s:
             self._open_nursery()
+        elif self._nursery is not None and (late := self._nursery.overdue(now_s, self._config.limits)) is not None:
+            self._lose_nursery(late)
         asked = sum(process.stage is Stage.ASKED for process in self._processes)
         for process in self._processes:
             if process.stage is Stage.WAITING:
@@ -230,6 +235,7 @@ class SimulatorPool:
                     asked += 1
                 continue
             self._announce(process, now_s)
+            self._tell_faults(process)
             if (late := process.overdue(now_s)) is not None and process.stage is Stage.ASKED:
                 self._lose_nursery(late)
                 break
@@ -270,17 +276,20 @@ class SimulatorPool:
             return
         process.announced, slots = True, process.slots.tolist()
         self._on_event("simulator_started", {
-            "process": process.number, "task": process.task, "life": process.life, "pid": process.pid,
-            "seconds": now_s - process.begun_s, "seed": self._seed, "slots": slots,
+            **process.to_values(), "seconds": now_s - process.begun_s, "seed": self._seed, "slots": slots,
             "first_seeds": [episode_seed(self._seed, self._worker_id, slot, process.life, 0) for slot in slots],
         })  # fmt: skip
+
+    def _tell_faults(self, process: ProcessSlot) -> None:
+        while process.faults:
+            self._on_event("simulator_fault", {**process.to_values(), **asdict(process.faults.pop(0))})
 
     def _spec(self, process: ProcessSlot) -> EnvWorkerSpec:
         task, limits = self._config.tasks[process.task], self._config.limits
         return EnvWorkerSpec(
             self._worker_id, self._seed, process.number, process.life, tuple(process.slots.tolist()), process.task,
             task.id, task.kwargs, limits.max_fast_resets, limits.restart_interval_s, self._config.decorrelate_steps,
-            self._config.video.every_episodes > 0, self._config.parts_per_process,
+            self._config.video.every_episodes > 0, self._config.parts_per_process, limits.max_failures_in_row,
         )  # fmt: skip
 
     # --- the end of a process -------------------------------------------------------------------------------------
@@ -289,16 +298,15 @@ class SimulatorPool:
         """Forgets a process that ended, and decides what follows."""
         while (arrival := process.last_words()) is not None:
             self._held.append(arrival)
+        self._tell_faults(process)
         self._tickets.pop(process.ticket if process.ticket is not None else -1, None)
-        failure, retired = process.failure, process.retired
-        fields = {"process": process.number, "task": process.task, "life": process.life, "pid": process.pid}
+        failure, retired, fields = process.failure, process.retired, process.to_values()
         self._watch.retire(process.bury())
         process.stage, process.due_s, process.reason = Stage.WAITING, time.monotonic(), reason
         self._next_look_s = process.due_s
-        if self._closed:
-            return
-        if retired:
+        if retired and not self._closed:
             self._on_event("simulator_retired", fields)
+        if retired or self._closed:
             return
         fields |= {"reason": reason, "traceback": failure.traceback if failure else ""}
         self._on_event("simulator_failed", fields)
@@ -312,7 +320,7 @@ class SimulatorPool:
     def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any]) -> None:
         verdict = process.record.failed(process.due_s)
         if isinstance(verdict, Quarantine):
-            process.stage = Stage.QUARANTINED
+            process.stage, process.limit = Stage.QUARANTINED, verdict.reason
             self._on_event("simulator_quarantined", {**fields, "limit": verdict.reason})
         else:
             process.due_s += verdict.delay_s
@@ -320,23 +328,12 @@ class SimulatorPool:
     def _raise_if_lost(self) -> None:
         if self._fatal is not None:
             raise self._fatal
-        if all(process.stage is Stage.QUARANTINED for process in self._processes):
-            last = self._processes[-1]
-            raise RunFailed(
-                f"all {len(self._processes)} simulator processes were given up; the last one (task {last.task!r}): "
-                f"{last.reason}"
-            )
-
-    def _raise_if_task_lost(self, missing: set[str]) -> None:
-        for task in missing:
-            ours = [process for process in self._processes if process.task == task]
-            if all(process.stage is Stage.QUARANTINED for process in ours):
-                raise RunFailed(f"task {task!r}: all its {len(ours)} processes were given up: {ours[-1].reason}")
+        raise_if_all_given_up(self._processes)
 
     # --- the nursery ----------------------------------------------------------------------------------------------
 
     def _open_nursery(self) -> None:
-        self._nursery = NurseryLink([task.id for task in self._config.tasks.values()])
+        self._nursery = NurseryLink([task.id for task in self._config.tasks.values()], left_out=self._left_out)
         self._watch.add(self._nursery.fileno(), self._hear_nursery)
 
     def _hear_nursery(self) -> None:
@@ -380,6 +377,9 @@ class SimulatorPool:
         """Its end took all processes along; another nursery starts them again, and none of them is to blame."""
         assert self._nursery is not None
         nursery, self._nursery = self._nursery, None
+        if nursery.importing is not None:
+            reason = f"{reason}, while it imported simulator {nursery.importing!r}"
+            self._left_out[nursery.importing] = reason
         self._watch.drop(nursery.fileno())
         if not nursery.kill():
             self._tell_left_behind(nursery)
@@ -390,7 +390,7 @@ class SimulatorPool:
         end_descendants_of_nursery(nursery.pid)
         verdict = self._nursery_record.failed(now_s := time.monotonic())
         if isinstance(verdict, Quarantine):
-            self._fatal = RunFailed(f"the simulators' nursery: {verdict.reason}")
+            self._fatal = RunFailed(f"the simulators' nursery: {reason}; {verdict.reason}")
         else:
             self._nursery_due_s = now_s + verdict.delay_s
         self._on_event("nursery_ended", {"reason": reason})

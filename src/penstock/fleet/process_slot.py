@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,13 @@ from penstock.fleet.messages import (
     ARRIVED,
     CLOSE,
     FAILED,
+    FAULT,
     MOST_PACKET_BYTES,
     READY,
     RETIRING,
     STEP,
     Failure,
+    Fault,
     packet_socketpair,
     packets_of_parts,
 )
@@ -87,7 +90,9 @@ class ProcessSlot:
         begun_s: When this life was asked for.
         announced: Whether others were told that this life is up; the pool's to keep.
         reason: Why it is killed, or was last.
+        limit: Why it was given up: which limit it passed; empty while it was not.
         failure: What it told before it ended.
+        faults: Steps that went wrong while the process went on, as it told of them; the pool's to pass on.
         hung_up: Its socket has ended: there is nothing more to receive.
         retired: This life ended in good order, to be replaced.
     """
@@ -101,8 +106,9 @@ class ProcessSlot:
         self.stage, self.due_s, self.life = Stage.WAITING, 0.0, -1
         self.ticket: int | None = None
         self.pid: int | None = None
-        self.reason = ""
+        self.reason = self.limit = ""
         self.failure: Failure | None = None
+        self.faults: list[Fault] = []
         self.hung_up, self.begun_s, self.announced = False, 0.0, False
         self._parts = tuple(ProcessPart(number, part, own) for part, own in enumerate(np.split(slots, parts)))
         self._step_tokens = packets_of_parts(STEP, parts)
@@ -115,6 +121,10 @@ class ProcessSlot:
         self._sent_s = 0.0
         self._proven = False  # this life has answered an action
         self.retired = False
+
+    def to_values(self) -> dict[str, Any]:
+        """Which life of which process it is, for events."""
+        return {"process": self.number, "task": self.task, "life": self.life, "pid": self.pid}
 
     # --- a life begins --------------------------------------------------------------------------------------------
 
@@ -200,6 +210,8 @@ class ProcessSlot:
             for part in self._parts:
                 part.carry()
             self._enter(Stage.ENDING, now_s)
+        elif packet[:1] == FAULT:
+            self.faults.append(Fault.from_packet(packet))
         elif packet[:1] == FAILED:
             self.failure = Failure.from_packet(packet)
             self._enter(Stage.ENDING, now_s)
@@ -332,7 +344,8 @@ class ProcessSlot:
         return True
 
     def _late(self, what: str, field: str, limit_s: float) -> str:
-        return f"{what} took longer than {field} = {limit_s:g}: raise it if the simulator needs longer"
+        key = f"fleet.limits.{field}"
+        return f"{what} took longer than {key} = {limit_s:g}: raise {key} if the simulator needs longer"
 
     def _enter(self, stage: Stage, now_s: float) -> None:
         self.stage, self._stage_since_s = stage, now_s

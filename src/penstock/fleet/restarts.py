@@ -64,17 +64,20 @@ class RestartRecord:
         """
         limits = self._limits
         if limits.max_restarts is not None and self.restarts >= limits.max_restarts:
-            return Quarantine(f"it failed after max_restarts = {limits.max_restarts} restarts: raise it if that is few")
+            return Quarantine(
+                f"it failed after fleet.limits.max_restarts = {limits.max_restarts} restarts: raise that if it is few"
+            )
         if limits.max_failures_in_row is not None and self._in_row + 1 >= limits.max_failures_in_row:
             return Quarantine(
-                f"it failed max_failures_in_row = {limits.max_failures_in_row} times, and answered no action in "
-                "between: raise it if that is few"
+                f"it failed fleet.limits.max_failures_in_row = {limits.max_failures_in_row} times, and answered no "
+                "action in between: raise that if it is few"
             )
         while self._recent and self._recent[0] <= now_s - _RATE_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= limits.restarts_per_minute:
             return Quarantine(
-                f"it failed more often than restarts_per_minute = {limits.restarts_per_minute}: raise it if that is few"
+                f"it failed more often than fleet.limits.restarts_per_minute = {limits.restarts_per_minute}: raise "
+                "that if it is few"
             )
         self._recent.append(now_s)
         self._in_row += 1

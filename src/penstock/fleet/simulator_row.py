@@ -1,8 +1,9 @@
 """One simulator inside its process, and its row of the shared block: step, autoreset, faults.
 
 Autoreset mode: SAME_STEP. The step that ends an episode leaves the episode's last observation in `final_observations`
-and the next episode's first one in `observations`. A step is a fault where the simulator says so (``info["error"]``)
-or where its reward is not a finite float32; a fault that ends an episode is a truncation without a known last
+and the next episode's first one in `observations`. A step is a fault where the simulator says so (``info["error"]``),
+where its reward is not a finite float32, or where its observation is not finite or outside its space: nothing can be
+decided on that one, so the episode ends with it. A fault that ends an episode is a truncation without a known last
 observation, never a termination. Statistics count ``info["raw_reward"]`` where there is one; what a fault was rewarded
 is not in a return, nor is a raw reward that is not a finite float32.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from penstock.fleet.block import PHASE, ROW, SINCE, Block, Phase
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
-from penstock.fleet.spaces import make_reader, make_writer
+from penstock.fleet.spaces import SimulatorValueError, make_reader, make_writer
 from penstock.types import fold, generator
 
 Maker = Callable[[str, Mapping[str, Any]], gymnasium.Env[Any, Any]]
@@ -35,6 +36,7 @@ class SimulatorRow:
 
     Attributes:
         env: The simulator.
+        fault: Why its last step is a fault; empty where it is none.
     """
 
     def __init__(self, spec: EnvWorkerSpec, row: int, make: Maker) -> None:
@@ -48,6 +50,8 @@ class SimulatorRow:
         self._marked = True  # its flags in the block are not all false
         self._ended = False
         self._shortened = False  # the episode began with random steps
+        self._unseen = 0  # steps in a row whose observations could not be used
+        self.fault = ""
         self.env = make(spec.id, spec.kwargs)
 
     def bind(self, block: Block) -> None:
@@ -84,10 +88,12 @@ class SimulatorRow:
         for _ in range(int(generator(seed).integers(most_steps))):
             self._enter(Phase.STEPPING)
             observation, _, terminated, truncated, _ = self.env.step(self.env.action_space.sample())
+            try:
+                self._write(self._row, observation)
+            except SimulatorValueError as error:
+                self.fault, truncated = str(error), True
             if terminated or truncated:
                 self.begin_episode()
-            else:
-                self._write(self._row, observation)
         self._shortened = True
 
     def step(self) -> bool:
@@ -98,7 +104,7 @@ class SimulatorRow:
 
         Raises:
             PolicyActionError: the action is outside its space.
-            SimulatorValueError: the observation is.
+            SimulatorValueError: the observation is, for `max_failures_in_row` steps in a row.
         """
         row, clock = self._row, self._clock
         clock[ROW] = row
@@ -110,19 +116,28 @@ class SimulatorRow:
         reward = float(reward)
         raw = float(told.get("raw_reward", reward)) if told else reward
         self._length += 1
-        fault = bool(told) and "error" in told and _is_error(told["error"])
+        fault = _said(told["error"]) if told and "error" in told else ""
         if not -_MOST_REWARD <= reward <= _MOST_REWARD:
-            fault, reward = True, 0.0
+            fault, reward = f"its reward is {reward}", 0.0
+        ended = bool(terminated or truncated)
+        try:
+            if not ended:
+                self._write(row, observation)
+            elif not fault:
+                self._write_final(row, observation)
+            self._unseen = 0
+        except SimulatorValueError as error:
+            fault, ended = str(error), True
+            self._count_unseen(error)
         if fault:
             self._block.faults[row] = self._marked = True
         elif -_MOST_REWARD <= raw <= _MOST_REWARD:  # or the return would be no number for the rest of the episode
             self._return += raw
+        self.fault = fault
         self._rewards[row] = reward
-        if terminated or truncated:
-            self._end(observation, bool(terminated), bool(truncated), fault)
-            return True
-        self._write(row, observation)
-        return False
+        if ended:
+            self._end(bool(terminated), bool(truncated), bool(fault))
+        return ended
 
     def cut(self) -> None:
         """Truncates an episode that goes on, since its process is to be replaced; its last observation is known."""
@@ -135,14 +150,20 @@ class SimulatorRow:
                 block.final_observations[leaf][row] = array[row]
             self._report()
 
-    def _end(self, observation: Any, terminated: bool, truncated: bool, fault: bool) -> None:
+    def _count_unseen(self, error: SimulatorValueError) -> None:
+        """One that shows nothing that can be used, step after step, is replaced like one that dies."""
+        self._unseen += 1
+        most = self._spec.max_failures_in_row
+        if most is not None and self._unseen >= most:
+            raise SimulatorValueError(f"{error} (in {most} steps in a row, fleet.limits.max_failures_in_row)")
+
+    def _end(self, terminated: bool, truncated: bool, fault: bool) -> None:
         block, row = self._block, self._row
         self._ended = self._marked = True
         block.terminated[row] = terminated and not fault
         block.cut[row] = self._shortened
         block.truncated[row] = truncated or fault
         if not fault:
-            self._write_final(row, observation)
             self._report()
 
     def _report(self) -> None:
@@ -171,5 +192,8 @@ class SimulatorRow:
         self._clock[PHASE] = phase
 
 
-def _is_error(said: Any) -> bool:
-    return bool(said) if isinstance(said, str) else bool(np.any(said))
+def _said(error: Any) -> str:
+    """The simulator's own word for a step that went wrong; empty where none did."""
+    if isinstance(error, str):
+        return f"it said: {error}" if error else ""
+    return "it said that the step went wrong" if bool(np.any(error)) else ""

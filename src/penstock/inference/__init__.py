@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.inference.access import Access
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.inference.serving import HttpServer, serve
 
 _EXPORTS = {
+    "Access": "access",
     "EngineConfig": "config",
     "EngineContext": "context",
     "GenerationRequest": "requests",
@@ -31,8 +33,8 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine",
-    "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
+    "Access", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine", "RemoteContext",
+    "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
 

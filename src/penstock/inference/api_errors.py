@@ -4,6 +4,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+LONGEST_MESSAGE = 1000
+"""In characters: an error repeats what a client sent, but not all of it."""
+
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -35,7 +38,7 @@ class ApiError(Exception):
 
 def _encodable(text: str) -> str:
     """What a client sent may hold half of a surrogate pair, and an error repeats it: shown by its escape."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
 
 
 async def respond(_: Request, error: Exception) -> JSONResponse:

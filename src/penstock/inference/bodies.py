@@ -3,15 +3,21 @@
 What the API knows but this engine cannot do is refused by name, never ignored: a silently dropped penalty would
 change what is sampled. Beyond OpenAI's own: `top_k`, `stop_token_ids`, `return_token_ids`, `seeds` (one per prompt),
 prompts as token ids.
+
+Reading a body costs time in proportion to its size and no more: lists and objects are counted before they are
+validated, and validation ends at the first error (pydantic would otherwise make one for each entry, and each arm of a
+union).
 """
 
+import json
 import secrets
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.inference.api_errors import ApiError
+from penstock.inference.requests import MOST_STOP_STRINGS
 from penstock.types import Decoding, WeightVersion, fold
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -39,6 +45,12 @@ IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool
 MOST_RESPONSES = 4096
 """Of one request, over all its prompts."""
 
+MOST_ENTRIES = 4096
+"""Of any list in a body but a prompt's token ids, whose most is the sequence length."""
+
+_Entry = TypeVar("_Entry")
+_Listed = Annotated[list[_Entry], Field(fail_fast=True)]
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -46,8 +58,8 @@ class _Body(BaseModel):
     model: str
     n: int = Field(default=1, ge=1, le=MOST_RESPONSES)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Listed[str] | None = None
+    stop_token_ids: _Listed[int] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -69,11 +81,11 @@ class _Body(BaseModel):
 class CompletionBody(_Body):
     """``POST /v1/completions``: one prompt or several, each a text or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Listed[str] | _Listed[int] | _Listed[_Listed[int]]
     max_tokens: int = 16
     logprobs: int | None = Field(default=None, ge=0, le=1)
-    seeds: list[int] | None = None
-    least_weights: list[int] | None = Field(default=None, min_length=2, max_length=2)
+    seeds: _Listed[int] | None = None
+    least_weights: _Listed[int] | None = Field(default=None, min_length=2, max_length=2)
 
     def is_ahead_of(self, version: WeightVersion) -> bool:
         """Whether `least_weights`, a lineage and a step, asks for newer weights than these of the same lineage."""
@@ -125,7 +137,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: str
-    content: str | list[TextPart]
+    content: str | _Listed[TextPart]
     name: str | None = None
 
     def as_mapping(self) -> dict[str, str]:
@@ -137,7 +149,7 @@ class ChatMessage(BaseModel):
 class ChatBody(_Body):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: _Listed[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -150,32 +162,88 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: _Listed[ChatMessage] | None = None
 
 
 _Read = TypeVar("_Read", bound=BaseModel)
 
 
-def read_body(kind: type[_Read], parsed: Any) -> _Read:
-    """Checks a parsed JSON body.
+def read_body(kind: type[_Read], content: bytes, max_seq_len: int) -> _Read:
+    """Parses and checks a JSON body.
+
+    Args:
+        kind: What it should be.
+        content: Of bounded size: parsing holds the interpreter.
+        max_seq_len: No prompt may have more tokens.
 
     Raises:
         ApiError: status 400, naming the parameter.
     """
+    try:
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ApiError(400, "the body must be a JSON object")
     wanted = {name: value for name, value in parsed.items() if name not in IGNORED}
-    for name in [name for name in wanted if name in NEUTRAL and name not in kind.model_fields]:
-        value = wanted.pop(name)
-        if value is not None and value not in NEUTRAL[name]:
-            raise ApiError(400, _unsupported(name), param=name, code="unsupported_parameter")
+    for name in [name for name in wanted if name not in kind.model_fields]:
+        _refuse_unless_neutral(name, wanted.pop(name))
+    _count_entries(wanted, max_seq_len)
     try:
         return kind.model_validate(wanted)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
         path = ".".join(str(part) for part in first["loc"])
         raise ApiError(400, f"{path}: {first['msg']}", param=param, code="invalid_value") from error
+
+
+def _refuse_unless_neutral(name: str, value: Any) -> None:
+    if name not in NEUTRAL:
+        raise ApiError(400, f"{name}: Extra inputs are not permitted", param=name, code="invalid_value")
+    if value is not None and value not in NEUTRAL[name]:
+        raise ApiError(400, _unsupported(name), param=name, code="unsupported_parameter")
+
+
+def _count_entries(wanted: dict[str, Any], max_seq_len: int) -> None:
+    """Refuses lists that are too long for what they are, whatever they hold."""
+    for name, value in wanted.items():
+        if isinstance(value, list) and name != "prompt":
+            _at_most(MOST_STOP_STRINGS if name == "stop" else MOST_ENTRIES, value, name)
+    prompt, messages = wanted.get("prompt"), wanted.get("messages")
+    if isinstance(prompt, list):
+        one = bool(prompt) and type(prompt[0]) is int
+        for tokens in [prompt] if one else [each for each in prompt if isinstance(each, list)]:
+            _check_length(tokens, max_seq_len)
+        if not one:
+            _at_most(MOST_ENTRIES, prompt, "prompt")
+    if isinstance(messages, list):
+        _count_parts(messages)
+
+
+def _check_length(tokens: list[Any], max_seq_len: int) -> None:
+    if len(tokens) > max_seq_len:
+        said = f"prompt has {len(tokens)} tokens, which leaves no room for a response within max_seq_len = "
+        raise ApiError(400, f"{said}{max_seq_len}: shorten the prompt", param="prompt", code="invalid_prompt")
+
+
+def _count_parts(messages: list[Any]) -> None:
+    """An object of unknown names has one error for each, so those are counted too."""
+    objects = [message for message in messages if isinstance(message, dict)]
+    contents = [message["content"] for message in objects if isinstance(message.get("content"), list)]
+    parts = [part for content in contents for part in content]
+    _at_most(MOST_ENTRIES, parts, "messages: content")
+    names = len(ChatMessage.model_fields)
+    for each in [*objects, *(part for part in parts if isinstance(part, dict))]:
+        if len(each) > names:
+            message = f"messages: an object in it has {len(each)} names: at most {names} are known"
+            raise ApiError(400, message, "messages", "invalid_value")
+
+
+def _at_most(most: int, entries: list[Any], name: str) -> None:
+    if len(entries) > most:
+        param = name.partition(":")[0]
+        raise ApiError(400, f"{name} has {len(entries)} entries: give at most {most}", param, "invalid_value")
 
 
 def folded_seeds(seed: int | None, prompts: int) -> list[int]:

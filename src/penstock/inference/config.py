@@ -124,7 +124,8 @@ class ServeConfig(BaseModel):
         tls_cert: File with the certificate chain (PEM); None speaks plain HTTP.
         tls_key: File with its key, not encrypted.
         model_name: Name of the policy in the API; None takes the checkpoint directory's.
-        max_body_bytes: Larger request bodies are refused.
+        max_body_bytes: Larger request bodies are refused; None takes 256 KiB without a token, and with one what a
+            run's own clients would send at most for this `engine.max_seq_len`.
         max_waiting: Requests beyond this many unanswered ones are refused with status 429.
         ready_timeout_s: Longest wait for the engine's compilation at start-up.
         stop_timeout_s: Longest wait for requests and threads at shutdown.
@@ -139,7 +140,7 @@ class ServeConfig(BaseModel):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     model_name: str | None = None
-    max_body_bytes: int = Field(default=4 * 1024 * 1024, gt=0)
+    max_body_bytes: int | None = Field(default=None, gt=0)
     max_waiting: int = Field(default=256, gt=0)
     ready_timeout_s: float = Field(default=600.0, gt=0)
     stop_timeout_s: float = Field(default=30.0, gt=0)

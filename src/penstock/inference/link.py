@@ -23,7 +23,7 @@ HEALTH_S = 15.0
 """It then has so long to answer; one that compiles or shares its cores may take seconds."""
 
 KEEP_ALIVE_S = 30.0
-"""Idle connections are closed after this, before the server would do it (`serving.KEEP_ALIVE_S`)."""
+"""Idle connections are closed after this, before the server would do it (`access.KEEP_ALIVE_S`)."""
 
 MOST_ANSWER_BYTES = 256 * 1024 * 1024
 

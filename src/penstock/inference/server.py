@@ -1,29 +1,34 @@
 """The OpenAI-compatible API over an engine, as a Starlette application.
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/health``. Handlers never block
-the event loop: tokenisation and answers are made in threads, and the engine's futures are awaited. A client that
-goes away frees its slots. Not covered: streaming, tools, penalties (refused by name), alternatives' log-probabilities.
+the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
+are awaited. What may be asked is bounded before (`access`). A client that goes away frees its slots. No route changes
+weights or the server's state: one that did must not exist without a token. Not covered: streaming, tools, penalties
+(refused by name), alternatives' log-probabilities.
 """
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from penstock.inference.access import BearerToken, read_json
+from penstock.inference.access import Access
 from penstock.inference.answers import chat_answer, completion_answer
 from penstock.inference.api_errors import ApiError, respond
 from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, folded_seeds, read_body
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.requests import GenerationRequest
+from penstock.inference.server_request import largest_body_bytes
 from penstock.types import (
     Completion,
     ConfigError,
@@ -35,16 +40,18 @@ from penstock.types import (
     TextCodec,
 )
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody)
+SMALL_WORK_BYTES = 4096
+"""A body of this size is read on the event loop, where it takes less than a change of threads."""
+
+LONGEST_PAUSE_S = 0.05
+"""After each piece of work in a thread, before the next one begins."""
+
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody)
+_Result = TypeVar("_Result")
 
 
 def create_app(
-    engine: InferenceEngine,
-    tokenizer: TextCodec,
-    model_name: str,
-    token: str | None = None,
-    max_body_bytes: int = 4 * 1024 * 1024,
-    max_waiting: int = 256,
+    engine: InferenceEngine, tokenizer: TextCodec, model_name: str, access: Access | None = None
 ) -> Starlette:
     """Makes the application.
 
@@ -52,11 +59,9 @@ def create_app(
         engine: Started.
         tokenizer: The policy's.
         model_name: The only model that it knows.
-        token: What clients must send; None asks for nothing.
-        max_body_bytes: Larger bodies are refused.
-        max_waiting: Requests beyond so many unanswered ones are refused.
+        access: Who may ask, and how much at once; None asks for no token, and answers to this machine's names only.
     """
-    api = _Api(engine, tokenizer, model_name, max_body_bytes, max_waiting)
+    api = _Api(engine, tokenizer, model_name)
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/v1/models", api.models, methods=["GET"]),
@@ -66,17 +71,15 @@ def create_app(
         Route("/tokenize", api.tokenize, methods=["POST"]),
     ]
     handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
-    guard = [] if token is None else [Middleware(BearerToken, token=token)]
-    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
+    middleware = (access or Access()).middleware(largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 class _Api:
-    def __init__(
-        self, engine: InferenceEngine, tokenizer: TextCodec, model_name: str, max_body_bytes: int, max_waiting: int
-    ) -> None:
+    def __init__(self, engine: InferenceEngine, tokenizer: TextCodec, model_name: str) -> None:
         self._engine, self._tokenizer, self._model_name = engine, tokenizer, model_name
-        self._max_body_bytes, self._max_waiting = max_body_bytes, max_waiting
-        self._unanswered = 0  # touched by the event loop only
+        self._max_seq_len = engine.config.max_seq_len
+        self._at_work = asyncio.Semaphore(1)
 
     async def health(self, _: Request) -> JSONResponse:
         """200 while the engine can answer, 503 with the reason when it cannot."""
@@ -95,81 +98,99 @@ class _Api:
         self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
-    async def completions(self, request: Request) -> JSONResponse:
+    async def completions(self, request: Request) -> Response:
         """Continues prompts."""
         body = await self._read(request, CompletionBody)
+        self._check_model(body.model)
         if body.is_ahead_of(self._engine.version):
             message = f"this server has weights of {self._engine.version}, and {body.least_weights} were asked for"
             raise ApiError(503, message, param="least_weights", code="weights_behind")
         decoding = body.decoding(body.max_tokens)
-        prompts = await run_in_threadpool(lambda: [self._render(prompt) for prompt in body.prompts])
+        prompts = await self._work(lambda: [self._render(prompt) for prompt in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
         groups = await self._generate(request, prompts, body.n, decoding, seeds)
-        answer = await run_in_threadpool(
-            completion_answer, groups, self._tokenizer, self._model_name, decoding.stop_strings,
-            body.logprobs is not None, body.return_token_ids,
+        return await self._work(
+            lambda: _response(
+                completion_answer(
+                    groups, self._tokenizer, self._model_name, decoding.stop_strings,
+                    body.logprobs is not None, body.return_token_ids,
+                )
+            )
         )  # fmt: skip
-        return JSONResponse(answer)
 
-    async def chat_completions(self, request: Request) -> JSONResponse:
+    async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
         body = await self._read(request, ChatBody)
+        self._check_model(body.model)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        decoding = body.decoding(self._engine.config.max_seq_len if limit is None else limit)
-        prompt = await run_in_threadpool(self._render, [message.as_mapping() for message in body.messages])
+        decoding = body.decoding(self._max_seq_len if limit is None else limit)
+        prompt = await self._work(lambda: self._render([message.as_mapping() for message in body.messages]))
         seeds = folded_seeds(body.seed, 1)
         (completions,) = await self._generate(request, [prompt], body.n, decoding, seeds)
-        answer = await run_in_threadpool(
-            chat_answer, completions, self._tokenizer, self._model_name, decoding.stop_strings,
-            bool(body.logprobs), body.return_token_ids,
+        return await self._work(
+            lambda: _response(
+                chat_answer(
+                    completions, self._tokenizer, self._model_name, decoding.stop_strings,
+                    bool(body.logprobs), body.return_token_ids,
+                )
+            )
         )  # fmt: skip
-        return JSONResponse(answer)
 
-    async def tokenize(self, request: Request) -> JSONResponse:
+    async def tokenize(self, request: Request) -> Response:
         """The token ids that a prompt, or a conversation with its template, becomes."""
-        body = read_body(TokenizeBody, await read_json(request, self._max_body_bytes))
+        body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
+        return await self._work(lambda: self._tokenized(body))
+
+    def _tokenized(self, body: TokenizeBody) -> Response:
         messages = [message.as_mapping() for message in body.messages or ()]
-        tokens = await run_in_threadpool(self._render, messages if body.prompt is None else body.prompt)
-        limit = self._engine.config.max_seq_len
-        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist()})
+        tokens = self._render(messages if body.prompt is None else body.prompt)
+        return JSONResponse({"count": len(tokens), "max_model_len": self._max_seq_len, "tokens": tokens.tolist()})
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
-        body = read_body(kind, await read_json(request, self._max_body_bytes))
-        self._check_model(body.model)
-        return body
+        content = await request.body()
+        if len(content) <= SMALL_WORK_BYTES:
+            return read_body(kind, content, self._max_seq_len)
+        return await self._work(lambda: read_body(kind, content, self._max_seq_len))
+
+    async def _work(self, work: Callable[[], _Result]) -> _Result:
+        """Runs in a thread what takes the processor's time; others wait for their turn.
+
+        Work and event loop share one interpreter. While a thread works, the loop waits for it at every system call, so
+        that it would hardly move if the next began at once: it has the interpreter to itself for as long in between.
+        """
+        await self._at_work.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await run_in_threadpool(work)
+        finally:
+            loop.call_later(min(loop.time() - began, LONGEST_PAUSE_S), self._at_work.release)
 
     def _card(self) -> dict[str, Any]:
-        limit = self._engine.config.max_seq_len
-        return {"id": self._model_name, "object": "model", "created": 0, "owned_by": "penstock", "max_model_len": limit}
+        card = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "penstock"}
+        return card | {"max_model_len": self._max_seq_len}
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
-            message = f"model {name!r} does not exist: this server has {self._model_name!r}"
+            message = f"model {name!r:.200} does not exist: this server has {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _render(self, prompt: str | Sequence[Message] | np.ndarray) -> np.ndarray:
         if isinstance(prompt, np.ndarray):
             return prompt
         try:
-            return self._tokenizer.render(prompt)
+            return self._tokenizer.render(prompt, self._max_seq_len)
+        except EnvironmentFailure as error:
+            raise ApiError(400, str(error), code="invalid_prompt") from error
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from error
 
     async def _generate(
         self, request: Request, prompts: list[np.ndarray], n: int, decoding: Decoding, seeds: list[int]
     ) -> list[list[Completion]]:
-        if self._unanswered >= self._max_waiting:
-            raise ApiError(429, f"{self._unanswered} requests are unanswered: try again later", code="overloaded")
-        self._unanswered += 1
-        try:
-            requests = [GenerationRequest(p, decoding, seed, n) for p, seed in zip(prompts, seeds, strict=True)]
-            return await self._answered(request, requests)
-        finally:
-            self._unanswered -= 1
-
-    async def _answered(self, request: Request, requests: list[GenerationRequest]) -> list[list[Completion]]:
+        requests = [GenerationRequest(p, decoding, seed, n) for p, seed in zip(prompts, seeds, strict=True)]
         try:
             futures = await run_in_threadpool(self._engine.submit, requests)
             groups = await _wait(request, futures, self._engine.config.request_timeout_s)
@@ -184,9 +205,11 @@ class _Api:
         return groups
 
 
-async def _wait(request: Request, futures: Sequence[Any], timeout_s: float) -> list[list[Completion]]:
+async def _wait(
+    request: Request, futures: Sequence["Future[list[Completion]]"], timeout_s: float
+) -> list[list[Completion]]:
     """Awaits the engine; the futures are cancelled when the client leaves or the time is over."""
-    answer = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+    answer = asyncio.wrap_future(_gathered(futures))
     departure = asyncio.ensure_future(_departed(request))
     try:
         await asyncio.wait({answer, departure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -198,9 +221,38 @@ async def _wait(request: Request, futures: Sequence[Any], timeout_s: float) -> l
     finally:
         departure.cancel()
         answer.cancel()
+        for future in futures:
+            future.cancel()
+
+
+def _gathered(futures: Sequence["Future[list[Completion]]"]) -> "Future[list[list[Completion]]]":
+    """One that ends with the last of them: the event loop is woken once, however many prompts there are."""
+    whole: Future[list[list[Completion]]] = Future()
+    ended = itertools.count(1)
+
+    def note(_: "Future[list[Completion]]") -> None:
+        if next(ended) < len(futures) or not whole.set_running_or_notify_cancel():
+            return
+        try:
+            whole.set_result([future.result() for future in futures])
+        except (Exception, CancelledError) as error:  # whatever the engine failed with is for whoever waits
+            whole.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(note)
+    return whole
 
 
 async def _departed(request: Request) -> None:
     """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _response(answer: dict[str, Any]) -> Response:
+    """As JSON, choice by choice: the encoder holds the interpreter for the whole of what it is given."""
+    choices = answer.pop("choices")
+    parts = (json.dumps(choice, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for choice in choices)
+    head = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    content = f'{head[:-1]},"choices":[{",".join(parts)}]}}'
+    return Response(content.encode(), media_type="application/json")

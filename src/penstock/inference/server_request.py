@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.inference.routing import Target
 from penstock.inference.stopping import text_of
 from penstock.types import (
@@ -30,6 +31,15 @@ REQUEST_TOKENS = 16_384
 
 REQUEST_RESPONSES = 4096
 """A server takes no more in one request (`bodies.MOST_RESPONSES`)."""
+
+PROMPT_BYTES = len("[],") + len(str(2**64)) + len(",")
+"""Of each prompt beside its tokens: brackets, and its seed."""
+
+STOP_BYTES = MOST_STOP_STRINGS * (LONGEST_STOP_STRING * len("\\u0000") + len('"",'))
+"""Of the stop strings, if all their characters must be escaped."""
+
+OTHER_BYTES = 4096
+"""Of everything else: names, numbers, a few stop tokens."""
 
 LARGEST_INTEGER = 2**31 - 1
 """Of tokens and weight steps, which records keep as int32."""
@@ -100,6 +110,12 @@ def requests_of(
     ]
 
 
+def largest_body_bytes(max_seq_len: int, vocab_size: int) -> int:
+    """No body that `requests_of` makes for a server with these limits is larger, if the server can serve it at all."""
+    tokens = max(REQUEST_TOKENS, max_seq_len) * len(f"{vocab_size},")
+    return tokens + REQUEST_RESPONSES * PROMPT_BYTES + STOP_BYTES + OTHER_BYTES
+
+
 def _portions(call: GenerationCall) -> list[tuple[int, int]]:
     """Ranges of prompts that go together, each of one prompt at least."""
     portions: list[tuple[int, int]] = []
@@ -143,7 +159,8 @@ def _body(
     }
     if least is not None:
         body["least_weights"] = [least.lineage, least.step]
-    return json.dumps(body).encode()
+    # Half of a surrogate pair, which a stop string may hold, is read back by json.loads.
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,7 @@
 """Runs the API over HTTP: a server in a thread with a proper beginning and end, and `serve` for the command line."""
 
+import asyncio
+import gc
 import socket
 import ssl
 import threading
@@ -10,6 +12,14 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.inference.access import (
+    HEADER_S,
+    KEEP_ALIVE_S,
+    MOST_ACCEPTED_AT_ONCE,
+    MOST_HEADER_BYTES,
+    Access,
+    BoundedConnection,
+)
 from penstock.inference.config import ServeConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
@@ -20,8 +30,11 @@ from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFai
 WATCH_S = 0.5
 """`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
 
-KEEP_ALIVE_S = 75
-"""Idle connections stay open for so long, longer than `link.KEEP_ALIVE_S`: the client is the one to close them."""
+MOST_PENDING = 1024
+"""Connections that wait to be accepted."""
+
+LOOK_EVERY = 5
+"""Turns of the server's own clock (0.1 s) between two looks at all connections."""
 
 
 class HttpServer:
@@ -56,7 +69,8 @@ class HttpServer:
         self._server = _AnnouncingServer(
             uvicorn.Config(
                 app,
-                http="h11",  # bounds a request's headers; httptools, which may be installed too, does not
+                http=BoundedConnection,
+                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -119,15 +133,39 @@ class HttpServer:
 
 
 class _AnnouncingServer(uvicorn.Server):
-    """Calls back once it accepts connections."""
+    """Calls back once it accepts connections, and looks after them."""
 
     def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
         super().__init__(config)
         self._accepting = accepting
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Like uvicorn's own, which would give a TLS handshake a minute."""
+        loop, config = asyncio.get_running_loop(), self.config
+        self.servers = [
+            await loop.create_server(
+                lambda: BoundedConnection(config, self.server_state, {}),
+                sock=each,
+                ssl=config.ssl,
+                backlog=MOST_ACCEPTED_AT_ONCE,
+                ssl_handshake_timeout=HEADER_S if config.ssl else None,
+            )
+            for each in sockets or ()
+        ]
+        for each in sockets or ():
+            each.listen(
+                MOST_PENDING
+            )  # more may wait than asyncio is to accept at once, which knows one number for both
+        self.started = True
         self._accepting()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % LOOK_EVERY == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedConnection):
+                    connection.look(now)
+        return await super().on_tick(counter)
 
 
 def serve(
@@ -157,7 +195,8 @@ def serve(
     engine_config = config.engine.model_copy(update={"max_seq_len": room})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
-    app = create_app(engine, tokenizer, name, config.token, config.max_body_bytes, config.max_waiting)
+    access = Access(config.token, config.host, config.max_body_bytes, config.max_waiting)
+    app = create_app(engine, tokenizer, name, access)
     server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:
         announce(f"compiling for {engine_config.max_slots} responses of at most {room} tokens …")
@@ -172,6 +211,9 @@ def _run_until(
 ) -> None:
     try:
         engine.wait_until_ready(config.ready_timeout_s)
+        # What is here now stays. Looking at all of it takes 100 ms, with everything at a halt, and each body of many
+        # lists would cause that.
+        gc.freeze()
         server.start()
         ready()
         while not ending.wait(WATCH_S):

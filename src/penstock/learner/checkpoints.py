@@ -125,7 +125,7 @@ def save_checkpoint(
             raise
         number = int(str(error).rpartition("(os error ")[2].partition(")")[0])
         raise OSError(number, f"{os.strerror(number)}: {error}", str(temporary)) from error
-    _flush_tree(temporary)
+    _settle(temporary)
     os.rename(temporary, target)
     _flush(root)
     _remove_oldest(root, keep_last, target)
@@ -217,9 +217,12 @@ def _remove_leftovers(root: Path) -> None:
         shutil.rmtree(path)
 
 
-def _flush_tree(directory: Path) -> None:
+def _settle(directory: Path) -> None:
+    """Flushes all files, and gives them the rights that the umask leaves: safetensors closes its own to others."""
+    rights = (directory / "state.json").stat().st_mode & 0o777
     for folder, _, names in os.walk(directory):
         for name in names:
+            (Path(folder) / name).chmod(rights)
             _flush(Path(folder) / name)
         _flush(Path(folder))
 

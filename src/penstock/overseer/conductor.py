@@ -20,7 +20,7 @@ from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.local import WORKER_ID, Components, Start, wire
 from penstock.overseer.local_run import LocalRun
 from penstock.overseer.parity import probe_parity
-from penstock.overseer.result_rows import Results
+from penstock.overseer.result_rows import Results, require_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import step_line
@@ -170,8 +170,9 @@ class Conductor(LocalRun[RunConfig, Start, Components]):
 
     def _evaluate(self, parts: Components, when: str) -> Results:
         results = parts.evaluator.evaluate(parts.learner.step)
-        self._log.metrics(parts.learner.step, metrics_of(results, "eval"))
-        self._log.event("evaluation", when=when, reward={k: stats.reward_mean for k, stats in results.items()})
+        self._log.evaluation(when, parts.learner.step, results, metrics_of(results, "eval"))
+        if when == "after":
+            require_results(results, self._directory.path)
         return results
 
     def _shut_down(self, parts: Components) -> None:

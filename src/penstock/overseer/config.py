@@ -32,6 +32,7 @@ class OverseerConfig(BaseModel):
         max_backoff_s: Longest such wait.
         straggler_factor: A component that is slower than the median of its peers by this factor is reported.
         replace_stragglers: Whether it is replaced, too.
+        private: Nobody but the user can open the run directory; else who can is what the umask leaves.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +51,7 @@ class OverseerConfig(BaseModel):
     max_backoff_s: float = Field(default=30.0, gt=0)
     straggler_factor: float = Field(default=3.0, gt=1)
     replace_stragglers: bool = False
+    private: bool = False
 
     @property
     def start_limit_s(self) -> float:

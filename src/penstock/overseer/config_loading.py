@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from penstock.overseer.validation_messages import describe_validation_error
-from penstock.overseer.yaml_documents import parse_yaml
+from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
 from penstock.types import ConfigError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     name = str(name_or_path)
     recipes = _packaged()
     if name in recipes:
-        return _read_mapping(recipes[name].read_text("utf-8"), f"recipe {name}")
+        return parse_mapping(recipes[name].read_text("utf-8"), f"recipe {name}")
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") or "/" in name or path.is_file():
-        return _read_mapping(_read_text(path), str(path))
+        return _read(path)
     known = ", ".join(sorted(recipes)) or "none"
     raise ConfigError(
         f"no recipe named {name!r}{_nearest(name, recipes)}: packaged recipes are {known}; "
@@ -150,23 +150,15 @@ def _first_comment(text: str) -> str:
     return ""
 
 
-def _read_text(path: Path) -> str:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return path.read_text("utf-8")
+        return read_mapping(path)
     except FileNotFoundError as error:
         siblings = [file.name for file in path.parent.glob("*.y*ml")]
         hint = _nearest(path.name, siblings)
         raise ConfigError(f"no file {path}{hint}: give an existing YAML file or a packaged recipe") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _read_mapping(text: str, source: str) -> dict[str, Any]:
-    values = parse_yaml(text, source)
-    if not isinstance(values, dict):
-        found = "empty" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{source} is {found}: a recipe is a YAML mapping of keys to values")
-    return values
 
 
 def _nearest(word: str, known: Any) -> str:

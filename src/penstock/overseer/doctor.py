@@ -1,8 +1,8 @@
 """`penstock doctor`: what this machine offers and whether Penstock works on it, check by check with its remedy.
 
 A check that raises is a failed check and disturbs no other. What needs JAX lives in
-`penstock.overseer.doctor_probes`, what starts simulators in `doctor_fleet`. Nothing is written, and nothing outside
-this machine is asked.
+`penstock.overseer.doctor_probes`, what starts simulators in `doctor_fleet`. Nothing is written or removed but by
+`clean`, and nothing outside this machine is asked.
 """
 
 import importlib
@@ -68,6 +68,7 @@ def examine() -> list[Check]:
         "processors": check_processors,
         "memory": lambda: judge_memory(free_memory_bytes()),
         "disk": lambda: judge_disk(shutil.disk_usage(Path.cwd()).free, Path.cwd()),
+        "memory of killed runs": check_abandoned_memory,
         "devices": _probe("check_devices"),
         "matrix product": _probe("check_matrix_product"),
         "memory copy": _probe("check_memory_copy"),
@@ -125,6 +126,25 @@ def judge_disk(free_bytes: int, folder: Path) -> Check:
     if free_bytes < LEAST_DISK_BYTES:
         return Check("disk", "fail", detail, remedy)
     return Check("disk", "warn", detail, remedy) if free_bytes < LITTLE_DISK_BYTES else Check("disk", "ok", detail)
+
+
+def check_abandoned_memory() -> Check:
+    """What drivers that were killed left in this machine's memory (``weights.transport: shared_memory``)."""
+    from penstock.weights.job_folder import find_abandoned
+
+    found = find_abandoned()
+    if not found:
+        return Check("memory of killed runs", "ok", "none")
+    detail = ", ".join(f"{bytes_text(folder.nbytes)} in {folder.path}" for folder in found)
+    return Check("memory of killed runs", "warn", detail, "penstock doctor --clean removes it, as does the next run")
+
+
+def clean() -> list[str]:
+    """Removes what killed runs left behind, and says what it was, a line each."""
+    from penstock.weights.job_folder import free_abandoned
+
+    freed = [f"removed {folder.path}: {bytes_text(folder.nbytes)} of memory" for folder in free_abandoned()]
+    return freed or ["nothing to remove: no killed run left memory behind"]
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:

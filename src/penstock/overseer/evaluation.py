@@ -17,8 +17,16 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
+from penstock.rundir.atomic import check_place
 from penstock.text import Tokenizer
-from penstock.types import ConfigError, RolloutBatch, RolloutRecord, WeightVersion
+from penstock.types import (
+    ConfigError,
+    EnvironmentFailure,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutRecord,
+    WeightVersion,
+)
 
 
 def evaluate(
@@ -40,12 +48,15 @@ def evaluate(
         rollouts_path: Write the rollouts to this Parquet file.
 
     Raises:
-        ConfigError: an unknown lesson, or a checkpoint that is none.
+        ConfigError: an unknown lesson, a checkpoint that is none, or a path that cannot be written.
+        EnvironmentFailure: every group of a lesson failed.
     """
     chosen = _chosen_lessons(config, lessons)
     model_dir = model_directory(str(checkpoint))
     tokenizer = Tokenizer.load(model_dir)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
+    if rollouts_path is not None:
+        check_place(rollouts_path, "--rollouts")
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
     manager = RolloutManager(
         Curriculum(config.curriculum),
@@ -57,9 +68,7 @@ def evaluate(
     try:
         engine.start()
         engine.wait_until_ready(config.overseer.no_progress_s)
-        results = {
-            lesson_id: manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations) for lesson_id in chosen
-        }
+        results = {lesson_id: _evaluated(manager, lesson_id, n, generations) for lesson_id in chosen}
     finally:
         manager.shutdown()
     seconds = time.perf_counter() - started
@@ -70,6 +79,15 @@ def evaluate(
         for lesson_id, (_, batch) in results.items()
     }
     return EvaluationReport(model_dir, reports, seconds, rollouts_path)
+
+
+def _evaluated(
+    manager: RolloutManager, lesson_id: str, n: int | None, generations: int
+) -> tuple[RolloutBatchStats, RolloutBatch]:
+    try:
+        return manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations)
+    except EnvironmentFailure as failure:
+        raise EnvironmentFailure(f"lesson {lesson_id!r} cannot be evaluated: {failure}") from failure
 
 
 def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:

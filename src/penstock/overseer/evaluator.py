@@ -15,7 +15,6 @@ from penstock.rollout.manager import EvalType
 from penstock.types import (
     EnvironmentFailure,
     InvalidRolloutError,
-    RolloutBatch,
     RolloutBatchStats,
     Stopped,
     WeightVersion,
@@ -68,17 +67,16 @@ class Evaluator:
                 if self._stopping.is_set():
                     raise Stopped("the evaluation was cut short") from failure
                 self._on_failure(lesson_id, failure)
+                results[lesson_id] = RolloutBatchStats.failed(lesson_id, str(failure))
         return results
 
     def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
-        """A full evaluation of every lesson; one whose environment failed altogether has statistics of nothing.
+        """A full evaluation of every lesson; one whose environment failed altogether has a `failure`.
 
         Raises:
             Stopped: `stop` was called.
         """
-        found = self._attempt("eval", step)
-        lessons = self._manager.curriculum.config.lessons
-        return {i: found[i] if i in found else RolloutBatchStats.of(i, RolloutBatch.of(())) for i in lessons}
+        return self._attempt("eval", step)
 
     def stop(self) -> None:
         """No lesson is begun any more."""
@@ -100,10 +98,11 @@ class Evaluator:
 
 
 def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str, float]:
-    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics."""
+    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics; a lesson that failed has none."""
     return {
         f"{group}/{lesson_id}/{name}": value
         for lesson_id, stats in results.items()
+        if not stats.failure
         for name, value in {
             "reward_mean": stats.reward_mean,
             "success_rate": stats.success_rate,

@@ -16,7 +16,7 @@ from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
 from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.local_run import LocalRun
-from penstock.overseer.result_rows import Results
+from penstock.overseer.result_rows import Results, require_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervision import Crew
@@ -111,8 +111,9 @@ class FleetConductor(LocalRun[FleetRunConfig, FleetStart, FleetComponents]):
 
     def _evaluate(self, parts: FleetComponents, when: str) -> Results:
         results = parts.evaluator.evaluate(parts.loop.version, parts.learner.named_arrays())
-        self._log.metrics(parts.learner.step, metrics_of(results))
-        self._log.event("evaluation", when=when, reward={task: stats.reward_mean for task, stats in results.items()})
+        self._log.evaluation(when, parts.learner.step, results, metrics_of(results))
+        if when == "after":
+            require_results(results, self._directory.path)
         return results
 
     # --- what others are told ------------------------------------------------------------------------------------

@@ -45,13 +45,13 @@ def evaluate_fleet(
         CheckpointError: there is no control policy.
     """
     config = _chosen(config, tasks)
+    model_dir = control_model_directory(checkpoint)
+    policy = load_control_policy(model_dir)
     if video_dir is not None:
         from penstock.overseer.fleet_video import film_path
 
         for task in config.fleet.tasks:
             film_path(video_dir, task)  # sees that it can be written
-    model_dir = control_model_directory(checkpoint)
-    policy = load_control_policy(model_dir)
     started = time.perf_counter()
     fleet = evaluation_fleet(config)
     pool = open_evaluation_pool(config)

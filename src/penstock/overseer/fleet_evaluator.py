@@ -139,10 +139,11 @@ class FleetEvaluator:
 
 
 def metrics_of(results: Mapping[str, RolloutBatchStats]) -> dict[str, float]:
-    """Flattens results of one evaluation to ``eval/<task>/<name>`` metrics."""
+    """Flattens results of one evaluation to ``eval/<task>/<name>`` metrics; a task that failed has none."""
     return {
         f"eval/{task}/{name}": value
         for task, stats in results.items()
+        if not stats.failure
         for name, value in {
             "return_mean": stats.reward_mean,
             "return_min": min(stats.rewards, default=0.0),

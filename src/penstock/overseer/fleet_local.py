@@ -96,7 +96,10 @@ def wire_fleet(
     reports = FleetReports(config.fleet.stats_window)
     sink = CountedSink(buffer, reports.note_delivery)
     make_worker = _WorkerMaker(config, directory, start.lineage, learner, sink, weights, on_event)
-    manager = RolloutManager(config.fleet, make_worker, broadcaster=weights, on_event=on_event, reports=reports)
+    manager = RolloutManager(
+        config.fleet, make_worker, broadcaster=weights, on_event=on_event, reports=reports,
+        max_restarts=config.overseer.max_restarts, restart_window_s=config.overseer.restart_window_s,
+    )  # fmt: skip
     loop = TrainingLoop(
         learner,
         learner.named_arrays,
@@ -116,6 +119,8 @@ def wire_fleet(
         for name, part in parts.checkpointables.items():
             part.restore(start.checkpoint.states[name])
         manager.statistics.restore(start.checkpoint.states["statistics"])
+    elif start.lineage:
+        buffer.begin_anew()
     return parts
 
 

@@ -1,10 +1,15 @@
 """How fast a fleet run goes, and what sets its pace, from one update's metrics to the next. Pure arithmetic.
 
+Rollout workers in processes of their own tell of their counters now and then, and updates may come far more often.
+Rates are therefore over the last seconds and not over an update, and from one telling to another.
+
 The learner is the goal of all others: while it is busy it sets the pace itself. While it waits, inference does where it
 is busy; otherwise the simulators do.
 """
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from penstock.overseer.bottleneck import BUSY, BUSY_SUPPLIER, Bottleneck
 
@@ -12,13 +17,26 @@ COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
 """What only grows, but where the replay buffer of many processes is begun anew, and counts from there."""
 
 
-class FleetPace:
-    """Compares each update with the one before."""
+WINDOW_S = 5.0
+"""Rates are over so long, or over the time between the last two tellings where that is longer."""
 
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+
+class FleetPace:
+    """Compares updates with those before.
+
+    Args:
+        clock: Monotonic seconds.
+
+    Attributes:
+        bottleneck: Of the last update.
+        steps_per_s: Of all simulators, lately; None where it is not known yet.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rates = {name: _Rate() for name in COUNTERS}
         self.bottleneck = Bottleneck()
-        self.steps_per_s = 0.0
+        self.steps_per_s: float | None = None
 
     def note(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Takes an update in.
@@ -27,28 +45,64 @@ class FleetPace:
             metrics: Its own, with its times, and the fleet's.
 
         Returns:
-            ``fleet/steps_per_s`` and ``time/idle/<role>``: shares of the update between 0 and 1. Empty where the
-            update took no time.
+            ``fleet/steps_per_s``, where it is known; ``time/idle/<role>``: shares between 0 and 1, the learner's of
+            the update, inference's lately. Empty where the update took no time.
         """
         waited_s = metrics.get("time/wait_for_batch", 0.0)
         worked = ("time/update", "time/checkpoint", "weights/publish_s")
         whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
-        made = {name: max(0.0, metrics.get(name, 0.0) - self._before.get(name, 0.0)) for name in COUNTERS}
-        self._before = {name: metrics.get(name, 0.0) for name in COUNTERS}
+        now_s = self._clock()
+        rates = {name: rate.note(metrics.get(name, 0.0), now_s, whole_s) for name, rate in self._rates.items()}
         if whole_s <= 0:
             return {}
-        self.steps_per_s = made["fleet/steps_total"] / whole_s
-        batches = made["fleet/steps_total"] / max(metrics.get("fleet/batch_slots_mean", 1.0), 1.0)
+        self.steps_per_s = rates["fleet/steps_total"]
+        batches_per_s = (self.steps_per_s or 0.0) / max(metrics.get("fleet/batch_slots_mean", 1.0), 1.0)
         workers = max(metrics.get("fleet/workers", 1.0), 1.0)
-        inference = min(1.0, batches * metrics.get("fleet/inference_p50_s", 0.0) / whole_s / workers)
+        inference = min(1.0, batches_per_s * metrics.get("fleet/inference_p50_s", 0.0) / workers)
         idle = waited_s / whole_s
         self.bottleneck = find_bottleneck(idle, inference, metrics.get("fleet/step_p50_s", 0.0))
-        return {
-            "fleet/steps_per_s": self.steps_per_s,
+        known = {} if self.steps_per_s is None else {"fleet/steps_per_s": self.steps_per_s}
+        return known | {
             "time/idle/learner": idle,
             "time/idle/inference": 1.0 - inference,
-            "fleet/blocked_fraction": min(1.0, made["fleet/blocked_s"] / whole_s / workers),
+            "fleet/blocked_fraction": min(1.0, (rates["fleet/blocked_s"] or 0.0) / workers),
         }
+
+
+class _Rate:
+    """Of a counter that is told of now and then."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[float, float]] = deque()  # when, and how much: each time that it had grown
+        self._rate: float | None = None
+
+    def note(self, total: float, now_s: float, since_s: float) -> float | None:
+        """Takes a value of the counter in, that may have been told before.
+
+        Args:
+            total: The counter, as it was told last.
+            now_s: On a monotonic clock.
+            since_s: So long ago it was zero, where this is the first value.
+
+        Returns:
+            Its growth per second: between the oldest telling of the window and the newest. Where nothing was told for
+            a whole window, until now. None: it has not grown yet.
+        """
+        told = self._told
+        if not told:
+            told.append((now_s - since_s, 0.0))
+        if total < told[-1][1]:  # it begins anew; what it was is the best guess for a moment
+            told.clear()
+            told.append((now_s, total))
+        elif total > told[-1][1]:
+            told.append((now_s, total))
+        while len(told) > 2 and told[1][0] <= now_s - WINDOW_S:
+            told.popleft()
+        (first_s, first), (last_s, last) = told[0], told[-1]
+        until_s = last_s if now_s - last_s <= WINDOW_S else now_s
+        if until_s > first_s and (len(told) > 1 or self._rate is not None):
+            self._rate = (last - first) / (until_s - first_s)
+        return self._rate
 
 
 def find_bottleneck(learner_idle: float, inference_busy: float, step_s: float) -> Bottleneck:

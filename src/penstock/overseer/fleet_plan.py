@@ -7,7 +7,7 @@ simulators know what they show; where that is impossible on this machine, the te
 from penstock.overseer.estimate import bytes_text
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_estimate import FleetMemoryEstimate, estimate_fleet_memory
-from penstock.overseer.yaml_documents import dump_yaml
+from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import LeafSpace, PenstockError
 
 

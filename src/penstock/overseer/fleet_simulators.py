@@ -128,12 +128,19 @@ def probe_spaces(config: FleetRunConfig) -> Spaces:
         "batch_size": None,
         "limits": fleet.limits.model_copy(update={"max_failures_in_row": most}),
     }  # fmt: skip
-    pool = SimulatorPool(fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), _nobody)
+    failures: list[str] = []
+
+    def note(kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "simulator_failed":
+            failures.append(f"task {fields['task']!r}: {fields['reason']}")
+
+    pool = SimulatorPool(fleet.model_copy(update=changes), "probe", fold(config.seed, "probe"), note)
     try:
         start_pool(pool, fleet)
         return pool.spaces
     except RunFailed as error:
-        raise ConfigError(f"fleet.tasks: no simulator could be made: {error}") from error
+        last = failures[-1] if failures else str(error)
+        raise ConfigError(f"fleet.tasks: no simulator could be made in {most} attempts; the last: {last}") from error
     finally:
         pool.close()
 

@@ -32,8 +32,8 @@ class FleetUpdates:
         return self._pace.bottleneck.words
 
     @property
-    def steps_per_s(self) -> float:
-        """Simulator steps per second during the last update."""
+    def steps_per_s(self) -> float | None:
+        """Simulator steps per second, lately; None where that is not known yet."""
         return self._pace.steps_per_s
 
     def begin_at(self, step: int) -> None:

@@ -24,6 +24,7 @@ from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_p
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_simulators import EVALUATOR_ID, start_pool
+from penstock.rundir.atomic import check_place
 from penstock.types import ConfigError, NoProgressError, PenstockError, RunFailed, fold
 
 FILM_S = 3600.0
@@ -61,12 +62,13 @@ def film_path(folder: Path, task: str) -> Path:
     """Where a task's film is to appear.
 
     Raises:
-        ConfigError: there is a file already, or a package that films need is missing.
+        ConfigError: there is a file already, it cannot be written, or a package that films need is missing.
     """
     require_film_packages("--video")
     path = folder / (re.sub(r"[^\w.-]", "_", task) + ".mp4")
     if path.exists():
         raise ConfigError(f"{path} exists already and is not overwritten: choose another folder")
+    check_place(path, "--video")
     return path
 
 

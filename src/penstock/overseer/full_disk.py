@@ -3,21 +3,16 @@
 Beyond ``replay.store.full_disk_s`` the run fails, naming the path.
 """
 
-import errno
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.replay.disk_space import DiskSpace
+from penstock.rundir.atomic import is_full_disk
 from penstock.types import RunFailed
 
 _Result = TypeVar("_Result")
-
-
-def is_full_disk(error: OSError) -> bool:
-    """Whether a write failed for want of room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class WaitingWrites:
@@ -44,6 +39,10 @@ class WaitingWrites:
             self._waiting.append(write)
             if self._space.retry_in_s == 0:
                 self._go_on()
+
+    def describe(self) -> str:
+        """In words, how long there has been no room; empty where there is."""
+        return self._space.describe()
 
     def finish(self) -> int:
         """Tries once more; returns how many found no room."""

@@ -245,6 +245,8 @@ class _Wiring:
         """Brings all parts but the learner to where the checkpoint was, where there is one."""
         checkpoint = self.start.checkpoint
         if checkpoint is None:
+            if self.start.lineage:
+                parts.buffer.begin_anew()
             return
         for name, part in parts.checkpointables.items():
             part.restore(checkpoint.states[name])

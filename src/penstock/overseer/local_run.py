@@ -49,6 +49,7 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
         self._stopping = threading.Event()
         self._parts: PartsT | None = None
         self._phases = 0
+        self._no_room = ""  # for a checkpoint
 
     def run(self) -> None:
         """Takes the run through its phases; returns at the last step or after `stop`."""
@@ -125,24 +126,31 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
             write: Takes all states, and how many checkpoints stay.
             more: Further states.
         """
+        self._directory.check_is_there()
         with parts.buffer.boundary():
             states: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
         states |= more | {"run": {"lineage": self.start.lineage, "results": write_results(self.results)}}
         save = partial(write, states, self._config.overseer.keep_checkpoints)
         path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
+        self._no_room = ""
         parts.buffer.checkpoint_saved()
         self._log.event("checkpoint", step, path=str(path))
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
+        self._no_room = why
         self._log.progress.note(why)
         time.sleep(seconds)  # also while the run ends: its last checkpoint is worth the wait
 
     def _status(self, bottleneck: str) -> dict[str, Any]:
         """What status.json says of every run."""
+        waiting = [self._no_room or self._log.no_room]
+        if self._parts is not None:
+            waiting.append(self._parts.buffer.waiting_for())
         return {
             "phase": self._log.progress.phase,
             "step": self.step,
             "steps": self._config.steps,
             "lineage": self.start.lineage,
             "bottleneck": bottleneck,
+            "waiting_for": "; ".join(filter(None, waiting)),
         }

@@ -22,7 +22,6 @@ from penstock.overseer.run_opening import (
     open_log,
     oversee,
     resume_point,
-    step_of,
 )
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
@@ -66,10 +65,9 @@ def run_under_ray(
     with directory.locked():
         damages = Damages()
         lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
-        if checkpoint is not None:
-            check_goal(config.steps, checkpoint)
-            if check_resume is not None:
-                check_resume(checkpoint)
+        check_goal(config.steps, checkpoint)
+        if checkpoint is not None and check_resume is not None:
+            check_resume(checkpoint)
         states = None if checkpoint is None else read_states(checkpoint)
         try:
             launcher = _joined(config, directory, hosts)
@@ -78,7 +76,7 @@ def run_under_ray(
                 shutil.rmtree(directory.path)  # nothing of a run is in it
             raise
         try:
-            log = open_log(config, directory, progress, damages if resume else None, step_of(checkpoint))
+            log = open_log(config, directory, progress, damages if resume else None, checkpoint)
             settings = Settings(config, directory, token, lineage, checkpoint)
             conductor = make_conductor(settings, states, launcher, log)
         except BaseException:

@@ -1,6 +1,7 @@
 """Opens a run whose components are threads of this process, whatever it trains; `many_processes` is its counterpart."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,15 +57,14 @@ def run_in_this_process(
     fresh = None if resume else begin()
     directory = existing_run(run_dir) if fresh is None else create_run(config, run_dir, recipe)
     with directory.locked():
-        damages = Damages()
+        damages, path = Damages(), None
         if fresh is None:
             lineage, path = resume_point(directory, damages)
             check_goal(config.steps, path)
-            start = go_on(lineage, path)
+            start = replace(begin(), lineage=lineage) if path is None else go_on(lineage, path)
         else:
             start = fresh
-        step = 0 if start.checkpoint is None else start.checkpoint.step
-        log = open_log(config, directory, progress, damages if resume else None, step)
+        log = open_log(config, directory, progress, damages if resume else None, path)
         crew = Crew()
         conductor = make_conductor(directory, crew, log, start)
         oversee(conductor, crew, log, config, directory, quiet)

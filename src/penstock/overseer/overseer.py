@@ -1,4 +1,4 @@
-"""The overseer of a run: watches its threads, draws the view, hears Ctrl-C, ends the run.
+"""The overseer of a run: watches its threads, draws the view, hears Ctrl-C, SIGTERM and SIGHUP, ends the run.
 
 The main thread only supervises: it raises the first failure of any thread, runs the watchdog, writes status.json
 and draws the view. The run itself is the `Conductor`'s, in a thread of its own. A stop request ends the run at the
@@ -11,19 +11,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.overseer.config import OverseerConfig
-from penstock.overseer.full_disk import is_full_disk
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
 from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
+from penstock.rundir.atomic import is_full_disk
+from penstock.types import RunFailed
 
 SUPERVISION_S = 0.2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunConductor(Protocol):
@@ -134,25 +136,34 @@ class Overseer:
         self._log.event("start", pid=os.getpid(), lineage=self._conductor.lineage)
         stacks_path = self._directory.path / "stacks.txt"
         limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
-        with last_resort(limit_s, stacks_path) as alive:
-            try:
-                with self._view, self._interrupts():
-                    self._crew.start("conductor", self._conductor.run)
-                    self._supervise(stacks_path, alive)
-            except BaseException as error:
-                self._fail(error)
-                raise
-        left = self._crew.join(self._conductor.stop_limit_s)
-        self._log.event("end", still_running=left)
-        self._write_status("finished" if self._conductor.complete else "stopped")
+        with self._interrupts():
+            with last_resort(limit_s, stacks_path) as alive:
+                try:
+                    with self._view:
+                        self._crew.start("conductor", self._conductor.run)
+                        self._supervise(stacks_path, alive)
+                except BaseException as error:
+                    self._fail(error)
+                    if isinstance(error, Exception):
+                        self._directory.check_is_there()  # otherwise that is what failed
+                    raise
+            left = self._crew.join(self._conductor.stop_limit_s)
+            self._log.event("end", still_running=left)
+            self._write_status("finished" if self._conductor.complete else "stopped")
 
     def _fail(self, error: BaseException) -> None:
         """Lets the threads that still work save the last update boundary before the run's files are closed."""
-        self._log.event("failure", error=type(error).__name__, message=str(error))
         self._conductor.stop()
-        if not isinstance(error, KeyboardInterrupt):  # a second stop request waits for nobody
+        if isinstance(error, KeyboardInterrupt):  # a second stop request waits for nobody
+            self._log.event("interrupted")
+            self._write_status("stopped")
+            return
+        self._log.event("failure", error=type(error).__name__, message=str(error))
+        try:
             self._crew.join(self._conductor.stop_limit_s)
-        self._write_status("failed")
+        finally:
+            with suppress(RunFailed):  # the directory is gone, which is told by whoever failed
+                self._write_status("failed")
 
     def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
         watchdog = Watchdog(
@@ -174,7 +185,8 @@ class Overseer:
         self._view.tick()
 
     def _write_status(self, state: str) -> None:
-        """The next one follows soon, so that one may be left out where the disk is full."""
+        """One may be left out where the disk is full, and has been since before room could be kept: others follow."""
+        self._directory.check_is_there()
         told = {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
         try:
             self._directory.write_status(told | self._conductor.status())
@@ -188,7 +200,9 @@ class Overseer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self._interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set[int]()  # as by nohup
+        heard = [number for number in STOP_SIGNALS if number not in ignored]
+        previous = {number: signal.signal(number, self._interrupted) for number in heard}
         try:
             yield
         finally:
@@ -197,6 +211,8 @@ class Overseer:
 
     def _interrupted(self, number: int, frame: object) -> None:
         if self._conductor.stopping:
+            if number == signal.SIGHUP:  # a terminal that closes sends it, and its shell once more
+                return
             raise KeyboardInterrupt
         self._log.progress.note("stopping at the next update with a checkpoint; once more ends at once")
         self._conductor.stop()

@@ -10,7 +10,7 @@ from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
 from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.overseer.yaml_documents import dump_yaml
+from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import ConfigError
 
 

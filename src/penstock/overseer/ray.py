@@ -100,14 +100,15 @@ class RayHandle:
             if error is None:
                 report.set_result(answer.result())
             else:
-                report.set_exception(unreachable(self._identity, error))
+                self._launcher.note(self._identity, error)
+                report.set_exception(UnreachableError(in_one_line(error)))  # whoever asks knows whom
 
         try:
             answer = self._actor.beat.remote(self._launcher.carried(view), acknowledged)
             self._kept.append(answer)
             answer.future().add_done_callback(pass_on)
         except RAY_ERRORS as error:
-            report.set_exception(unreachable(self._identity, error))
+            report.set_exception(UnreachableError(in_one_line(error)))
         return report
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -270,6 +271,10 @@ class RayLauncher:
         """Does something in a thread that may wait; Ray's own that tell of answers may not."""
         with suppress(RuntimeError):  # closed: nothing begins any more
             self._turns.submit(action)
+
+    def note(self, identity: Identity, error: BaseException) -> None:
+        """Keeps Ray's own text of an error, which is told in one line elsewhere."""
+        self._noise.note(f"{identity}: {type(error).__name__}: {error}")
 
     def forget(self, handle: RayHandle) -> None:
         """It is gone, and reserves nothing any more."""

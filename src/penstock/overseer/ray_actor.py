@@ -152,11 +152,37 @@ def unreachable(whom: Identity, error: BaseException) -> UnreachableError:
     return UnreachableError(f"{whom} cannot be reached: {in_one_line(error)}")
 
 
-def in_one_line(error: BaseException) -> str:
+_MEANINGS = (
+    ("NODE_OUT_OF_MEMORY", "Ray ended its process, since its machine ran out of memory"),
+    ("its node has died", "its machine is gone"),
+    ("killed by `ray.kill`", "it was ended by ray.kill"),
+    ("its owner has died", "the process that started it is gone"),
+    ("receives a SIGTERM", "its process was ended by SIGTERM"),
+    ("SYSTEM_ERROR", "it was killed or crashed (SIGKILL, out of memory, SIGSEGV)"),
+    ("_EXIT", "its process ended by itself"),
+    ("USER_ERROR", "its process ended by itself"),
+)
+"""What Ray's texts hold, in this order, and what it means. Ray does not know by which signal a process ended."""
+_MOST_WORDS = 200  # characters of a text that is not known
+
+
+def in_one_line(error: Any) -> str:
     """An error of Ray in one line; its own go over a page, and come to the point late."""
-    words = " ".join(str(error).split())
+    text = str(error)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return _MEANINGS[0][1]
+    if isinstance(error, ray.exceptions.RayActorError):
+        if error.actor_init_failed:
+            last = [line.strip() for line in text.splitlines() if line.strip()][-1]
+            return f"its start raised {last[:_MOST_WORDS]}"
+        if error.preempted:
+            return "its machine was taken away"
+        for sign, meaning in _MEANINGS:
+            if sign in text:
+                return meaning
+    words = " ".join(text.split())
     words = words.partition("The actor is dead because ")[2] or words
-    return f"{type(error).__name__}: {words[:400]}"
+    return f"{type(error).__name__}: {words[:_MOST_WORDS]}"
 
 
 def end_process(process: Process, timeout_s: float) -> bool:

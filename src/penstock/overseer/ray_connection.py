@@ -46,7 +46,7 @@ def connect(config: RayConfig, namespace: str) -> None:
     if config.runtime_env:
         options["runtime_env"] = config.runtime_env
     try:
-        with _termination_unchanged(), warnings.catch_warnings():
+        with _signals_unchanged(), warnings.catch_warnings():
             # Ray forks to start its daemons, which begin another program at once: JAX need not warn of it.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             if config.address is not None:
@@ -72,16 +72,22 @@ def _join(address: str, options: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _termination_unchanged() -> Iterator[None]:
-    """Ray gives the driver a handler of SIGTERM that ends it at once; how a run ends is not Ray's to say."""
+def _signals_unchanged() -> Iterator[None]:
+    """How a run ends is not Ray's to say, and a terminal that closes ends the driver in good order, not Ray's daemons.
+
+    Ray gives the driver a handler of SIGTERM that ends it at once. Its daemons and what they start go without SIGINT by
+    Ray's doing, and by ours without SIGHUP: they inherit what is blocked.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # where Ray does nothing of the kind
+        yield  # where Ray gives no handler
         return
     handler = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @contextmanager
@@ -197,6 +203,10 @@ class Noise:
         self._printer = getattr(ray._private.worker, "print_to_stdstream", None)
         if self._printer is not None:
             setattr(ray._private.worker, "print_to_stdstream", self._print)  # noqa: B010
+
+    def note(self, text: str) -> None:
+        """Keeps a text."""
+        self._logger.warning("%s", text)
 
     def _print(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
         self._logger.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))

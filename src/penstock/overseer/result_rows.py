@@ -2,12 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from penstock.types import RolloutBatchStats
+from penstock.types import RolloutBatchStats, RunFailed
 
 Results = dict[str, RolloutBatchStats]
 """By lesson."""
+
+
+def require_results(results: Results, run_dir: Path) -> None:
+    """Of the last evaluation, without which nobody knows what a run has come to.
+
+    Raises:
+        RunFailed: of a lesson or task there are none.
+    """
+    failed = {name: stats.failure for name, stats in results.items() if stats.failure}
+    if failed:
+        reason = next(iter(failed.values()))
+        raise RunFailed(
+            f"the last evaluation of {', '.join(failed)} has no result: {reason}; the trained policy is the newest in "
+            f"{run_dir / 'checkpoints'}, and penstock train --resume {run_dir} evaluates it again"
+        )
 
 
 def write_results(results: Mapping[str, Results]) -> dict[str, dict[str, Any]]:

@@ -10,8 +10,9 @@ from typing import Any
 from penstock.overseer.config import RunConfig
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
+from penstock.overseer.result_rows import Results
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
-from penstock.overseer.simulator_events import failure_in_words
+from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
@@ -19,8 +20,8 @@ from penstock.types import RolloutBatch, RolloutGroup
 
 SHOWN_EVENTS = frozenset(
     {
-        "component_death", "files_damaged", "evaluation_failed", "graduated", "group_failed", "regressed",
-        "rewind", "rollouts_quarantined", "scale_refused", "simulator_death", "simulator_quarantined", "straggler",
+        "component_death", "files_damaged", "evaluation_failed", "files_missing", "graduated", "group_failed",
+        "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused", "started_anew", "straggler",
         "tracker_failed", "unlocked",
     }
 )  # fmt: skip
@@ -53,6 +54,7 @@ class RunLog:
         self.step = 0
         self.failures, self.last_failure = 0, ""
         self._bottleneck: str | None = None
+        self._of_nursery = ""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
@@ -65,13 +67,24 @@ class RunLog:
         line = {"time": time.time(), "step": self.step if step is None else step, **fields}
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
-            self.progress.note(" ".join([kind, *(f"{name}={value}" for name, value in fields.items())]))
+            self.progress.note(_in_words(kind, fields))
+
+    def evaluation(self, when: str, step: int, results: Results, metrics: Mapping[str, float]) -> None:
+        """What an evaluation before or after the training gave; a lesson that failed has the reward None."""
+        self.metrics(step, metrics)
+        rewards = {name: None if stats.failure else stats.reward_mean for name, stats in results.items()}
+        self.event("evaluation", when=when, reward=rewards)
 
     def bottleneck(self, part: str | None, words: str) -> None:
         """What set the pace of the last update; an event where that is another part than before. None: not known."""
         if part not in (None, self._bottleneck):
             self.event("bottleneck", part=part, words=words)
             self._bottleneck = part
+
+    @property
+    def no_room(self) -> str:
+        """In words, how long there has been no room for what is to be logged; empty where there is."""
+        return self._writes.describe()
 
     def phase(self, words: str) -> None:
         """The run comes to another phase."""
@@ -81,10 +94,12 @@ class RunLog:
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)
-        if words:
+        if words and words != self._of_nursery:
             self.progress.note(words)
-        if kind == "simulator_failed":
-            self.failures, self.last_failure = self.failures + 1, words
+        if kind == "nursery_ready":
+            self._of_nursery = words  # of one; those of the other workers say the same
+        if failures := failures_in(kind, fields):
+            self.failures, self.last_failure = self.failures + failures, words
 
     def damage(self, place: str, reason: str) -> None:
         """A file of the run could not be read, and lies in `place` now."""
@@ -126,6 +141,12 @@ class RunLog:
         values = self._tally.take()
         self.note_rewards(values)
         return values
+
+
+def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
+    if kind == "component_death":
+        return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
 
 
 def _sample(group: RolloutGroup) -> Sample:

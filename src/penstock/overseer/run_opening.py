@@ -14,9 +14,10 @@ from penstock.overseer.overseer import Overseer, RunConductor
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
-from penstock.replay import Lineages, salvage_logs
-from penstock.rundir import RunDirectory
+from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
+from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, RunDirectoryError
+from penstock.weights.job_folder import free_abandoned
 
 PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
 """Whose versions are recorded."""
@@ -35,24 +36,41 @@ def open_log(
     directory: RunDirectory,
     progress: Progress,
     resumed: Damages | None,
-    step: int = 0,
+    checkpoint: Path | None = None,
 ) -> RunLog:
-    """The run's log; with `resumed`, what the config changed and what was damaged stands in it already.
+    """The run's log; with `resumed`, what the config changed and what is damaged or missing stands in it already.
 
     Args:
         config: The run's.
         directory: Where it is written.
         progress: What the view shows.
         resumed: What was damaged, of a run that is resumed; None for a new one.
-        step: The version that the run stands at: of its first events.
+        checkpoint: What a run goes on from; its first events are of that version.
     """
     log = RunLog(directory, config, progress)
-    log.step = progress.step = step
+    log.step = progress.step = step_of(checkpoint)
     if resumed is not None:
         _record_changes(directory, config, log)
         for place, reason in resumed:
             log.damage(place, reason)
+        if checkpoint is None:
+            log.event("started_anew", reason=f"{directory.path} ended before its first checkpoint")
+        elif log.step and config.replay.store.url is None and config.replay.store.max_bytes is None:
+            _note_missing(directory, config, log)
     return log
+
+
+def _note_missing(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
+    """Folders without a file although the run has trained: somebody deleted them."""
+    folder = (FRAGMENTS if isinstance(config, FleetRunConfig) else LANGUAGE).folder
+    lost = {
+        folder: "what was trained stays trained, but can no longer be looked at; what waited is generated anew",
+        "batches": "which rollouts made which update can no longer be looked at",
+    }
+    for name, reason in lost.items():
+        path = directory.path / name
+        if next(path.glob("*.parquet"), None) is None:
+            log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
 
 
 def oversee(
@@ -63,34 +81,46 @@ def oversee(
     directory: RunDirectory,
     quiet: bool,
 ) -> None:
-    """Runs it to its end; closes the log."""
+    """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
     try:
+        for found in free_abandoned():
+            log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
         Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
     except Exception as error:
-        error.add_note(f"the story is in {directory.events_path}")
+        if directory.events_path.exists():
+            error.add_note(f"the story is in {directory.events_path}")
         raise
     finally:
         log.close()
 
 
-def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path]:
-    """The lineage to begin, and the newest checkpoint that is whole.
+def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path | None]:
+    """The lineage to begin, and the newest checkpoint that is whole; None where the run ended before its first.
 
     The run is locked, so that no other process makes a newer one meanwhile.
+
+    Raises:
+        RunDirectoryError: the run has trained, but none of its checkpoints is left.
     """
     path = newest_good_checkpoint(directory.checkpoints, damages.add)
-    if path is None:
+    if path is None and (any(directory.checkpoints.glob("damaged-*")) or any(directory.batches.iterdir())):
         raise RunDirectoryError(
-            f"{directory.path} has no checkpoint: the run ended before its first; start it anew"
-            + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
+            f"{directory.path} has no checkpoint that is whole, though it has trained: restore one from a copy, or "
+            "start another run" + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
         )
     salvage_logs(directory, damages.add)
-    # A life that went back to its very beginning has a number, but no fork.
-    newest = max(Lineages(directory.lineages_path).newest, int(read_states(path)["run"]["lineage"]))
-    return newest + 1, path
+    lineages = [Lineages(directory.lineages_path).newest, *_lineages_of_tickets(directory)]
+    if path is not None:
+        lineages.append(int(read_states(path)["run"]["lineage"]))
+    return max(lineages) + 1, path
 
 
-def check_goal(steps: int, checkpoint: Path) -> None:
+def _lineages_of_tickets(directory: RunDirectory) -> set[int]:
+    """Of lives that began anew, or ended before their first checkpoint: nothing else may name them."""
+    return {int(row.get("lineage", 0)) for row in read_json_lines(directory.tickets_path)}
+
+
+def check_goal(steps: int, checkpoint: Path | None) -> None:
     """Whether a run that goes on from a checkpoint has anywhere to go.
 
     Raises:
@@ -108,7 +138,8 @@ def step_of(checkpoint: Path | None) -> int:
 def create_run(config: RunConfig | FleetRunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:
     """The directory of a new run."""
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDirectory.create(run_dir or Path("runs") / name, config.dump() | {"versions": _versions()})
+    resolved = config.dump() | {"versions": _versions()}
+    return RunDirectory.create(run_dir or Path("runs") / name, resolved, config.overseer.private)
 
 
 def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
@@ -122,6 +153,8 @@ def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig,
     old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
     changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     log.event("resume", changes=changes)
+    if config.overseer.private:
+        directory.make_private()
     directory.write_config(config.dump() | {"versions": _versions()})
 
 

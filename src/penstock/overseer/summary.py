@@ -50,7 +50,11 @@ class RunSummary:
 
 
 def interval_text(stats: RolloutBatchStats) -> str:
-    """Mean reward with its 95% interval."""
+    """Mean reward with its 95% interval, where there is one."""
+    if stats.failure:
+        return "failed"
+    if not stats.rollouts:
+        return "–"
     low, high = reward_interval(stats.rewards, stats.prompts)
     return f"{stats.reward_mean:.3f} [{low:.3f}, {high:.3f}]"
 

@@ -10,9 +10,10 @@ import faulthandler
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from penstock.rundir.logs import open_unlinked
 from penstock.types import NoProgressError
 
 
@@ -103,7 +104,7 @@ class Watchdog:
         if counters != self._seen:
             self._seen, self._moved = counters, now
         elif now - self._moved > self._limit_s:
-            with self._stacks_path.open("a") as stacks:
+            with open(self._stacks_path, "a", opener=open_unlinked) as stacks:
                 faulthandler.dump_traceback(stacks, all_threads=True)
             raise NoProgressError(
                 f"nothing moved for {self._limit_s:g} s (overseer.no_progress_s): {self._owes()}; "
@@ -118,7 +119,7 @@ LAST_RESORT_S = 60.0
 @contextmanager
 def last_resort(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
     """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1."""
-    with stacks_path.open("w") as stacks:
+    with open(stacks_path, "w", opener=open_unlinked) as stacks:
 
         def alive() -> None:
             faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
@@ -128,5 +129,6 @@ def last_resort(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None
             yield alive
         finally:
             faulthandler.cancel_dump_traceback_later()
-    if stacks_path.stat().st_size == 0:
-        stacks_path.unlink()
+    with suppress(FileNotFoundError):  # somebody deleted the run directory
+        if stacks_path.stat().st_size == 0:
+            stacks_path.unlink()

@@ -5,6 +5,7 @@ The view reads a `Progress` record that the overseer fills; it decides nothing. 
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from penstock.overseer.lasting_output import lasting
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTE_EVERY_S = 10.0
@@ -73,7 +76,7 @@ class Progress:
         steps: Updates in all.
         rewards: Mean training reward of each update so far; of a fleet, mean return of the newest episodes.
         reward: The same per lesson, or task, at the last update.
-        units_per_s: Generated tokens per second, lately; of a fleet, steps of its simulators.
+        units_per_s: Generated tokens per second, lately; of a fleet, steps of its simulators. None: not known yet.
         step_s: Seconds per update, lately.
         staleness: Mean age of the last batch's tokens in updates.
         staleness_budget: The most it may be.
@@ -94,7 +97,7 @@ class Progress:
     step: int = 0
     rewards: list[float] = field(default_factory=list)
     reward: dict[str, float] = field(default_factory=dict)
-    units_per_s: float = 0.0
+    units_per_s: float | None = 0.0
     step_s: float = 0.0
     staleness: float = 0.0
     ledger: dict[str, int] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console()
+        self._console = console or Console(file=lasting(sys.stdout))
         self._quiet = quiet
         self._live = (
             Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
@@ -177,7 +180,9 @@ class TerminalView:
         others = progress.noted - self._notes_printed - 1
         self._notes_printed, self._note_due = progress.noted, time.monotonic() + NOTE_EVERY_S
         more = f" ({others:,} more since)" if others else ""
-        self._console.print(f"[{_elapsed(progress)}] {progress.notes[-1]}{more}", highlight=False, markup=False)
+        self._console.print(
+            f"[{_elapsed(progress)}] {progress.notes[-1]}{more}", highlight=False, markup=False, soft_wrap=True
+        )
 
     def render(self) -> RenderableType:
         """The whole view as one renderable."""
@@ -201,8 +206,15 @@ def step_line(progress: Progress) -> str:
     score = format(progress.rewards[-1], words.score_form) if progress.rewards else "–"
     return (
         f"[{_elapsed(progress)}] step {progress.step}/{progress.steps}  {words.score} {score}  "
-        f"{progress.units_per_s:,.0f} {words.unit}  staleness {progress.staleness:.2f}"
+        f"{_speed(progress.units_per_s)} {words.unit}  staleness {progress.staleness:.2f}"
     )
+
+
+def _speed(units_per_s: float | None) -> str:
+    """Never «0» where there is some: simulators may be slow."""
+    if units_per_s is None:
+        return "–"
+    return f"{units_per_s:,.0f}" if units_per_s >= 10 else f"{units_per_s:.2g}"
 
 
 def _headline(progress: Progress) -> RenderableType:
@@ -223,7 +235,7 @@ def _numbers(progress: Progress) -> RenderableType:
     grid, words = Table.grid(padding=(0, 1)), progress.wording
     score = format(progress.rewards[-1], words.score_form) if progress.rewards else "–"
     grid.add_row(words.score, Text(score, style="bold green"), Text(sparkline(progress.rewards), style="green"))
-    pace = f"{progress.units_per_s:,.0f} {words.unit}   {progress.step_s:.2f} s/{words.update}"
+    pace = f"{_speed(progress.units_per_s)} {words.unit}   {progress.step_s:.2f} s/{words.update}"
     grid.add_row("pace", "", Text(pace))
     staleness = f"{progress.staleness:.2f} of at most {progress.staleness_budget} updates"
     grid.add_row("staleness", "", Text(staleness))

@@ -174,11 +174,7 @@ class ReplayBuffer:
             return not (self._intake.holds(group_id) or self._sealer.holds(group_id))
 
     def flush(self) -> None:
-        """Writes the file of what waits for one.
-
-        Raises:
-            OSError: the disk refuses it; what waits is kept for the next try.
-        """
+        """Writes the file of what waits for one, which is kept for the next try where the disk refuses (OSError)."""
         self._seal()
 
     def set_current_step(self, step: int) -> None:
@@ -370,10 +366,7 @@ class ReplayBuffer:
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """See `Checkpointable.state`. What was delivered and what was decided is flushed to the disk first.
-
-        The state of an open buffer's admission is part of it.
-        """
+        """See `Checkpointable.state`, an open buffer's admission included; what was decided is flushed first."""
         with self.boundary():
             self.check_ledger()
             return self._restoration.state()
@@ -394,6 +387,11 @@ class ReplayBuffer:
         with self._changed:
             self._restoration.restore(state)
             self.check_ledger()
+
+    def begin_anew(self) -> None:
+        """`restore` where the run ended before its first checkpoint: all that earlier lives started is settled."""
+        with self._changed:
+            self._restoration.begin_anew()
 
     def _survives(self, version: WeightVersion) -> bool:
         return self._store.lineages.survives(version, self._admission.lineage)

@@ -6,15 +6,16 @@ from typing import Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.batch.config import BatchMakerConfig
+from penstock.rundir.store_urls import url_problem
 
 
 class StoreConfig(BaseModel):
     """When files are written, and how long they stay.
 
     Attributes:
-        url: Where ``rollouts/`` and ``batches/`` go: a path or an fsspec URL such as ``s3://bucket/run``; None means
-            the run directory. A relative path counts from where the run is started, and is kept as an absolute one. The
-            logs stay in the run directory.
+        url: Where ``rollouts/`` and ``batches/`` go: a path, or an object store's URL (``s3://bucket/run``) that
+            names neither a server nor credentials; None means the run directory. A relative path counts from where the
+            run is started, and is kept as an absolute one. The logs stay in the run directory.
         buffer_size: A file is written when so many rollouts wait for one; groups are never split.
         seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
         compression: Of the Parquet files.
@@ -48,6 +49,8 @@ class StoreConfig(BaseModel):
     @classmethod
     def _same_place_from_everywhere(cls, value: str | None) -> str | None:
         """The config is read again by resumes and readers that start in other directories."""
+        if value is not None and (problem := url_problem(value)) is not None:
+            raise ValueError(f"url {problem}")
         return value if value is None or "://" in value else str(Path(value).expanduser().absolute())
 
     @field_validator("compact_parts")

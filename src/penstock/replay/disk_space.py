@@ -1,15 +1,14 @@
 """A disk that is full: what could not be written is kept, and tried again until there is room, within a limit."""
 
-import errno
 import threading
 import time
 from collections.abc import Callable
 
+from penstock.rundir.atomic import is_full_disk
 from penstock.types import RunFailed
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskSpace:
@@ -36,7 +35,7 @@ class DiskSpace:
             OSError: the error itself, where it says something else than that there is no room.
             RunFailed: there has been none for longer than the limit.
         """
-        if error.errno not in _FULL or self._limit_s <= 0:
+        if not is_full_disk(error) or self._limit_s <= 0:
             raise error
         with self._lock:
             now = self._clock()

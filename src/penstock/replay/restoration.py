@@ -17,6 +17,9 @@ from penstock.replay.stock import Stock
 from penstock.replay.store import ExperienceStore
 from penstock.types import CheckpointError, Clock, Experience, RolloutGroup, RolloutRecord, WeightVersion
 
+BEFORE_THE_FIRST = -1
+"""The step of a fork that takes over no version of its parent."""
+
 
 class Restoration:
     """Takes states of one buffer, and restores it.
@@ -82,6 +85,15 @@ class Restoration:
         self._ledger.log_fates(plan.decisions, self._admission.update)
         self._bring_back(plan, records)
         self._admission.readmit()
+
+    def begin_anew(self) -> None:
+        """All that earlier lives started is settled, and this lineage takes over no version of theirs."""
+        lineage = self._admission.lineage
+        self._store.lineages.begin(lineage, lineage - 1, BEFORE_THE_FIRST)
+        nothing = CheckpointView(0, {}, {}, self._admission.key_of, lambda key: False, self._survives)
+        plan = plan_recovery(self._store.history(), nothing)
+        self._ledger.rebuild(plan.started, plan.fates, ())
+        self._ledger.log_fates(plan.decisions, self._admission.update)
 
     def _begin(self, state: Mapping[str, Any]) -> dict[str, set[str]]:
         """The next lineage begins; returns what was alive at the checkpoint."""

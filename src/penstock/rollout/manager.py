@@ -188,6 +188,7 @@ class RolloutManager:
             n_generations: Responses per prompt.
 
         Raises:
+            EnvironmentFailure: the environment failed altogether, or for every single prompt.
             Stopped: the engine was stopped meanwhile; half an evaluation counts for nothing.
         """
         config = self.curriculum.config
@@ -201,6 +202,8 @@ class RolloutManager:
         )
         if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):
             raise Stopped(f"the evaluation of lesson {lesson_id!r} was cut short")
+        if n_examples and not batch.groups:
+            raise EnvironmentFailure(f"the environment of lesson {lesson_id!r} gave no group for {n_examples} prompts")
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
         if eval_type == "eval":
             for event in self.curriculum.update_evaluation(stats, step):

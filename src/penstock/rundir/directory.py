@@ -6,20 +6,29 @@ and nothing of their contents. Not covered: Parquet files that lie elsewhere (`p
 """
 
 import fcntl
+import grp
+import os
+import pwd
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from penstock.rundir.atomic import write_atomically
+from penstock.rundir.atomic import check_name, is_full_disk, keep_room, write_atomically, write_into_kept_room
 from penstock.rundir.json_text import to_json
-from penstock.rundir.shallow_yaml import ShallowLoader
-from penstock.types import RunDirectoryError
+from penstock.rundir.logs import LINKED, open_unlinked
+from penstock.rundir.yaml_documents import dump_yaml, read_mapping
+from penstock.types import ConfigError, RunDirectoryError, RunFailed
 
 _FOLDERS = ("rollouts", "batches", "checkpoints")
+_PRIVATE = 0o700
 _LOCK = ".lock"
+_LOGS = (
+    "metrics.jsonl", "events.jsonl", "tickets.jsonl", "fates.jsonl", "lineages.jsonl", "samples.jsonl", "stacks.txt",
+)  # fmt: skip
+_ROOM_BYTES = 16 * 1024
+"""Room for status.json is kept in multiples of this, twice what it takes."""
 _UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp")
 
 
@@ -34,25 +43,30 @@ class RunDirectory:
         self.path = Path(path)
 
     @classmethod
-    def create(cls, path: str | Path, config: Mapping[str, Any]) -> "RunDirectory":
+    def create(cls, path: str | Path, config: Mapping[str, Any], private: bool = False) -> "RunDirectory":
         """Makes the directory of a new run and writes its resolved config.
 
         Args:
             path: Missing, or empty; or what a process left there that was killed while it made a run directory.
             config: Plain values only (strings, numbers, lists, mappings).
+            private: Nobody but the user can open it; else who can is what the umask leaves.
 
         Raises:
-            RunDirectoryError: there is something at `path` already.
+            RunDirectoryError: there is something at `path` already, or it cannot be written.
         """
         directory = cls(path)
-        directory._refuse_if_taken()
-        directory.path.mkdir(parents=True, exist_ok=True)
-        with directory.locked():
-            directory._refuse_if_taken()  # another process may have made a run of it just now
-            for folder in _FOLDERS:
-                (directory.path / folder).mkdir(exist_ok=True)
-            # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
-            directory.write_config(config)
+        check_name(directory.path, "the run directory")
+        with directory._writable():
+            directory._refuse_if_taken()
+            directory.path.mkdir(_PRIVATE if private else 0o777, parents=True, exist_ok=True)
+            with directory.locked():
+                directory._refuse_if_taken()  # another process may have made a run of it just now
+                for folder in _FOLDERS:
+                    (directory.path / folder).mkdir(exist_ok=True)
+                if private:
+                    directory.make_private()
+                # The config comes last and makes it a run directory, so a half-made one is never taken for a run.
+                directory.write_config(config)
         return directory
 
     @classmethod
@@ -64,7 +78,9 @@ class RunDirectory:
         """
         directory = cls(path)
         if not directory.config_path.is_file():
-            raise RunDirectoryError(f"{directory.path} is not a run directory: it has no config.yaml")
+            raise RunDirectoryError(
+                f"{directory.path} is not a run directory: it has no config.yaml; begin a run there with --run-dir"
+            )
         for folder in _FOLDERS:
             (directory.path / folder).mkdir(exist_ok=True)
         return directory
@@ -77,25 +93,49 @@ class RunDirectory:
             )
 
     @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {self.path} cannot be written: {error.strerror or error}: choose another place"
+            ) from error
+
+    @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the run as its one writer; the lock ends with the process, however that ends.
 
         What a killed writer left unfinished in the run's own folder is deleted.
 
         Raises:
-            RunDirectoryError: another process writes this run.
+            RunDirectoryError: another process writes this run, it cannot be written, or one of its logs is a link.
         """
-        with (self.path / _LOCK).open("a+") as file:
+        check_name(self.path, "the run directory")
+        with self._writable():
+            file = open(self.path / _LOCK, "a+", opener=open_unlinked)
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunDirectoryError(
                     f"{self.path} is being written by another process: stop that run first, or wait for it to end"
                 ) from error
+            for name in _LOGS:  # before anything is written; each is opened so, too
+                if (self.path / name).is_symlink():
+                    raise RunDirectoryError(f"{self.path / name} {LINKED}")
             for pattern in _UNFINISHED:
                 for path in self.path.glob(pattern):
                     path.unlink(missing_ok=True)
             yield
+
+    def check_is_there(self) -> None:
+        """For the run's writer, which must not make half of it anew.
+
+        Raises:
+            RunFailed: it was deleted, or moved.
+        """
+        if not self.config_path.exists():
+            raise RunFailed(f"the run directory {self.path} is gone: it was deleted or moved while the run wrote to it")
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config, as written when the run was created.
@@ -104,20 +144,51 @@ class RunDirectory:
             RunDirectoryError: the file is not a YAML mapping.
         """
         try:
-            config = yaml.load(self.config_path.read_text("utf-8"), Loader=ShallowLoader)  # noqa: S506 - a SafeLoader
-        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            return read_mapping(self.config_path)
+        except ConfigError as error:
+            raise RunDirectoryError(str(error)) from error
+        except OSError as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise RunDirectoryError(f"{self.config_path} must hold a mapping, not a {type(config).__name__}")
-        return config
+
+    def make_private(self) -> None:
+        """Closes it, and the folders in it, to everybody but the user."""
+        for folder in ("", *_FOLDERS):
+            (self.path / folder).chmod(_PRIVATE)
+
+    def why_foreign(self) -> str | None:
+        """Who else than the user may have written what the run says of itself, as a clause; None: nobody.
+
+        Its directory and its config must be the user's, and closed to writers in other groups. A group that is the
+        user's alone, as many systems make one for each, is no other.
+        """
+        for path in (self.path, self.config_path):
+            with suppress(FileNotFoundError):
+                if (reason := _why_foreign(path, path.stat())) is not None:
+                    return reason
+        return None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes or replaces the resolved config; plain values only."""
-        write_atomically(self.config_path, yaml.safe_dump(dict(config), sort_keys=False))
+        write_atomically(self.config_path, dump_yaml(config))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replaces status.json; not flushed to the disk, since the next one follows in seconds."""
-        write_atomically(self.status_path, to_json(dict(status), indent=1, allow_nan=True) + "\n", durable=False)
+        """Replaces status.json; not flushed to the disk, since the next one follows in seconds.
+
+        On a full disk it goes where room was kept for it.
+
+        Raises:
+            OSError: it cannot be written, not even there.
+        """
+        content = (to_json(dict(status), indent=1, allow_nan=True) + "\n").encode()
+        try:
+            write_atomically(self.status_path, content, durable=False)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            write_into_kept_room(self.status_path, content)
+            return
+        with suppress(OSError):  # there is too little room, or it cannot be kept here
+            keep_room(self.status_path, -(-2 * len(content) // _ROOM_BYTES) * _ROOM_BYTES)
 
     @property
     def config_path(self) -> Path:
@@ -173,6 +244,33 @@ class RunDirectory:
     def videos(self) -> Path:
         """Folder of films of training episodes; made with the first."""
         return self.path / "videos"
+
+
+def _why_foreign(path: Path, status: os.stat_result) -> str | None:
+    user = os.geteuid()
+    if status.st_uid != user:
+        return f"{path} belongs to {_name_of_user(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH:
+        return f"everybody can write {path} (chmod o-w closes it)"
+    if status.st_mode & stat.S_IWGRP and not _is_alone_in(status.st_gid, user):
+        return f"the group {status.st_gid} can write {path} (chmod g-w closes it)"
+    return None
+
+
+def _name_of_user(user: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"the user {user}"
+
+
+def _is_alone_in(group: int, user: int) -> bool:
+    """Whether a group has the user's name and, besides the user, no member."""
+    try:
+        account, found = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return account.pw_gid == group and found.gr_name == account.pw_name and not {*found.gr_mem} - {account.pw_name}
 
 
 def _is_left_by_creation(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json as pj
 
-from penstock.rundir.logs import read_events, read_json_lines
+from penstock.rundir.logs import has_log, read_events, read_json_lines
 from penstock.types import RunDirectoryError
 
 TICKET_SCHEMA = pa.schema(
@@ -83,7 +83,7 @@ def read_event_table(path: Path) -> pa.Table:
 
 
 def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
-    content = path.read_bytes() if path.exists() else b""
+    content = path.read_bytes() if has_log(path) else b""
     content = content[: content.rfind(b"\n") + 1]
     if not content.strip():
         return schema.empty_table()

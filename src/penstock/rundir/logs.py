@@ -6,9 +6,11 @@ one: readers ignore it, and the next writer cuts it off. An append that fails le
 a log; any number of its threads may.
 """
 
+import errno
 import json
 import math
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,10 @@ from typing import Any, SupportsFloat
 from penstock.rundir.atomic import sync_directory
 from penstock.rundir.json_text import to_json
 from penstock.types import Clock, RunDirectoryError
+
+LINKED = "is a link, and a run does not write through links: put the file itself there, or remove the link"
+_MOST_STATUS_BYTES = 16 << 20
+_NOT_PLAIN = "is no plain file: put the log itself there, or remove it"
 
 
 class JsonLinesLog:
@@ -31,10 +37,11 @@ class JsonLinesLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        _cut_unfinished_line(path)
         self._torn_at: int | None = None
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if not os.fstat(self._descriptor).st_size:
+        descriptor = open_unlinked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._descriptor: int | None = descriptor
+        _cut_unfinished_line(descriptor)
+        if not os.fstat(descriptor).st_size:
             sync_directory(path.parent)  # or `sync` would flush a file that has no name after a power loss
 
     def append(self, *rows: Mapping[str, Any]) -> None:
@@ -122,13 +129,44 @@ class EventLog:
         self._log.close()
 
 
+def open_unlinked(path: str | Path, flags: int) -> int:
+    """Opens a file that the run keeps writing; also an `opener` of the built-in `open`.
+
+    A link there would have the run write where somebody else points. New files have the rights that the umask leaves.
+
+    Raises:
+        RunDirectoryError: it is a link, or no plain file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise RunDirectoryError(f"{path} {LINKED if error.errno == errno.ELOOP else _NOT_PLAIN}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunDirectoryError(f"{path} {_NOT_PLAIN}")
+    return descriptor
+
+
+def has_log(path: Path) -> bool:
+    """Whether a log is there to be read.
+
+    Raises:
+        RunDirectoryError: something else is there, such as a pipe, which a reader would wait at for ever.
+    """
+    if path.exists() and not path.is_file():
+        raise RunDirectoryError(f"{path} {_NOT_PLAIN}")
+    return path.exists()
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The finished lines of a log, in order; nothing where the file is missing.
 
     Raises:
-        RunDirectoryError: a finished line is not a JSON object.
+        RunDirectoryError: a finished line is not a JSON object, or it is no plain file.
     """
-    if not path.exists():
+    if not has_log(path):
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -151,8 +189,11 @@ def read_status(path: Path) -> dict[str, Any] | None:
 
     It is not flushed when it is written, so a power loss may leave it empty; whoever looks can do without it.
     """
+    if not path.is_file():
+        return None
     try:
-        return _parse(path, 1, path.read_bytes())
+        with path.open("rb") as file:
+            return _parse(path, 1, file.read(_MOST_STATUS_BYTES))
     except (OSError, RunDirectoryError):
         return None
 
@@ -177,20 +218,15 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _cut_unfinished_line(path: Path) -> None:
+def _cut_unfinished_line(descriptor: int) -> None:
     """Truncates a log after its last line end, so that the next line does not continue a torn one."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep = end
-        while keep > 0:
-            start = max(0, keep - 4096)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep != end:
-            file.truncate(keep)
+    end = keep = os.fstat(descriptor).st_size
+    while keep > 0:
+        start = max(0, keep - 4096)
+        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep != end:
+        os.ftruncate(descriptor, keep)

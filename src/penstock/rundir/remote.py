@@ -23,23 +23,24 @@ class RemoteStorage:
 
     Args:
         url: With its protocol, ``s3://bucket/run``.
+        hurried: Give a silent store up within a minute or so, for people who wait; a run tries longer.
 
     Raises:
         ConfigError: the protocol is unknown, or the package for it is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, hurried: bool = False) -> None:
         self._url = url.rstrip("/")
-        self._filesystem, root = open_filesystem(url)
-        self._root = root.rstrip("/")
+        self.filesystem, root = open_filesystem(url, hurried)
+        self.root = root.rstrip("/")
         self._protocol = url.partition("://")[0]
 
     def files(self, folder: str) -> list[StoredFile]:
         """See `Storage.files`."""
-        path = f"{self._root}/{folder}"
-        self._filesystem.invalidate_cache(path)
+        path = f"{self.root}/{folder}"
+        self.filesystem.invalidate_cache(path)
         try:
-            entries = self._filesystem.ls(path, detail=True)
+            entries = self.filesystem.ls(path, detail=True)
         except FileNotFoundError:
             return []
         names = [(str(entry["name"]).rpartition("/")[2], entry) for entry in entries if entry["type"] == "file"]
@@ -60,13 +61,13 @@ class RemoteStorage:
     @contextmanager
     def opened(self, name: str) -> Generator[BinaryIO, None, None]:
         """See `Storage.opened`."""
-        with self._filesystem.open(f"{self._root}/{name}", "rb") as file:
+        with self.filesystem.open(f"{self.root}/{name}", "rb") as file:
             yield file
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
         try:
-            self._filesystem.rm_file(f"{self._root}/{name}")
+            self.filesystem.rm_file(f"{self.root}/{name}")
         except FileNotFoundError:
             return
 
@@ -74,7 +75,7 @@ class RemoteStorage:
         """See `Storage.set_aside`."""
         target = f"{DAMAGED}/{name}"
         self._make_folder(target.rpartition("/")[0])
-        self._filesystem.mv(f"{self._root}/{name}", f"{self._root}/{target}")
+        self.filesystem.mv(f"{self.root}/{name}", f"{self.root}/{target}")
         return self.locate(target)
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -96,30 +97,30 @@ class RemoteStorage:
         if self._protocol in _ATOMIC_UPLOAD:
             return
         for folder in folders:
-            for entry in self._filesystem.ls(f"{self._root}/{folder}", detail=False):
+            for entry in self.filesystem.ls(f"{self.root}/{folder}", detail=False):
                 base = str(entry).rpartition("/")[2]
                 if base.startswith(".") and base.endswith(".tmp"):
-                    self._filesystem.rm_file(entry)
+                    self.filesystem.rm_file(entry)
 
     def locate(self, name: str) -> str:
         """See `Storage.locate`."""
         return f"{self._url}/{name}"
 
     def _upload(self, path: Path, name: str) -> None:
-        target = f"{self._root}/{name}"
+        target = f"{self.root}/{name}"
         if self._protocol == "memory":  # its files grow visibly while they are uploaded piece by piece
-            self._filesystem.pipe_file(target, path.read_bytes())
+            self.filesystem.pipe_file(target, path.read_bytes())
         elif self._protocol in _ATOMIC_UPLOAD:
-            self._filesystem.put_file(str(path), target)
+            self.filesystem.put_file(str(path), target)
         else:
             folder, _, base = target.rpartition("/")
             aside = f"{folder}/.{base}.tmp"
-            self._filesystem.put_file(str(path), aside)
-            self._filesystem.mv(aside, target)
+            self.filesystem.put_file(str(path), aside)
+            self.filesystem.mv(aside, target)
 
     def _make_folder(self, folder: str) -> None:
         if self._protocol not in _ATOMIC_UPLOAD:  # object stores have none, and some would make a bucket
-            self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            self.filesystem.makedirs(f"{self.root}/{folder}", exist_ok=True)
 
 
 def _modified_s(entry: dict[str, Any]) -> float:

@@ -2,10 +2,14 @@
 
 A `RunFiles` is a snapshot of names. Files never change once they have their name, so it stays valid until some are
 merged or expire; `vanished` says whether that happened. Rollouts and batches may lie in another place than the rest of
-the run, at any fsspec URL that ``replay.store.url`` names. Nothing is written or made here. Not covered: the logs.
+the run, where ``replay.store.url`` says; of a run directory that others may have written, no store in the network is
+asked. Nothing is written or made here. Not covered: the logs.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+import concurrent.futures
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +25,18 @@ from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import schema_version
+from penstock.rundir.remote import RemoteStorage
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
-from penstock.rundir.storage import LocalStorage, Storage, open_filesystem, open_storage
-from penstock.types import RolloutRecord, RunDirectoryError
+from penstock.rundir.storage import LocalStorage, Storage
+from penstock.rundir.store_urls import is_remote, local_root, url_problem
+from penstock.types import ConfigError, PenstockError, RolloutRecord, RunDirectoryError
+
+FIRST_ANSWER_S = 30.0
+"""So long may a store in the network take for its first listing."""
+
+
+class StoreError(RunDirectoryError):
+    """The store that ``replay.store.url`` names refuses, or cannot be reached."""
 
 
 class FilesVanished(RunDirectoryError):
@@ -40,6 +53,7 @@ class RunFiles:
         fragments: The rows of all fragment files.
         paths: The files behind them.
         filesystem: Where those are.
+        url: Of the store; None: the run directory.
     """
 
     rollouts: ds.Dataset
@@ -47,46 +61,57 @@ class RunFiles:
     fragments: ds.Dataset
     paths: tuple[str, ...]
     filesystem: pafs.FileSystem
+    url: str | None
 
     @classmethod
-    def list_now(cls, directory: RunDirectory) -> "RunFiles":
+    def list_now(cls, directory: RunDirectory, trust: bool = False) -> "RunFiles":
         """What is there at this moment.
+
+        Args:
+            directory: Of the run whose files are wanted; it may lack a config.
+            trust: Connect to the store in the network that its config names, whoever may have written that.
 
         Raises:
             SchemaVersionError: a newer Penstock wrote a file.
-            ConfigError: ``replay.store.url`` names a place that cannot be opened.
+            ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
             RunDirectoryError: a file is not Parquet.
         """
-        storage, filesystem, root = _store_of(directory)
-        legacy = read_live(storage, "rollouts", _read_legacy)
-        current, batches, fragments = (
-            [f"{root}/{name}" for name in names]
-            for names in (
-                [name for name, table in legacy.items() if table is None],
-                read_live(storage, "batches", _read_nothing),
-                read_live(storage, "fragments", _read_nothing),
+        url = _store_url(directory, trust)
+        with _telling(url):
+            storage, filesystem, root = _open(directory, url)
+            legacy = read_live(storage, "rollouts", _read_legacy)
+            current, batches, fragments = (
+                [f"{root}/{name}" for name in names]
+                for names in (
+                    [name for name, table in legacy.items() if table is None],
+                    read_live(storage, "batches", _read_nothing),
+                    read_live(storage, "fragments", _read_nothing),
+                )
             )
-        )
-        tables = [table for table in legacy.values() if table is not None]
-        return cls(
-            rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
-            batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
-            fragments=_dataset(filesystem, fragments, FRAGMENT_SCHEMA),
-            paths=(*current, *batches, *fragments),
-            filesystem=filesystem,
-        )
+            tables = [table for table in legacy.values() if table is not None]
+            return cls(
+                rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
+                batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
+                fragments=_dataset(filesystem, fragments, FRAGMENT_SCHEMA),
+                paths=(*current, *batches, *fragments),
+                filesystem=filesystem,
+                url=url,
+            )
 
     @property
     def vanished(self) -> bool:
         """Whether a file is gone by now: merged into another, or expired."""
-        return any(info.type == pafs.FileType.NotFound for info in self.filesystem.get_file_info(list(self.paths)))
+        with _telling(self.url):
+            found = self.filesystem.get_file_info(list(self.paths))
+        return any(info.type == pafs.FileType.NotFound for info in found)
 
     @contextmanager
     def reading(self) -> Generator[None, None, None]:
         """Around every read of the data sets: says by `FilesVanished` that a file is gone."""
         try:
-            yield
-        except (OSError, pa.ArrowException) as error:
+            with _telling(self.url):
+                yield
+        except (OSError, pa.ArrowException, StoreError) as error:
             if self.vanished:
                 raise FilesVanished(f"files of the run changed while they were read: {error}") from error
             raise RunDirectoryError(f"files of the run cannot be read: {error}") from error
@@ -121,16 +146,70 @@ class RunFiles:
         return table.replace_schema_metadata(schema.metadata)
 
 
-def _store_of(directory: RunDirectory) -> tuple[Storage, pafs.FileSystem, str]:
+def _open(directory: RunDirectory, url: str | None) -> tuple[Storage, pafs.FileSystem, str]:
     """Where rollouts and batches are: for listing, and for scanning with the path of its root."""
+    if url is None or not is_remote(url):
+        root = local_root(directory.path, url)
+        return LocalStorage(root), pafs.LocalFileSystem(), str(root)
+    storage = RemoteStorage(url, hurried=True)
+    _first_answer(url, lambda: storage.files("rollouts"))
+    return storage, pafs.PyFileSystem(pafs.FSSpecHandler(storage.filesystem)), storage.root
+
+
+def _store_url(directory: RunDirectory, trust: bool) -> str | None:
+    """What the run's config says, where it may be opened: it is data that anybody may have written."""
     url: Any = directory.read_config() if directory.config_path.is_file() else {}
     for key in ("replay", "store", "url"):
         url = url.get(key) if isinstance(url, dict) else None
-    storage = open_storage(directory.path, None if url is None else str(url))
-    if isinstance(storage, LocalStorage):
-        return storage, pafs.LocalFileSystem(), str(storage.root)
-    filesystem, root = open_filesystem(str(url))
-    return storage, pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
+    if url is None:
+        return None
+    place = f"{directory.config_path}: replay.store.url"
+    if not isinstance(url, str):
+        raise ConfigError(f"{place} is a {type(url).__name__}: it must be a path or a URL")
+    if (problem := url_problem(url)) is not None:
+        raise ConfigError(f"{place} {problem}")
+    if is_remote(url) and not trust and (reason := directory.why_foreign()) is not None:
+        raise ConfigError(
+            f"{place} is {url!r}, and {reason}: nothing connects to where somebody else may have pointed; give --trust "
+            "if you know that place"
+        )
+    return url
+
+
+@contextmanager
+def _telling(url: str | None) -> Generator[None, None, None]:
+    """Around whatever asks a store in the network.
+
+    Raises:
+        StoreError: it refuses, or cannot be reached.
+    """
+    try:
+        yield
+    except Exception as error:  # every remote file system raises errors of its own: credentials, network, rights
+        if not is_remote(url) or isinstance(error, PenstockError):
+            raise
+        reason = " ".join(str(error).split())
+        raise StoreError(
+            f"replay.store.url is {url!r}, which cannot be read: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _first_answer(url: str, ask: Callable[[], object]) -> None:
+    """Sees that a store answers at all: libraries try a silent one again for many minutes."""
+    answer: Future[object] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A daemon: unlike a pool's threads, it is not waited for when the process ends.
+    threading.Thread(target=wait, name="store", daemon=True).start()
+    done, _ = concurrent.futures.wait([answer], FIRST_ANSWER_S)
+    if not done:
+        raise StoreError(f"replay.store.url is {url!r}: nothing there answered within {FIRST_ANSWER_S:g} s")
+    answer.result()
 
 
 def _read_legacy(file: pq.ParquetFile, name: str) -> pa.Table | None:

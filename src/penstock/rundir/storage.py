@@ -5,14 +5,18 @@ covered: locks. One process writes.
 """
 
 import os
+import stat
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from penstock.rundir.atomic import UNFINISHED_PATTERN, replaced_atomically
+from penstock.rundir.store_urls import is_remote, local_root, shown_url
 from penstock.types import ConfigError
 
+_S3_LIMITS = {"connect_timeout": 5, "read_timeout": 15, "retries": {"mode": "standard", "max_attempts": 2}}
+_HURRIED = {protocol: {"config_kwargs": _S3_LIMITS} for protocol in ("s3", "s3a")}
 SUFFIX = ".parquet"
 DAMAGED = "damaged"
 """Folder of what was put aside because it could not be read."""
@@ -99,6 +103,8 @@ class LocalStorage:
                     status = entry.stat()
                 except FileNotFoundError:
                     continue  # deleted meanwhile
+                if not stat.S_ISREG(status.st_mode):
+                    continue  # a reader would wait at a pipe for ever
                 found.append(StoredFile(f"{folder}/{entry.name}", status.st_size, status.st_mtime))
         return sorted(found)
 
@@ -146,20 +152,20 @@ def open_storage(root: Path, url: str | None) -> Storage:
     Raises:
         ConfigError: the URL's protocol is unknown, or the package for it is not installed.
     """
-    if url is None:
-        return LocalStorage(root)
-    protocol, separator, path = url.partition("://")
-    if not separator:
-        return LocalStorage(Path(url).expanduser())
-    if protocol in ("file", "local"):
-        return LocalStorage(Path(path))
+    if url is None or not is_remote(url):
+        return LocalStorage(local_root(root, url))
     from penstock.rundir.remote import RemoteStorage
 
     return RemoteStorage(url)
 
 
-def open_filesystem(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str, hurried: bool = False) -> tuple[Any, str]:
     """An fsspec file system that caches no listings, and the path on it.
+
+    Args:
+        url: With its protocol.
+        hurried: Give a store up that does not answer, where it otherwise is tried again for minutes: for people who
+            wait.
 
     Raises:
         ConfigError: the protocol is unknown, or the package for it is not installed.
@@ -168,13 +174,14 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     from fsspec.registry import known_implementations
 
     protocol = url.partition("://")[0]
+    options = _HURRIED.get(protocol, {}) if hurried else {}
     try:
-        return fsspec.url_to_fs(url, use_listings_cache=False)
+        return fsspec.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         package = str(known_implementations.get(protocol, {}).get("class", protocol)).partition(".")[0]
         wanted = "'penstock[s3]'" if package == "s3fs" else package
         raise ConfigError(
-            f"replay.store.url is {url!r}, which needs the package {package}: pip install {wanted}"
+            f"replay.store.url is {shown_url(url)!r}, which needs the package {package}: pip install {wanted}"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"replay.store.url is {url!r}, which fsspec cannot open: {error}") from error
+        raise ConfigError(f"replay.store.url is {shown_url(url)!r}, which fsspec cannot open: {error}") from error

@@ -89,14 +89,18 @@ class RunViews:
 
     Args:
         path: The run directory, or any folder in which a `rollouts` or a `fragments` folder is.
+        trust: Connect to a store in the network, ``replay.store.url``, whoever may have written its URL into the run's
+            config; by default only where nobody but the user could.
 
     Raises:
+        ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
         RunDirectoryError: there is no such folder, or one of its files is broken.
         SchemaVersionError: a newer Penstock wrote a file.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, trust: bool = False) -> None:
         self.directory = RunDirectory(path)
+        self._trust = trust
         _check_is_a_run(self.directory)
         self._connection, self.files = self._open()
 
@@ -180,7 +184,7 @@ class RunViews:
 
     def _open(self) -> tuple[duckdb.DuckDBPyConnection, RunFiles]:
         # Files first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
-        files = RunFiles.list_now(self.directory)
+        files = RunFiles.list_now(self.directory, self._trust)
         connection = duckdb.connect()
         connection.register("_rollouts", files.rollouts)
         connection.register("_batches", files.batches)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.types import ConfigError, Message
+from penstock.types import ConfigError, EnvironmentFailure, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +33,9 @@ _FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+LONG_TEXT = 4096
+"""In characters: shorter texts are encoded within a millisecond or two."""
+
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
@@ -63,6 +66,7 @@ class Tokenizer:
         self._contents = contents
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values()) + 1
+        self._longest_token_bytes = max(len(token.encode()) for token in vocabulary)
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
         self._stop_token_ids = tuple(dict.fromkeys([int(eos), *turn_ends, *extra_stop_ids]))
 
@@ -124,19 +128,43 @@ class Tokenizer:
         """
         if not text.isascii():
             text = text.encode("utf-8", "backslashreplace").decode()
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        if len(text) <= LONG_TEXT:
+            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        # Encoding a single text would hold the interpreter, a batch of texts does not: other threads go on.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of tokens; ids that the tokenizer does not have are silent, broken UTF-8 becomes U+FFFD."""
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
-    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
+    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
         """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer.
+
+        Args:
+            prompt: The text, or the conversation.
+            max_tokens: What is longer than so many of the longest token is refused before it is encoded, messages
+                also before they go through the template.
 
         Raises:
             ConfigError: there is no chat template, or it refuses these messages.
+            EnvironmentFailure: it is longer.
         """
-        return self.encode(prompt if isinstance(prompt, str) else self._render_messages(prompt))
+        if not isinstance(prompt, str):
+            if max_tokens is not None:
+                self._refuse_longer("".join(str(part) for message in prompt for part in message.values()), max_tokens)
+            prompt = self._render_messages(prompt)
+        if max_tokens is not None:
+            self._refuse_longer(prompt, max_tokens)
+        return self.encode(prompt)
+
+    def _refuse_longer(self, text: str, max_tokens: int) -> None:
+        size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes
+        if size > max_tokens * most:
+            raise EnvironmentFailure(
+                f"prompt has {size} bytes, more than max_seq_len = {max_tokens} tokens of at most {most} bytes hold: "
+                "shorten the prompt, or raise max_seq_len"
+            )
 
     def _render_messages(self, messages: Sequence[Message]) -> str:
         if not self.has_chat_template:
@@ -164,6 +192,8 @@ def _directory(path: str | Path) -> Path:
 def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":
     # Torch is no dependency, so transformers' advice at import that it is missing is no news to anybody.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Batches are of one text: threads of its own would win nothing, and make it complain of every later fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import PreTrainedTokenizerFast
 
     # The Rust tokenizer reports a broken file as a bare Exception; there is nothing narrower to catch.

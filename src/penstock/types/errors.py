@@ -22,6 +22,19 @@
     Stopped                     a wait that ended because the run is stopping; not a failure
 """
 
+MOST_FAILURE_CHARS = 4_000
+"""Longest message of a failure that quotes the user's code, which may raise an error of any size."""
+
+_OMISSION_CHARS = 40  # room for the words that stand for what is left out
+
+
+def shortened(text: str, most_chars: int) -> str:
+    """A text without its middle where it is longer than so many characters; says how much is left out."""
+    if len(text) <= most_chars:
+        return text
+    kept = (most_chars - _OMISSION_CHARS) // 2
+    return f"{text[:kept]} … {len(text) - 2 * kept:,} characters … {text[-kept:]}"
+
 
 class PenstockError(Exception):
     """Base class of all deliberate errors."""
@@ -49,6 +62,9 @@ class DuplicateGroupError(InvalidRolloutError):
 
 class EnvironmentFailure(PenstockError):
     """An environment or a reward function broke its contract; its group counts as failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message, MOST_FAILURE_CHARS))
 
 
 class WeightsError(PenstockError):

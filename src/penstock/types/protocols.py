@@ -41,8 +41,17 @@ class TextCodec(Protocol):
         """The text of tokens."""
         ...
 
-    def render(self, prompt: str | Sequence[Message]) -> np.ndarray:
-        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer."""
+    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
+        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer.
+
+        Args:
+            prompt: The text, or the conversation.
+            max_tokens: A text that is longer than so many tokens can hold is refused before it is encoded; one that
+                is not may have more tokens all the same. None: whatever its length.
+
+        Raises:
+            EnvironmentFailure: it is longer.
+        """
         ...
 
 

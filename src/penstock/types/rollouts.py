@@ -277,6 +277,7 @@ class RolloutBatchStats:
         rewards: The episode rewards, in the batch's order.
         prompts: For each of them the key of its problem: answers to one problem are no independent draws.
         metrics: The environment's own metrics.
+        failure: Why there are no rollouts; empty where there are some.
     """
 
     lesson_id: str
@@ -290,6 +291,12 @@ class RolloutBatchStats:
     rewards: tuple[float, ...] = ()
     prompts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    failure: str = ""
+
+    @classmethod
+    def failed(cls, lesson_id: str, reason: str) -> Self:
+        """Of an evaluation that gave nothing."""
+        return cls(lesson_id, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, failure=reason)
 
     @classmethod
     def of(

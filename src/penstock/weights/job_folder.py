@@ -1,7 +1,8 @@
 """The folder in this machine's memory that one job's broadcaster owns, and how it gets one that nobody else has.
 
-Its broadcaster holds a lock in it for as long as it lives. Memory of broadcasters that died is freed by the next one on
-the machine, of whichever job of this user.
+Its broadcaster holds a lock in it for as long as it lives, and the system gives that back however it dies: so there is
+never doubt who is dead. Memory of the dead is freed by the next run of this user on the machine, whatever it trains and
+however it moves its weights, and by ``penstock doctor --clean``.
 """
 
 import fcntl
@@ -9,6 +10,9 @@ import hashlib
 import os
 import stat
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.types import WeightsError
@@ -37,13 +41,45 @@ class OwnedFolder:
 
     def __init__(self, job: str, timeout_s: float) -> None:
         self.path = job_folder(job)
-        _free_abandoned(self.path)
+        free_abandoned(but=self.path)
         self._lock = _lock_of(self.path, time.monotonic() + timeout_s)
         _empty(self.path)
 
     def remove(self) -> None:
         """Frees everything in it, and the folder itself."""
         _remove(self.path, self._lock)
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonedFolder:
+    """What a broadcaster that was killed left in memory.
+
+    Attributes:
+        path: The folder.
+        nbytes: What its files take.
+    """
+
+    path: Path
+    nbytes: int
+
+
+def find_abandoned() -> list[AbandonedFolder]:
+    """Folders of this user whose broadcasters are dead; nothing is changed."""
+    return list(_visit_abandoned(None, lambda path, lock: os.close(lock)))
+
+
+def free_abandoned(but: Path | None = None) -> list[AbandonedFolder]:
+    """Removes them, and says what was there.
+
+    Args:
+        but: This one is left alone.
+    """
+    freed = list(_visit_abandoned(but, _remove))
+    for path in memory_folder().glob(f"{_prefix()}*"):
+        if path != but and is_own_folder(path) and not (path / _LOCK).exists():
+            with suppress(OSError):  # not empty, or somebody moves in just now: he makes it again
+                path.rmdir()
+    return freed
 
 
 def is_own_folder(path: Path) -> bool:
@@ -89,12 +125,23 @@ def _try_lock(path: Path, flags: int) -> int | None:
     return None
 
 
-def _free_abandoned(but: Path) -> None:
-    for path in memory_folder().glob(f"{_prefix()}*"):
-        if path != but and is_own_folder(path):
-            descriptor = _try_lock(path, 0)
-            if descriptor is not None:
-                _remove(path, descriptor)
+def _visit_abandoned(but: Path | None, visit: Callable[[Path, int], None]) -> Iterator[AbandonedFolder]:
+    """Calls `visit` with each folder and its lock, which is held until then: nobody can move in meanwhile."""
+    for path in sorted(memory_folder().glob(f"{_prefix()}*")):
+        descriptor = _try_lock(path, 0) if path != but and is_own_folder(path) else None
+        if descriptor is not None:
+            found = AbandonedFolder(path, _nbytes(path))
+            visit(path, descriptor)
+            yield found
+
+
+def _nbytes(path: Path) -> int:
+    """Blocks that its files take: a segment is reserved whole."""
+    total = 0
+    for file in path.iterdir():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_blocks * 512
+    return total
 
 
 def _remove(path: Path, lock: int) -> None:

@@ -4,10 +4,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.waiting import wait_until
 
-from penstock.environments.simulators.processes import ProcessMark, command_line, descendants, kill_trees
+from penstock.environments.simulators.processes import command_line, descendants, kill_trees
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_no_child_escapes_that_is_born_meanwhile():
 
 
 def test_a_later_process_of_the_same_number_is_left_alone(family):
-    other = ProcessMark(family.pid, 12345)
+    other = psutil.Process(family.pid)
+    other._ident = (family.pid, 12345)  # as if another process had had that number before
     assert kill_trees([other]) == 0
     assert family.poll() is None
 

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.environments.simulators.memory import MemorySimulator
-    from penstock.environments.simulators.registry import make_simulator, simulator_ids
+    from penstock.environments.simulators.registry import import_simulator, make_simulator, simulator_ids
     from penstock.environments.simulators.synthetic import SyntheticError, SyntheticSimulator
 
 _EXPORTS = {
     "MemorySimulator": "memory",
     "SyntheticError": "synthetic",
     "SyntheticSimulator": "synthetic",
+    "import_simulator": "registry",
     "make_simulator": "registry",
     "simulator_ids": "registry",
 }
 
 __all__ = [
-    "MemorySimulator", "SyntheticError", "SyntheticSimulator", "make_simulator", "simulator_ids",
+    "MemorySimulator", "SyntheticError", "SyntheticSimulator", "import_simulator", "make_simulator",
+    "simulator_ids",
 ]  # fmt: skip
 
 

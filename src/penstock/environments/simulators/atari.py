@@ -17,8 +17,8 @@ import gymnasium
 import numpy as np
 from PIL import Image
 
-from penstock.environments.importing import nearest
 from penstock.types import ConfigError
+from penstock.types.importing import nearest
 
 _NOOP, _FIRE = 0, 1
 

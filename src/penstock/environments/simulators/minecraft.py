@@ -27,11 +27,12 @@ from typing import Any
 import gymnasium
 import minestudio.simulator.entry as minestudio_entry  # pyright: ignore[reportMissingImports]
 import numpy as np
+import psutil
 from minestudio.utils import get_mine_studio_dir  # pyright: ignore[reportMissingImports]
 
-from penstock.environments.importing import load_attribute
-from penstock.environments.simulators.processes import ProcessMark, descendants, kill_trees
+from penstock.environments.simulators.processes import descendants, kill_trees
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.importing import load_attribute
 
 _ENGINE = Path("engine") / "build" / "libs" / "mcprec-6.13.jar"
 _TIME_LIMIT = "JudgeResetCallback"  # ends an episode at its `time_limit` with `terminated`, and without `truncated`
@@ -135,7 +136,7 @@ class MinecraftSimulator(gymnasium.Env[Any, Any]):
         ending.join(self._close_timeout_s)
         kill_trees({*below, *self._started()})
 
-    def _started(self) -> list[ProcessMark]:
+    def _started(self) -> list[psutil.Process]:
         return [mark for mark in descendants(os.getpid()) if mark not in self._others]
 
     def _seen(self, observation: Mapping[str, Any]) -> dict[str, np.ndarray]:

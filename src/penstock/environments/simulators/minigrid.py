@@ -13,8 +13,8 @@ import gymnasium
 import minigrid  # registers its environments
 from minigrid.core.mission import MissionSpace
 
-from penstock.environments.importing import nearest
 from penstock.types import ConfigError, EnvironmentFailure
+from penstock.types.importing import nearest
 
 _CHARACTERS = string.ascii_letters + string.digits + " ,.'-"
 _PREFIXES = ("MiniGrid-", "BabyAI-")

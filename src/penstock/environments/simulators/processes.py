@@ -1,96 +1,94 @@
-"""Processes below this one, from ``/proc``: engines that simulators start, some of them in sessions of their own.
+"""Processes below this one, and ties between a process and its parent, so that nothing outlives what started it.
 
-A process is told from a later one of the same number by its start time. Where there is no ``/proc`` nothing is found.
+Engines that simulators start and programs that reward functions start may begin sessions of their own; they are found
+by their parents. Those whose parent died are found by a *subreaper* above them (`adopt_orphans`). Linux only.
 """
 
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 
-_ENDED = ("", "Z", "X")
+import psutil
+
 _STOP_LIMIT_S = 1.0  # a process in the kernel's hands stops later; its children are then looked for too early
+_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMark:
-    """One process for good.
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent thread ends; ends it now where the parent is gone already.
 
-    Attributes:
-        pid: Its number.
-        started_ticks: When it started, in clock ticks since boot.
+    Args:
+        parent: The parent's process id, read before the fork.
     """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
-    pid: int
-    started_ticks: int
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent died."""
+    _prctl(_SET_SUBREAPER, 1)
 
 
-def descendants(pid: int) -> list[ProcessMark]:
-    """Children of a process, their children, and so on; parents first."""
-    children: dict[int, list[ProcessMark]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
-        if fields is not None:
-            children.setdefault(int(fields[1]), []).append(ProcessMark(int(folder.name), int(fields[19])))
-    found, waiting = list[ProcessMark](), [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += [mark.pid for mark in below]
-    return found
+def descendants(pid: int) -> list[psutil.Process]:
+    """Children of a process, their children, and so on; none where it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def command_line(pid: int) -> list[str]:
     """Words of a process's command line; none where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").split("\0")
-    except OSError:
-        return []
+    with suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
 
 
-def kill_trees(marks: Iterable[ProcessMark]) -> int:
+def kill_trees(roots: Iterable[psutil.Process]) -> int:
     """Sends SIGKILL to those that still run, and to all below them; returns how many that were.
 
     Each is stopped before its children are looked for, so that none is born meanwhile and escapes.
     """
-    found, waiting = dict[ProcessMark, None](), list(marks)
+    found, waiting = dict[psutil.Process, None](), list(roots)
     while waiting:
-        mark = waiting.pop()
-        if mark not in found and _signal(mark, signal.SIGSTOP):
-            _wait_for_stop(mark)
-            found[mark] = None
-            waiting += descendants(mark.pid)
-    return sum(_signal(mark, signal.SIGKILL) for mark in found)
+        process = waiting.pop()
+        if process not in found and _stop(process):
+            found[process] = None
+            with suppress(psutil.NoSuchProcess):
+                waiting += process.children()
+    return sum(_kill(process) for process in found)
 
 
-def _signal(mark: ProcessMark, number: signal.Signals) -> bool:
-    """Whether it was still there to get the signal."""
-    if _state(mark) in _ENDED:
-        return False
-    try:
-        os.kill(mark.pid, number)
-    except ProcessLookupError:  # ended meanwhile
-        return False
-    return True
+def _stop(process: psutil.Process) -> bool:
+    """Whether it was still there to be stopped."""
+    with suppress(psutil.NoSuchProcess):
+        if not _ended(process):
+            process.suspend()
+            end_s = time.monotonic() + _STOP_LIMIT_S
+            stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            while process.status() not in stopped and not _ended(process) and time.monotonic() < end_s:
+                time.sleep(0.001)
+            return True
+    return False
 
 
-def _wait_for_stop(mark: ProcessMark) -> None:
-    end_s = time.monotonic() + _STOP_LIMIT_S
-    while _state(mark) not in ("T", "t", *_ENDED) and time.monotonic() < end_s:
-        time.sleep(0.001)
+def _kill(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        if not _ended(process):
+            process.kill()
+            return True
+    return False
 
 
-def _state(mark: ProcessMark) -> str:
-    """Its state as ``/proc`` has it; empty where it is gone."""
-    fields = _stat(mark.pid)
-    return fields[0] if fields is not None and int(fields[19]) == mark.started_ticks else ""
+def _ended(process: psutil.Process) -> bool:
+    return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of ``/proc/<pid>/stat`` from the state on; the name before them may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return None
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import load_env_creator
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 
-from penstock.environments.importing import load_attribute, nearest
 from penstock.types import ConfigError
+from penstock.types.importing import load_attribute, nearest
 
 _OURS = "penstock.environments.simulators"
 _STEP_LIMIT = "max_episode_steps"
@@ -75,6 +75,17 @@ def simulator_ids() -> dict[str, str]:
     return {**_CLASSICS, **ours}
 
 
+def import_simulator(id: str) -> None:
+    """Imports what `make_simulator` would of an id, and makes nothing.
+
+    Raises:
+        ConfigError: an unknown id, a missing package, or code that cannot be imported.
+    """
+    found = _found(id)
+    if isinstance(found, EnvSpec):
+        _creator(id, found)
+
+
 def make_simulator(id: str, kwargs: Mapping[str, Any] | None = None) -> gymnasium.Env[Any, Any]:
     """Makes a simulator.
 
@@ -86,16 +97,29 @@ def make_simulator(id: str, kwargs: Mapping[str, Any] | None = None) -> gymnasiu
         ConfigError: an unknown id (with the nearest known ones), a missing package (with how to install it), a wrong
             argument (with those that there are), or a callable that gives something else.
     """
-    arguments = dict(kwargs or {})
+    arguments, found = dict(kwargs or {}), _found(id)
+    if isinstance(found, EnvSpec):
+        return _made_by_gymnasium(id, found, arguments)
+    family, _, chosen = id.partition(":")
+    if family in _BUILTINS and chosen:
+        argument = _BUILTINS[family].argument
+        if argument in arguments:
+            raise ConfigError(f"kwargs.{argument} of simulator {id!r}: its id says that already")
+        arguments[argument] = chosen
+    return _made(id, found, arguments)
+
+
+def _found(id: str) -> Callable[..., Any] | EnvSpec:
+    """What makes simulators of an id: a callable, or what Gymnasium knows of it; its code is imported."""
     family, colon, rest = id.partition(":")
     if family in _BUILTINS:
-        return _make_builtin(id, _BUILTINS[family], rest if colon else None, arguments)
+        return _builtin_factory(id, _BUILTINS[family], rest if colon else None)
     if colon and (".py" in family or rest.isidentifier()):
-        return _make_by_path(id, arguments)
-    return _make_by_gymnasium(id, arguments)
+        return _factory_by_path(id)
+    return _gymnasium_spec(id)
 
 
-def _make_builtin(id: str, builtin: _Builtin, chosen: str | None, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def _builtin_factory(id: str, builtin: _Builtin, chosen: str | None) -> Callable[..., Any]:
     name = id.partition(":")[0]
     if bool(chosen) != bool(builtin.argument):
         form = f"{name}:<{builtin.argument}>" if builtin.argument else name
@@ -103,23 +127,18 @@ def _make_builtin(id: str, builtin: _Builtin, chosen: str | None, arguments: dic
     for module, package in builtin.needs.items():
         _require(id, module, package, builtin.remedy)
     module_name, _, callable_name = builtin.place.partition(":")
-    factory = getattr(importlib.import_module(f"{_OURS}.{module_name}"), callable_name)
-    if chosen:
-        if builtin.argument in arguments:
-            raise ConfigError(f"kwargs.{builtin.argument} of simulator {id!r}: its id says that already")
-        arguments[builtin.argument] = chosen
-    return _made(id, factory, arguments)
+    return getattr(importlib.import_module(f"{_OURS}.{module_name}"), callable_name)
 
 
-def _make_by_path(id: str, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def _factory_by_path(id: str) -> Callable[..., Any]:
     path = id if ".py:" in id else id.replace(":", ".")
     factory = load_attribute(path, "simulator")
     if not callable(factory):
         raise ConfigError(f"simulator {id!r} is a {type(factory).__name__}: name something that can be called")
-    return _made(id, factory, arguments)
+    return factory
 
 
-def _make_by_gymnasium(id: str, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def _gymnasium_spec(id: str) -> EnvSpec:
     module, colon, name = id.partition(":")
     if colon:
         try:
@@ -133,10 +152,20 @@ def _make_by_gymnasium(id: str, arguments: dict[str, Any]) -> gymnasium.Env[Any,
             f"simulator {id!r} is unknown{nearest(id, known)}: it is a built-in id ({', '.join(simulator_ids())}), an "
             "id that Gymnasium knows, or package.module:callable"
         )
+    return spec
+
+
+def _creator(id: str, spec: EnvSpec) -> Callable[..., Any]:
     try:
-        creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
+        return spec.entry_point if callable(spec.entry_point) else load_env_creator(str(spec.entry_point))
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+        raise ConfigError(f"simulator {id!r} needs a package that is not installed: {error}") from error
+
+
+def _made_by_gymnasium(id: str, spec: EnvSpec, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
         limits = {_STEP_LIMIT: arguments.pop(_STEP_LIMIT)} if _STEP_LIMIT in arguments else {}
-        _check_arguments(id, creator, {**spec.kwargs, **arguments})
+        _check_arguments(id, _creator(id, spec), {**spec.kwargs, **arguments})
         return gymnasium.make(spec, disable_env_checker=True, **limits, **arguments)
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
         raise ConfigError(f"simulator {id!r} needs a package that is not installed: {error}") from error

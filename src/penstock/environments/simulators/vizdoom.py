@@ -27,9 +27,9 @@ import numpy as np
 import vizdoom
 from vizdoom.gymnasium_wrapper.base_gymnasium_env import VizdoomEnv
 
-from penstock.environments.importing import nearest
 from penstock.environments.simulators.processes import command_line, descendants
 from penstock.types import ConfigError
+from penstock.types.importing import nearest
 
 _RESOLUTIONS = ("160X120", "200X150", "256X192", "320X240", "400X300", "512X384", "640X480", "800X600")
 _SHARED_MEMORY = Path("/dev/shm")

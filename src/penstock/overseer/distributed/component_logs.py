@@ -13,6 +13,8 @@ from pathlib import Path
 
 from penstock.overseer.distributed.records import Identity
 from penstock.rundir import JsonLinesLog
+from penstock.rundir.logs import open_unlinked
+from penstock.types import RunDirectoryError
 
 
 def open_component_logs(directory: Path, identity: Identity) -> None:
@@ -26,7 +28,7 @@ def open_component_logs(directory: Path, identity: Identity) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         handler = ComponentLog(directory / f"{identity.name}.jsonl", identity.incarnation)
         _redirect_output(directory / f"{identity.name}.out")
-    except OSError as error:
+    except (OSError, RunDirectoryError) as error:
         logging.getLogger(__name__).warning("no logs of %s: %s", identity, error)
         return
     root = logging.getLogger()
@@ -74,7 +76,7 @@ class ComponentLog(logging.Handler):
 
 def _redirect_output(path: Path) -> None:
     """Both streams into one file, below Python: native code prints there, too."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_unlinked(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()

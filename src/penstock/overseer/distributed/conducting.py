@@ -26,7 +26,7 @@ from penstock.overseer.distributed.scaling import ScaleDesk
 from penstock.overseer.distributed.script import Stage, Turns
 from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.distributed.updates import UpdateLog
-from penstock.overseer.result_rows import Results, read_results, read_stats, write_results
+from penstock.overseer.result_rows import Results, read_results, read_stats, require_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.run_opening import step_of
 from penstock.replay import Lineages, salvage_logs
@@ -194,7 +194,7 @@ class ProcessConductor(Generic[AnyConfig]):
             "components": self._seen.components,
             "ledger": replay.get("ledger", {}),
             "lessons": replay.get("lessons", {}),
-            "waiting_for": replay.get("waiting_for", ""),
+            "waiting_for": "; ".join(filter(None, (self._log.no_room, replay.get("waiting_for", "")))),
             "bottleneck": self._updates.bottleneck,
             "rollout_storage": replay.get("rollout_storage", {}),
             "groups": {"failed": self._seen.failed_groups, "last_failure": self._seen.last_failure},
@@ -203,8 +203,8 @@ class ProcessConductor(Generic[AnyConfig]):
 
     # --- what a subclass knows -------------------------------------------------------------------------------------
 
-    def _units_per_s(self) -> float:
-        """The speed that the view shows."""
+    def _units_per_s(self) -> float | None:
+        """The speed that the view shows; None where it is not known yet."""
         raise NotImplementedError
 
     def _metrics_of(self, results: Results) -> dict[str, float]:
@@ -289,8 +289,9 @@ class ProcessConductor(Generic[AnyConfig]):
         step = yield from self._stage.until(self._learner_step)
         rows = yield from self._ending_with_the_run(self._stage.task("evaluator-0", "evaluate", step))
         results = read_stats(rows)
-        self._log.metrics(step, self._metrics_of(results))
-        self._log.event("evaluation", when=when, reward={k: stats.reward_mean for k, stats in results.items()})
+        self._log.evaluation(when, step, results, self._metrics_of(results))
+        if when == "after":
+            require_results(results, self._directory.path)
         return results
 
     def _learner_step(self) -> int | None:

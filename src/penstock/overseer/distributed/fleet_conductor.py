@@ -51,7 +51,7 @@ class DistributedFleetConductor(ProcessConductor[FleetRunConfig]):
         super().__init__(plan, launcher, log, self._fleet_updates)
         self._workers = plan.settings.config.fleet.workers
 
-    def _units_per_s(self) -> float:
+    def _units_per_s(self) -> float | None:
         return self._fleet_updates.steps_per_s
 
     def _metrics_of(self, results: Results) -> dict[str, float]:

@@ -45,6 +45,7 @@ def clock_of(worker: Machine, replay: Replay) -> RunClock:
     return RunClock(replay, lambda: worker.wall, lambda: worker.steady)
 
 
+@pytest.mark.attack
 def test_a_steady_clock_does_not_jump_with_the_machine(replay):
     replay.machine.pass_time(3.0)
     replay.machine.wall -= 36_000

@@ -64,6 +64,8 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             states = read_states(settings.checkpoint)
             self._buffer.restore(states["replay"])
             self._reports.statistics.restore(states["statistics"])
+        elif settings.lineage:
+            self._buffer.begin_anew()
         self._workers: dict[str, Identity] = {}
         self._ended: set[str] = set()
         for method in SERVED:

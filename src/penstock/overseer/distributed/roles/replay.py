@@ -117,6 +117,8 @@ class ReplayRole(ThreadedComponent):
             self._curriculum.restore(states["curriculum"])
             issuer.restore(states["issuer"])
             buffer.restore(states["replay"])
+        elif lineage:
+            buffer.begin_anew()
         self._buffer, self._issuer = buffer, issuer
         self._serving = self._admitting = False
         self._alive: set[Identity] = set()

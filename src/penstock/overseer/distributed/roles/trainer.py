@@ -203,6 +203,7 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
+        self.settings.directory.check_is_there()
         try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
             self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
         except UnreachableError:

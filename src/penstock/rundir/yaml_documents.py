@@ -1,22 +1,28 @@
-"""YAML as users of recipes expect it: ``1e-3`` is a number, ``no`` is a word, a repeated key is a mistake.
+"""The one reader of config files, recipes and run directories' alike, whoever wrote them.
 
-PyYAML follows YAML 1.1, in which ``1e-3`` is text, ``no`` is false, ``1:30`` is 90 and the last of two equal keys
-silently wins. Here scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), with
-``1_000`` allowed. Only plain data can be written: no tags, no Python objects. A document whose references would make
-it huge when written out is refused before anything is made of it.
+``1e-3`` is a number, ``no`` is a word, a repeated key is a mistake: PyYAML follows YAML 1.1, in which ``1e-3`` is
+text, ``no`` is false, ``1:30`` is 90 and the last of two equal keys silently wins. Here scalars follow the core schema
+of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), with ``1_000`` allowed. Only plain data can be written: no
+tags, no Python objects. What would take long to read, or be huge when its references are written out, is refused
+before anything is made of it.
 """
 
 import re
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from penstock.rundir.shallow_yaml import ShallowLoader
 from penstock.types import ConfigError
 
+MOST_BYTES = 4 << 20
+"""Of one file."""
 MOST_NODES = 100_000
 """Of one document, every reference written out."""
+MOST_BRACKETS = 200
+"""That may be open at the same time: PyYAML looks at every open bracket for every one that follows, so a hundred
+thousand of them take it most of a minute."""
 
 _SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -31,10 +37,26 @@ _SCALARS = (
 )
 
 
-class _Loader(ShallowLoader):
-    """Safe loader with YAML 1.2 scalars that refuses repeated keys."""
+class _Loader(yaml.SafeLoader):
+    """Safe loader with YAML 1.2 scalars that refuses repeated keys, deep nesting and what is too long."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    _written_nodes = 0
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803
+        """Called by the scanner at every opening bracket."""
+        if self.flow_level >= MOST_BRACKETS:
+            raise yaml.MarkedYAMLError(
+                problem=f"it is nested too deeply: more than {MOST_BRACKETS} brackets", problem_mark=self.get_mark()
+            )
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Called at every node; a long document ends here, before the rest of it is read."""
+        self._written_nodes += 1
+        if self._written_nodes > MOST_NODES:
+            raise yaml.MarkedYAMLError(problem=f"it has more than {MOST_NODES} entries", problem_mark=self.get_mark())
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -62,6 +84,32 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Reads a config file.
+
+    Raises:
+        OSError: of the system.
+        ConfigError: it is too long, not UTF-8, or not a YAML mapping; see `parse_yaml`.
+    """
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{path} has more than {MOST_BYTES >> 20} MiB: no config is that long")
+    try:
+        return parse_mapping(content.decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def parse_mapping(text: str, source: str) -> dict[str, Any]:
+    """Reads a document that holds a mapping; see `parse_yaml`."""
+    values = parse_yaml(text, source)
+    if not isinstance(values, dict):
+        found = "empty" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{source} is {found}: a recipe is a YAML mapping of keys to values")
+    return values
 
 
 def parse_yaml(text: str, source: str) -> Any:

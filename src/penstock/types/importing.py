@@ -1,6 +1,7 @@
 """Importing what a config names by dotted path or file, with errors that a person can act on.
 
-Kept light (standard library only), because every reward process begins with it.
+`locate` says beforehand which file that would be. Kept light (standard library only), because every reward process
+begins with it.
 """
 
 import difflib
@@ -9,7 +10,8 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,20 +22,23 @@ from penstock.types import ConfigError
 def load_attribute(path: str, field: str) -> Any:
     """Imports what a dotted path, or ``path/to/file.py:name``, stands for.
 
-    Modules beside the current directory are found as they are by ``python -m``.
+    Modules beside the current directory are found as they are by ``python -m``. A file, too, is imported once in a
+    process, as a module that is called by its whole path.
 
     Args:
-        path: For example ``my_package.rewards.exact`` or ``rewards.py:exact``.
+        path: For example ``my_package.rewards.exact``, ``my_package.rewards:exact`` or ``rewards.py:exact``.
         field: The config field, for the message.
 
     Raises:
         ConfigError: no such file, module or attribute, or the module's import failed.
     """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         module = _import_file(Path(file).expanduser(), path, field)
     else:
-        module_name, _, name = path.rpartition(".")
+        module_name, _, name = path.rpartition(":" if ":" in path else ".")
         if not module_name or not name:
             raise ConfigError(f"{field} {path!r} is not a path: write package.module.Name or path/to/file.py:Name")
         module = _import_module(module_name, path, field)
@@ -41,7 +46,42 @@ def load_attribute(path: str, field: str) -> Any:
         return getattr(module, name)
     except AttributeError as error:
         names = [known for known in dir(module) if not known.startswith("_")]
-        raise ConfigError(f"{field} {path!r}: {module.__name__} has no {name!r}{nearest(name, names)}") from error
+        raise ConfigError(f"{field} {path!r}: {_called(module)} has no {name!r}{nearest(name, names)}") from error
+
+
+def locate(path: str) -> str | None:
+    """The file that `load_attribute` would import, found without importing anything.
+
+    Returns:
+        Its path, ``built-in`` for what is compiled into Python, or None where nothing is found.
+    """
+    if ".py:" in path:
+        file = Path(os.path.expanduser(path.rpartition(":")[0])).absolute()
+        return str(file) if file.is_file() else None
+    spec, places = None, None
+    parts = path.rpartition(":" if ":" in path else ".")[0].split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+        if places is None and end < len(parts):
+            return None
+    return None if spec is None else spec.origin or ", ".join(places or [])
+
+
+def _find(module: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Asks Python's finders, as an import does; `places` are those of its package, which is not imported either."""
+    known = sys.modules.get(module)
+    if known is not None and known.__spec__ is not None:
+        return known.__spec__
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module, places)
+        if spec is not None:
+            return spec
+    return PathFinder.find_spec(module, [os.getcwd()]) if places is None else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -50,24 +90,32 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
+def _called(module: ModuleType) -> str:
+    return Path(module.__name__).name
+
+
 def _import_file(file: Path, path: str, field: str) -> ModuleType:
     if not file.is_file():
         siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"{field} {path!r}: no file {file.absolute()}{nearest(file.name, siblings)}")
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = str(file.resolve())  # no module is called so, whatever the file is
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"{field} {path!r}: {file} cannot be imported as Python")
-    module = importlib.util.module_from_spec(module_spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
         raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
     return module
 
 
 def _import_module(module_name: str, path: str, field: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,0 +1,81 @@
+"""What a recorded config has imported is said, key by key; tests/cli/test_trust.py has the commands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.overseer.config_loading import apply_overrides, build_config, load_config, recipe_summaries
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.named_code import EVALUATED, named_code
+
+CATS = "curriculum.lessons.cats.environment"
+
+
+def said(values, sections=None) -> dict[str, str]:
+    return {code.key: code.value for code in named_code(values, sections)}
+
+
+def test_the_recipes_that_ship_name_no_other_code():
+    for name in recipe_summaries():
+        assert named_code(load_config(name).dump()) == [], name
+
+
+@pytest.mark.attack
+def test_every_key_of_a_language_run_that_names_code_is_said():
+    words = [
+        f"{CATS}.env_class=json.decoder.JSONDecoder", f"{CATS}.env_args={{reward: 'rewards.py:exact', path: x}}",
+        "replay.batch_maker.name=mine:Maker", "replay.batch_makers={cats: {name: 'theirs.py:Maker'}}", "runtime=ray",
+        "ray.address=10.0.0.7:6379", "ray.runtime_env={working_dir: /x}", "roles={learner: {env: {LD_PRELOAD: /x.so}}}",
+    ]  # fmt: skip
+    values = load_config("cats", words).dump()
+    assert said(values) == {
+        f"{CATS}.env_class": "json.decoder.JSONDecoder",
+        f"{CATS}.env_args.reward": "rewards.py:exact",
+        "replay.batch_maker.name": "mine:Maker",
+        "replay.batch_makers.cats.name": "theirs.py:Maker",
+        "ray.address": "10.0.0.7:6379",
+        "ray.runtime_env": "{'working_dir': '/x'}",
+        "roles.learner.env": "{'LD_PRELOAD': '/x.so'}",
+    }
+    assert said(values, EVALUATED).keys() == {f"{CATS}.env_class", f"{CATS}.env_args.reward"}
+    assert not [key for key in said({**values, "runtime": "local"}) if key.startswith(("ray", "roles"))]
+    first, second, *_ = named_code(values)
+    assert first.place.endswith("/json/decoder.py") and str(second).endswith(": rewards.py:exact (not found)")
+
+
+@pytest.mark.attack
+def test_every_key_of_a_fleet_run_that_names_code_is_said():
+    ids = {"a": "CartPole-v1", "b": "atari:pong", "c": "worlds:make", "d": "my/worlds.py:make", "e": "worlds:Name-v0",
+           "f": "penstock.py:make"}  # fmt: skip
+    tasks = {name: {"id": id} for name, id in ids.items()}
+    tasks["g"] = {"id": "minecraft", "kwargs": {"callbacks": ["mine.rewards.Log", {"path": "mine.tasks.Dig"}]}}
+    values = build_config(FleetRunConfig, {"steps": 1, "fleet": {"tasks": tasks, "envs_per_worker": 16}}).dump()
+    assert said(values) == {
+        "fleet.tasks.c.id": "worlds:make", "fleet.tasks.d.id": "my/worlds.py:make",
+        "fleet.tasks.e.id": "worlds:Name-v0", "fleet.tasks.f.id": "penstock.py:make",
+        "fleet.tasks.g.kwargs.callbacks.0": "mine.rewards.Log",
+        "fleet.tasks.g.kwargs.callbacks.1.path": "mine.tasks.Dig",
+    }  # fmt: skip
+
+
+def test_a_value_of_megabytes_is_cut():
+    values = apply_overrides(load_config("cats").dump(), ["runtime=ray", f"ray.runtime_env={{a: {'x' * 9999}}}"])
+    assert len(said(values)["ray.runtime_env"]) == 300
+
+
+def test_whoever_imports_what_a_config_names_is_known():
+    """Another place that imports by name has a key of its own, which `CODE_KEYS` must hold."""
+    root = Path(penstock.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if path.name != "__init__.py"
+        and re.search(r"\b(load_attribute|import_module|spec_from_file_location|__import__|runpy)\(", path.read_text())
+    }
+    assert found == {
+        "batch/making.py", "environments/jsonl.py", "environments/loading.py", "environments/reward_worker.py",
+        "environments/simulators/minecraft.py", "environments/simulators/registry.py",
+        "overseer/doctor.py", "types/importing.py",
+    }  # fmt: skip

@@ -1,0 +1,32 @@
+"""What the log of a run tells the user at once."""
+
+from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import Progress
+from penstock.rundir import RunDirectory, read_events
+
+
+def _log(path):
+    config = FleetRunConfig.model_validate({"steps": 1, "fleet": {"tasks": {"pole": {"id": "CartPole-v1"}}}})
+    return RunLog(RunDirectory.create(path, config.dump()), config, Progress("test", 1, 1))
+
+
+def test_a_death_of_a_component_is_one_line(tmp_path):
+    log = _log(tmp_path / "run")
+    log.event("component_death", component="rollout-1", incarnation=0, reason="its process was\n killed")
+    log.close()
+    assert list(log.progress.notes) == ["rollout-1 died: its process was killed"]
+    (event,) = read_events(tmp_path / "run" / "events.jsonl")
+    assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
+
+
+def test_failures_of_simulators_are_counted_and_those_of_nurseries_told_once(tmp_path):
+    log = _log(tmp_path / "run")
+    for worker in ("fleet-0", "fleet-1"):
+        log.simulators_event("nursery_ready", {"worker": worker, "troubles": {"own.py:make": "it starts a thread"}})
+    assert log.progress.noted == 1 and log.failures == 0
+    log.simulators_event("simulator_failed", {"task": "own", "reason": "it was ended by SIGSEGV"})
+    log.simulators_event("simulator_fault", {"task": "own", "steps": 3, "reason": "its reward is nan"})
+    log.close()
+    assert log.failures == 4 and log.last_failure == "a simulator failed (task own): its reward is nan"
+    assert log.progress.noted == 3
