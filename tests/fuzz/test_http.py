@@ -17,7 +17,7 @@ import pytest
 from tests.fuzz.fuzzing import COUNTS, LIMIT_S, damaged, fuzz, json_bytes
 from tests.inference.served import served, withstands, write_checkpoint
 
-from penstock.inference import Access, EngineConfig, HttpServer, InferenceEngine, create_app
+from penstock.inference import AccessRules, EngineConfig, HttpServer, InferenceEngine, create_app
 from penstock.model.language import Decoder, ModelConfig
 from penstock.text import Tokenizer
 from penstock.types import WeightVersion
@@ -73,7 +73,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return create_app(engine, Tokenizer.load("penstock"), "tiny", Access(TOKEN, max_body_bytes=MAX_BODY_BYTES))
+    return create_app(engine, Tokenizer.load("penstock"), "tiny", AccessRules(TOKEN, max_body_bytes=MAX_BODY_BYTES))
 
 
 def make_request(rng):

@@ -13,7 +13,7 @@ import pytest
 from tests.certificates import write_certificate
 from tests.waiting import wait_until
 
-from penstock.inference import Access, HttpServer, create_app
+from penstock.inference import AccessRules, HttpServer, create_app
 from penstock.inference import access as module
 from penstock.inference.server_request import largest_body_bytes
 
@@ -39,7 +39,7 @@ def app(served_engine, codec):
 
 @pytest.fixture
 def guarded(served_engine, codec):
-    return create_app(served_engine, codec, "tiny", Access(TOKEN))
+    return create_app(served_engine, codec, "tiny", AccessRules(TOKEN))
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def status_under(url, host, **headers):
 )
 def test_without_a_token_only_names_of_this_machine_are_answered(served_engine, codec, host, status):
     """A page whose name was made to point here (DNS rebinding) says that name."""
-    with running(create_app(served_engine, codec, "tiny", Access(host="Penstock.test"))) as server:
+    with running(create_app(served_engine, codec, "tiny", AccessRules(host="Penstock.test"))) as server:
         assert status_under(server.url, host, origin="http://evil.example") == status
         refused = httpx.post(f"{server.url}/v1/completions", json=ASKED, headers={"host": "evil.example"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (421, "unknown_host")
@@ -126,7 +126,7 @@ def test_the_bodys_limit_is_256_kib_or_what_a_runs_own_clients_send(app, guarded
     """Of a longer sequence the limit is larger; a given one goes before both."""
     spaces = b" " * 262_144
     known = largest_body_bytes(served_engine.config.max_seq_len, codec.vocab_size)
-    given = create_app(served_engine, codec, "tiny", Access(max_body_bytes=300_000))
+    given = create_app(served_engine, codec, "tiny", AccessRules(max_body_bytes=300_000))
     for app_, most, headers in (
         (app, 262_144, {}), (guarded, known, {"authorization": f"Bearer {TOKEN}"}), (given, 300_000, {}),
     ):  # fmt: skip
@@ -142,7 +142,7 @@ def test_the_bodys_limit_is_256_kib_or_what_a_runs_own_clients_send(app, guarded
 @pytest.mark.attack
 def test_a_larger_body_may_not_be_intricate(served_engine, codec):
     """Whatever limit was given: parsing holds the interpreter."""
-    with running(create_app(served_engine, codec, "tiny", Access(max_body_bytes=8 << 20))) as server:
+    with running(create_app(served_engine, codec, "tiny", AccessRules(max_body_bytes=8 << 20))) as server:
         for content in ("[" + "{}," * 1_390_000 + "1]", "[" + "1," * 2_000_000 + "1]", '{"a":' * 100_000):
             headers = {"content-type": "application/json"}
             answer = httpx.post(f"{server.url}/tokenize", content=content.encode(), headers=headers)

@@ -5,7 +5,7 @@ import pytest
 from tests.inference.fake_servers import serving
 
 from penstock.inference import (
-    Access,
+    AccessRules,
     EngineContext,
     HttpServer,
     RemoteContext,
@@ -33,7 +33,7 @@ start = pytest.fixture(serving)
 
 @pytest.fixture(scope="module")
 def remote(served_engine, codec):
-    server = HttpServer(create_app(served_engine, codec, "policy", Access(TOKEN)))
+    server = HttpServer(create_app(served_engine, codec, "policy", AccessRules(TOKEN)))
     server.start()
     pool = ServerPool(TOKEN, request_timeout_s=60.0)
     pool.set_servers([Server("inference-0", 0, server.url)])

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from penstock.inference import Access, GenerationRequest, HttpServer, create_app
+from penstock.inference import AccessRules, GenerationRequest, HttpServer, create_app
 from penstock.types import Decoding, fold
 
 TOKEN = "a test's token"
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def url(served_engine, codec):
-    app = create_app(served_engine, codec, "tiny", Access(TOKEN, max_body_bytes=10_000, max_waiting=2))
+    app = create_app(served_engine, codec, "tiny", AccessRules(TOKEN, max_body_bytes=10_000, max_waiting=2))
     server = HttpServer(app)
     server.start()
     yield server.url

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.inference.access import Access
+    from penstock.inference.access import AccessRules
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.inference.serving import HttpServer, serve
 
 _EXPORTS = {
-    "Access": "access",
+    "AccessRules": "access",
     "EngineConfig": "config",
     "EngineContext": "context",
     "GenerationRequest": "requests",
@@ -33,7 +33,7 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Access", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine", "RemoteContext",
+    "AccessRules", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine", "RemoteContext",
     "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 

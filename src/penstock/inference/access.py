@@ -70,7 +70,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[0-9a-z._-]{1,253})(?::([0-9]{1,5}))?
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessRules:
     """Who may ask a server, and how much at once.
 
     Attributes:

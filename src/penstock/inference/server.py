@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from penstock.inference.access import Access
+from penstock.inference.access import AccessRules
 from penstock.inference.answers import chat_answer, completion_answer
 from penstock.inference.api_errors import ApiError, respond
 from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, folded_seeds, read_body
@@ -51,7 +51,7 @@ _Result = TypeVar("_Result")
 
 
 def create_app(
-    engine: InferenceEngine, tokenizer: TextCodec, model_name: str, access: Access | None = None
+    engine: InferenceEngine, tokenizer: TextCodec, model_name: str, access: AccessRules | None = None
 ) -> Starlette:
     """Makes the application.
 
@@ -71,7 +71,9 @@ def create_app(
         Route("/tokenize", api.tokenize, methods=["POST"]),
     ]
     handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
-    middleware = (access or Access()).middleware(largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size))
+    middleware = (access or AccessRules()).middleware(
+        largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size)
+    )
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 

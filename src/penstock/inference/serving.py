@@ -17,7 +17,7 @@ from penstock.inference.access import (
     KEEP_ALIVE_S,
     MOST_ACCEPTED_AT_ONCE,
     MOST_HEADER_BYTES,
-    Access,
+    AccessRules,
     BoundedConnection,
 )
 from penstock.inference.config import ServeConfig, is_loopback
@@ -195,7 +195,7 @@ def serve(
     engine_config = config.engine.model_copy(update={"max_seq_len": room})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
-    access = Access(config.token, config.host, config.max_body_bytes, config.max_waiting)
+    access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)
     app = create_app(engine, tokenizer, name, access)
     server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.inference import Access, HttpServer, InferenceEngine, create_app
+from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.distributed.component import Surroundings
@@ -34,7 +34,9 @@ class InferenceRole(ThreadedComponent):
         self._decoder = load_policy(config.model, config.seed, tokenizer)
         self._engine = InferenceEngine(self._decoder, WeightVersion(-1, 0), tokenizer, config.inference)
         served = config.inference
-        app = create_app(self._engine, tokenizer, MODEL_NAME, Access(settings.token, max_waiting=served.max_waiting))
+        app = create_app(
+            self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
+        )
         self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
         self._replay = around.caller("replay-0")
         self._client: WeightClient | None = None

@@ -112,20 +112,24 @@ class ReplayRole(ThreadedComponent):
             needs_clearance=replay.synchronous,
             on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
         )
-        if settings.checkpoint is not None:
-            states = read_states(settings.checkpoint)
-            self._curriculum.restore(states["curriculum"])
-            issuer.restore(states["issuer"])
-            buffer.restore(states["replay"])
-        elif lineage:
-            buffer.begin_anew()
         self._buffer, self._issuer = buffer, issuer
+        self._restore(settings)
         self._serving = self._admitting = False
         self._alive: set[Identity] = set()
         for method in SERVED:
             setattr(self, method, self._handling.of(getattr(self._service, method)))
         for method in WAITED_IN:
             setattr(self, method, getattr(self._service, method))
+
+    def _restore(self, settings: Settings) -> None:
+        """Takes up the checkpoint's state; a later life without one settles what the earlier ones began."""
+        if settings.checkpoint is not None:
+            states = read_states(settings.checkpoint)
+            self._curriculum.restore(states["curriculum"])
+            self._issuer.restore(states["issuer"])
+            self._buffer.restore(states["replay"])
+        elif settings.lineage:
+            self._buffer.begin_anew()
 
     def start(self) -> None:
         """See `Component.start`."""
