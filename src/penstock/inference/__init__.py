@@ -33,8 +33,8 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "AccessRules", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine", "RemoteContext",
-    "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
+    "AccessRules", "EngineConfig", "EngineContext", "GenerationRequest", "HttpServer", "InferenceEngine",
+    "RemoteContext", "ScriptedContext", "ServeConfig", "Server", "ServerPool", "create_app", "serve",
 ]  # fmt: skip
 
 
