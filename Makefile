@@ -42,8 +42,8 @@ lint: $(STAMP)
 test: lint
 	XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
 
-test-slow: $(STAMP)
-	$(BIN)/pytest -m "(slow or attack) and not ray" --ignore=tests/fuzz
+test-slow: $(RAY_STAMP)
+	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz
 
 fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz

@@ -31,7 +31,7 @@ class NoFiles:
     """
 
     def __init__(self, fate_log: FateLog | None = None) -> None:
-        self.lineages = Lineages(Path(os.devnull))
+        self.lineages = Lineages(Path(os.devnull) / "none")
         self._fate_log = fate_log
 
     def open_ledger(self, lineage: int = 0) -> Ledger:

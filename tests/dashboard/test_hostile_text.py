@@ -24,10 +24,8 @@ def hostile(word: str) -> str:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """One group of two in a run of which every text is hostile."""
-    directory = RunDirectory.create(
-        tmp_path_factory.mktemp("runs") / hostile("run").replace("/", "|"),
-        {"model": {"tokenizer": hostile("tokenizer")}},
-    )
+    folder = tmp_path_factory.mktemp("runs")
+    directory = RunDirectory.create(folder / "run", {"model": {"tokenizer": hostile("tokenizer")}})
     records = []
     for index, record in enumerate(group("g-0-0", [("dog", 0.0), ("cat", 1.0)])):
         made = record.rollout
@@ -52,7 +50,7 @@ def run_dir(tmp_path_factory):
         )
         log.close()
     directory.write_status({"state": hostile("status"), "step": hostile("step"), "steps": hostile("steps")})
-    return directory.path
+    return directory.path.rename(folder / hostile("run").replace("/", "|"))  # no run begins under such a name
 
 
 @pytest.mark.attack

@@ -51,8 +51,8 @@ def test_an_empty_batch_is_a_defined_result(manager: RolloutManager):
     empty = managing(manager, OneMethodEnvironment(lambda: ([], {"problems_left": 0.0})))
     batch, metrics = empty.sample_batch("cats", 1, 3)
     assert (batch.groups, batch.metadata, metrics) == ((), None, {"problems_left": 0.0})
-    stats, _ = empty.evaluate_lesson("cats")
-    assert (stats.rollouts, stats.reward_mean) == (0, 0.0)
+    with pytest.raises(EnvironmentFailure, match="lesson 'cats' gave no group for"):
+        empty.evaluate_lesson("cats")  # no rollouts have no mean
 
 
 def test_an_environment_that_raises_is_a_failed_group_with_its_name(manager: RolloutManager):

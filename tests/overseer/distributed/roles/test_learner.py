@@ -31,7 +31,7 @@ def weights(step: int) -> dict[str, np.ndarray]:
 @pytest.fixture
 def role(tmp_path):
     config = load_config("cats", ["runtime=ray"])
-    role = LearnerRole(Lonely("learner"), Settings(config, RunDirectory(tmp_path), "0" * 64))
+    role = LearnerRole(Lonely("learner"), Settings(config, RunDirectory.create(tmp_path / "run", {}), "0" * 64))
     yield role
     role.stop(LIMIT_S)
 
