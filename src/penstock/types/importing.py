@@ -32,8 +32,7 @@ def load_attribute(path: str, field: str) -> Any:
     Raises:
         ConfigError: no such file, module or attribute, or the module's import failed.
     """
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    _search_working_directory()
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         module = _import_file(Path(file).expanduser(), path, field)
@@ -41,12 +40,37 @@ def load_attribute(path: str, field: str) -> Any:
         module_name, _, name = path.rpartition(":" if ":" in path else ".")
         if not module_name or not name:
             raise ConfigError(f"{field} {path!r} is not a path: write package.module.Name or path/to/file.py:Name")
-        module = _import_module(module_name, path, field)
+        module = load_module(module_name, path, field)
     try:
         return getattr(module, name)
     except AttributeError as error:
         names = [known for known in dir(module) if not known.startswith("_")]
         raise ConfigError(f"{field} {path!r}: {_called(module)} has no {name!r}{nearest(name, names)}") from error
+
+
+def load_module(module_name: str, path: str, field: str) -> ModuleType:
+    """Imports a module; those beside the current directory are found, too.
+
+    Args:
+        module_name: Of the module.
+        path: What the config says, of which this is a part.
+        field: The config field, for the message.
+
+    Raises:
+        ConfigError: there is none, it needs another that is missing, or its import failed.
+    """
+    _search_working_directory()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{field} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
+        hint = nearest(module_name, _siblings(error.name))
+        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{hint}") from error
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def locate(path: str) -> str | None:
@@ -90,6 +114,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
+def _search_working_directory() -> None:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 def _called(module: ModuleType) -> str:
     return Path(module.__name__).name
 
@@ -113,20 +142,6 @@ def _import_file(file: Path, path: str, field: str) -> ModuleType:
             raise
         raise ConfigError(f"{field} {path!r}: importing {file} raised {type(error).__name__}: {error}") from error
     return module
-
-
-def _import_module(module_name: str, path: str, field: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{field} {path!r}: importing {module_name} needs {error.name!r}: install it") from error
-        hint = nearest(module_name, _siblings(error.name))
-        raise ConfigError(f"{field} {path!r}: no module named {error.name!r}{hint}") from error
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"{field} {path!r}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _siblings(missing: str) -> list[str]:

@@ -131,7 +131,7 @@ def test_a_module_may_register_an_id_with_gymnasium():
         ("tests.environments.simulators.own_simulators:SIZE", {}, "is a int"),
         ("tests.environments.simulators.own_simulators:make_sized", {}, r"kwargs\.size is missing"),
         ("no_such_package.worlds:make", {}, "no module named 'no_such_package'"),
-        ("no_such_package.worlds:Name-v0", {}, "importing no_such_package.worlds raised"),
+        ("no_such_package.worlds:Name-v0", {}, "no module named 'no_such_package'"),
     ],
 )
 def test_what_is_wrong_is_said(id, kwargs, message):

@@ -15,7 +15,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from penstock.types import ConfigError
-from penstock.types.importing import load_attribute, nearest
+from penstock.types.importing import load_attribute, load_module, nearest
 
 _OURS = "penstock.environments.simulators"
 _STEP_LIMIT = "max_episode_steps"
@@ -141,10 +141,7 @@ def _factory_by_path(id: str) -> Callable[..., Any]:
 def _gymnasium_spec(id: str) -> EnvSpec:
     module, colon, name = id.partition(":")
     if colon:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"simulator {id!r}: importing {module} raised {error}") from error
+        load_module(module, id, "simulator")
     spec = gymnasium.registry.get(name if colon else id)
     if spec is None:
         known = [*_CLASSICS, *_BUILTINS, *gymnasium.registry]
