@@ -1,9 +1,9 @@
 """Reward functions that misbehave fail their own group, visibly, and give no group the rewards of another."""
 
-import os
 import random
-import resource
 import select
+import subprocess
+import sys
 import threading
 import time
 
@@ -150,24 +150,34 @@ def test_a_gigabyte_without_a_newline_costs_no_memory(tmp_path):
     process.kill()
 
 
+DESCRIPTORS = """
+import os, resource
+from penstock.environments.reward_process import RewardProcess
+from penstock.types import EnvironmentFailure
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+many = [os.open(os.devnull, os.O_RDONLY)]
+while many[-1] < 1100:
+    many.append(os.open(os.devnull, os.O_RDONLY))
+process = RewardProcess(FUNCTION, 60.0)
+print(process.score({"completions": ["a"]}, 20.0))
+process.kill()
+resource.setrlimit(resource.RLIMIT_NOFILE, (many[-1] + 2, hard))
+try:
+    RewardProcess(FUNCTION, 60.0)
+except EnvironmentFailure as failure:
+    print(failure)
+"""
+
+
 @pytest.mark.attack
 def test_a_full_descriptor_table_is_named_and_high_descriptors_work():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    many = [os.open(os.devnull, os.O_RDONLY)]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-        while many[-1] < 1100:
-            many.append(os.open(os.devnull, os.O_RDONLY))
-        process = RewardProcess(FUNCTION, 60.0)
-        assert process.score(asking("", "a"), TIMEOUT_S) == [right_reward("a")]
-        process.kill()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (many[-1] + 2, hard))
-        with pytest.raises(EnvironmentFailure, match="too many open files: raise `ulimit -n`, or lower reward_proc"):
-            RewardProcess(FUNCTION, 60.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in many:
-            os.close(descriptor)
+    script = DESCRIPTORS.replace("FUNCTION", repr(FUNCTION))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    scored, refused = done.stdout.splitlines()
+    assert scored == str([right_reward("a")])
+    assert "too many open files: raise `ulimit -n`, or lower reward_processes" in refused
 
 
 def play(pool, seed, calls, misdeeds):

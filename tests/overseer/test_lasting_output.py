@@ -109,10 +109,20 @@ def test_a_dead_terminal_fails_no_command(tmp_path: Path):
 
 
 @pytest.mark.attack
-def test_a_full_standard_output_fails_no_command(tmp_path: Path):
+def test_a_full_standard_output_fails_no_run(tmp_path: Path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", TRAINS], stdout=full, stderr=full, cwd=tmp_path, timeout=120)
     assert done.returncode == 0
+
+
+@pytest.mark.attack
+def test_what_was_asked_for_and_cannot_be_written_is_an_error(tmp_path: Path):
+    script = "import sys; from penstock.cli import main; sys.exit(main(['recipes']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (1, "penstock: the output could not be written: No space left on device\n")
 
 
 def test_help_is_still_printed(capsys):

@@ -67,8 +67,13 @@ def _end_within(limit_s: float, code: int) -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     from penstock.overseer.lasting_output import lasting_output
 
-    with lasting_output():
-        return _exit_code(arguments)
+    with lasting_output() as output:
+        code = _exit_code(arguments)
+    command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    if code == 0 and command != "train" and output is not None and output.lost is not None:  # a run is in its files
+        print(f"penstock: the output could not be written: {output.lost.strerror}", file=sys.stderr)
+        return 1
+    return code
 
 
 def _exit_code(arguments: Sequence[str] | None) -> int:

@@ -1,8 +1,10 @@
 """Output streams whose reader may go away: a closed pipe, a dead terminal or a full disk fails no run.
 
-What can no longer be written is dropped. Not covered: output of child processes.
+What can no longer be written is dropped; where somebody still wanted it (a full disk), `lost` says so. Not covered:
+output of child processes.
 """
 
+import errno
 import io
 import os
 import sys
@@ -10,16 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+_READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
+
 
 class LastingOutput(io.TextIOBase):
     """A text stream that raises no error of its own.
 
     Args:
         stream: What is written to, as long as it takes anything.
+
+    Attributes:
+        lost: Why something was dropped that a reader waits for; None where nothing was, or the reader went away.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.lost: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -57,7 +65,9 @@ class LastingOutput(io.TextIOBase):
             write()
         except UnicodeEncodeError:
             raise
-        except (OSError, ValueError):  # gone, or closed
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in _READER_GONE and self.lost is None:
+                self.lost = error
             self._forget_reader()
 
     def _forget_reader(self) -> None:
@@ -76,10 +86,13 @@ def lasting(stream: TextIO | None) -> TextIO | None:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
+def lasting_output() -> Iterator[LastingOutput | None]:
     """Standard output and standard error are `LastingOutput` meanwhile; a standard stream that is closed leads nowhere.
 
     Otherwise the next file that is opened would take a closed one's number, and with it what libraries write there.
+
+    Yields:
+        Standard output.
     """
     for number in range(3):
         try:
@@ -89,7 +102,7 @@ def lasting_output() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(lasting, before)
     try:
-        yield
+        yield cast(LastingOutput | None, sys.stdout)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
