@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -34,14 +35,10 @@ def test_each_command_has_help_with_an_example(verb, capsys):
     assert f"Usage: penstock {verb}" in shown and f"Example: penstock {verb}" in shown
 
 
-def test_python_dash_m_is_the_same(penstock_process, monkeypatch, capsys):
-    import runpy
-
-    monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("penstock", run_name="__main__")
-    assert left.value.code == 0
-    assert capsys.readouterr().out == penstock_process("--version").stdout
+def test_python_dash_m_is_the_same():
+    words = [sys.executable, "-m", "penstock", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "penstock 0.1.0\n")
 
 
 def test_recipes_lists_each_with_its_first_comment(penstock):

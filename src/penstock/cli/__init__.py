@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        arguments: The words after ``penstock``; None takes the process's.
+        arguments: The words after ``penstock``; None takes the process's, which then ends within 20 s, whatever user
+            code left running in it.
 
     Returns:
         The exit code.

@@ -1,20 +1,19 @@
 """What connections and requests must pass before any handler sees them: who asks, under which name, how much, how long.
 
-What holds for requests is ASGI middleware, for every route alike. A body is read whole here, and bounded while it
-arrives: no handler parses, validates or encodes anything that did not pass. Bodies must be declared as JSON: a web page
-of another origin can then not post one without the browser asking the server first, which it refuses. A page that has
-the name of its own server point at this machine (DNS rebinding) is of the same origin: its `Host` gives it away, and
-where there is no token only names of this machine are answered.
+What holds for requests is ASGI middleware, for every route alike; no handler sees what did not pass. Bodies must be
+declared as JSON: a web page of another origin cannot post one without the browser asking first, which is refused. A page
+that has the name of its own server point at this machine (DNS rebinding) is of the same origin: its `Host` gives it
+away, and where there is no token only names of this machine are answered.
 
 Connections cost memory and descriptors before anybody has shown a token, so each phase of one has its time and their
-number its bounds. Where there is no room left for a new one, an old one that no request keeps busy makes it: who opens
-many and says nothing shuts nobody out.
+number its bounds; where there is no room for a new one, an old one that no request keeps busy makes it.
 """
 
 import asyncio
 import hmac
 import re
 import resource
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -59,6 +58,10 @@ DESCRIPTORS_KEPT = 128
 """Of those that the process may open, for everything but connections."""
 
 MOST_HEADER_BYTES = 16 * 1024
+DISCARD_S = 2.0
+MOST_DISCARDED_BYTES = 16 * 1024 * 1024
+"""Of the body of a request that is refused, within `DISCARD_S`."""
+
 MOST_CHUNKS = 1024
 """Of one body that is sent in chunks: each costs the event loop some 15 µs, however small it is."""
 
@@ -121,7 +124,7 @@ class KnownHost:
                 told = f"Host is {', '.join(named)!r:.100}" if named else "there is no Host header"
                 known = ", ".join(sorted(self._known))
                 message = f"{told}: without a token this server answers only as {known}; set a token to lift that"
-                await ApiError(421, message, code="unknown_host").response()(scope, receive, send)
+                await _refuse(ApiError(421, message, code="unknown_host"), scope, _Incoming(receive), send)
                 return
         await self._app(scope, receive, send)
 
@@ -150,7 +153,7 @@ class BearerToken:
             scope.setdefault("state", {})[TOKEN_SHOWN] = shown
             if not shown and scope["path"] != "/health":
                 refusal = ApiError(401, "missing or wrong token in the Authorization header", code="invalid_api_key")
-                await refusal.response()(scope, receive, send)
+                await _refuse(refusal, scope, _Incoming(receive), send)
                 return
         await self._app(scope, receive, send)
 
@@ -176,11 +179,12 @@ class BoundedPosts:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        incoming = _Incoming(receive)
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            body = await self._read(Headers(scope=scope), incoming)
             self._refuse_if_full()
         except ApiError as refusal:
-            await refusal.response()(scope, receive, send)
+            await _refuse(refusal, scope, incoming, send)
             return
         if body is None:
             return  # the client went away
@@ -195,9 +199,9 @@ class BoundedPosts:
         declared = headers.get("content-type", "").partition(";")[0].strip().lower()
         if declared != "application/json":
             raise ApiError(415, f"content-type is {declared!r}: it must be application/json")
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._most_bytes:
-            raise self._too_large()
+        too_large = ApiError(413, f"the body is larger than {self._most_bytes} bytes", code="request_too_large")
+        if _declared_bytes(headers) > self._most_bytes:
+            raise too_large
         body = bytearray()
         while True:
             message = await receive()
@@ -205,17 +209,45 @@ class BoundedPosts:
                 return None
             body += message.get("body", b"")
             if len(body) > self._most_bytes:
-                raise self._too_large()
+                raise too_large
             if not message.get("more_body", False):
                 _refuse_if_intricate(body)
                 return bytes(body)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._most_bytes} bytes", code="request_too_large")
-
     def _refuse_if_full(self) -> None:
         if self._unanswered >= self._most_unanswered:
             raise ApiError(429, f"{self._unanswered} requests are unanswered: try again later", code="overloaded")
+
+
+class _Incoming:
+    """A request's body as it comes in; `ended` says that nothing of it is left to come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.ended = receive, False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.ended = not message.get("more_body", False)
+        return message
+
+
+async def _refuse(refusal: ApiError, scope: Scope, incoming: _Incoming, send: Send) -> None:
+    """Answers once the rest of the body is here, and thrown away: a client that is cut off never reads why.
+
+    One that sends slowly, in chunks or too much, or waits to be asked for its body, is answered at once.
+    """
+    headers = Headers(scope=scope)
+    if "expect" not in headers and 0 < _declared_bytes(headers) <= MOST_DISCARDED_BYTES:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(DISCARD_S, BODY_S / 2)):
+                while not incoming.ended:
+                    await incoming()
+    await refusal.response()(scope, incoming, send)
+
+
+def _declared_bytes(headers: Headers) -> int:
+    length = headers.get("content-length", "")
+    return int(length[:20]) if length.isdecimal() else 0
 
 
 def _refuse_if_intricate(body: bytearray) -> None:
