@@ -1,9 +1,9 @@
 """What connections and requests must pass before any handler sees them: who asks, under which name, how much, how long.
 
 What holds for requests is ASGI middleware, for every route alike; no handler sees what did not pass. Bodies must be
-declared as JSON: a web page of another origin cannot post one without the browser asking first, which is refused. One
-that has its own server's name point at this machine (DNS rebinding) is of the same origin: its `Host` gives it away, and
-where there is no token only names of this machine are answered.
+declared as JSON: a web page of another origin cannot post one without the browser asking first, which is refused. A
+page whose own name points at this machine (DNS rebinding) is of the same origin: its `Host` gives it away, and where
+there is no token only names of this machine are answered.
 
 Connections cost memory and descriptors before anybody has shown a token, so each phase of one has its time and their
 number its bounds; where there is no room for a new one, an old one that no request keeps busy makes it.
