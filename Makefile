@@ -44,6 +44,7 @@ test: lint
 
 test-slow: $(RAY_STAMP)
 	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz
+	$(BIN)/pytest -m "attack and not slow" tests/fuzz
 
 fuzz: $(STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
