@@ -13,7 +13,9 @@ from contextlib import suppress
 
 import psutil
 
-_STOP_LIMIT_S = 1.0  # a process in the kernel's hands stops later; its children are then looked for too early
+_STOP_LIMIT_S = 1.0
+# One that waits in the kernel, as a parent for the vfork whose child was stopped first, stops before it runs on.
+_RUNS_NO_MORE = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP)
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 
 
@@ -68,8 +70,7 @@ def _stop(process: psutil.Process) -> bool:
         if not _ended(process):
             process.suspend()
             end_s = time.monotonic() + _STOP_LIMIT_S
-            stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            while process.status() not in stopped and not _ended(process) and time.monotonic() < end_s:
+            while process.status() not in _RUNS_NO_MORE and not _ended(process) and time.monotonic() < end_s:
                 time.sleep(0.001)
             return True
     return False
