@@ -40,10 +40,3 @@ def test_every_metric_of_the_table_is_measured_and_the_other_way_round(transport
     assert not published & fetched, "one would overwrite the other in a line of metrics"
     client.close()
     broadcaster.close()
-
-
-def test_every_module_has_its_place_on_the_page():
-    modules = {path.stem for path in (ROOT / "src" / "penstock" / "weights").glob("*.py")} - {"__init__"}
-    section = PAGE.partition("## Where it is")[2]
-    named = {name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line)}
-    assert named >= modules
