@@ -23,7 +23,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "before the log": (run_opening, "RunLog"),
     "in the first evaluation of a language policy": (Conductor, "_evaluate"),
     "in the first evaluation of a control policy": (FleetConductor, "_evaluate"),
-    "in the first checkpoint": (checkpoints, "_flush_tree"),
+    "in the first checkpoint": (checkpoints, "_settle"),
 }
 
 
