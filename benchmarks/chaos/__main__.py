@@ -242,7 +242,7 @@ def print_marks(options: argparse.Namespace, marks: reporting.Marks, story: Stor
 
 def named(effect: Effect) -> bool:
     """Whether the overseer says why the components were ended."""
-    return any("OutOfMemory" in told for told in effect.events)
+    return any("ran out of memory" in told for told in effect.events)
 
 
 def print_audit(options: argparse.Namespace, marks: reporting.Marks, audit: auditing.Audit, config, directory) -> None:

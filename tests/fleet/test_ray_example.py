@@ -28,7 +28,7 @@ def example():
     sys.modules["fleet_in_ray"] = module  # dataclasses and pickles look there
     found.loader.exec_module(module)
     ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(num_cpus=8, include_dashboard=False)
+    ray.init("local", num_cpus=8, include_dashboard=False)  # whatever cluster other tests have
     yield module
     ray.shutdown()
     del sys.modules["fleet_in_ray"]
