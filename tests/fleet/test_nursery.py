@@ -128,7 +128,6 @@ def test_a_module_that_starts_threads_is_left_to_each_process(worlds):
         ("time.sleep(600) if FIRST else None", "it took longer than fleet.limits.spawn_timeout_s = 2"),
     ],
 )
-@pytest.mark.slow  # on a crowded machine its end may be seen before what it was importing
 def test_a_module_that_ends_its_nursery_is_left_to_each_process(trouble, reason, worlds, tmp_path):
     mark = str(tmp_path / "mark")
     first = f"FIRST = not os.path.exists({mark!r})\nopen({mark!r}, 'w').close()\n"

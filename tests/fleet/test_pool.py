@@ -303,7 +303,6 @@ def test_thousands_of_steps_that_go_wrong_are_counted_and_told_now_and_then():
 
 
 @pytest.mark.attack
-@pytest.mark.slow  # on a crowded machine the end of the process may be seen before its words
 def test_one_that_shows_nothing_usable_at_all_is_given_up_with_observation_limit_and_key():
     limits = QUICK.model_copy(update={"backoff_s": 0.01, "max_restarts": 2, "max_failures_in_row": 3})
     gist = (

@@ -126,7 +126,7 @@ class NurseryLink:
             except BlockingIOError:
                 return answers
             except ConnectionResetError:
-                return answers or None
+                continue  # it ended with requests unread, which the kernel tells before what it had said
             if not packet:
                 return answers or None
             for fd in fds:

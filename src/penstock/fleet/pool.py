@@ -296,8 +296,7 @@ class SimulatorPool:
 
     def _bury(self, process: ProcessSlot, reason: str, counted: bool = True) -> None:
         """Forgets a process that ended, and decides what follows."""
-        while (arrival := process.last_words()) is not None:
-            self._held.append(arrival)
+        self._hear_out(process)
         self._tell_faults(process)
         self._tickets.pop(process.ticket if process.ticket is not None else -1, None)
         failure, retired, fields = process.failure, process.retired, process.to_values()
@@ -316,6 +315,10 @@ class SimulatorPool:
             self._fatal = ConfigError(f"task {process.task!r}: {failure.message}")
         elif counted:
             self._restart_or_quarantine(process, fields)
+
+    def _hear_out(self, process: ProcessSlot) -> None:
+        while (arrival := process.last_words()) is not None:
+            self._held.append(arrival)
 
     def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any]) -> None:
         verdict = process.record.failed(process.due_s)
@@ -355,6 +358,7 @@ class SimulatorPool:
         elif "failed" in values and (process := self._tickets.get(int(values["failed"]))) is not None:
             self._bury(process, str(values["reason"]))
         elif "exited" in values and (process := self._tickets.get(int(values["exited"]))) is not None:
+            self._hear_out(process)
             self._bury(process, end_in_words(process, int(values["status"]), str(values["last_words"])))
 
     def _take_process(self, ticket: int, pid: int, pidfd: int | None) -> None:

@@ -170,7 +170,7 @@ class ProcessSlot:
         except BlockingIOError:
             return None
         except ConnectionResetError:
-            count = 0
+            return None  # it ended with actions unread, which the kernel tells before what it had said
         if count == _TOKEN_BYTES and self._buffer[0] == _ARRIVED and self._buffer[1] < len(self._parts):
             return self._arrive(self._parts[self._buffer[1]])
         self._hear(bytes(self._buffer[:count]))
@@ -183,7 +183,7 @@ class ProcessSlot:
         except BlockingIOError:
             return
         except ConnectionResetError:
-            packet, fds = b"", []
+            return
         if packet[:1] != READY or not fds:
             self._hear(packet)
             return
