@@ -49,10 +49,11 @@ class FleetUpdates:
         """
         values = {**metrics}
         values |= self._pace.note(values)
-        self.step = self._log.step = step
+        self._log.step = step
         self.metrics = values
         self._log.bottleneck(self._pace.bottleneck.part, self._pace.bottleneck.words)
         self._log.metrics(step, values)
+        self.step = step  # whoever sees it finds its metrics
         rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
         progress = self._log.progress
         progress.step = step

@@ -67,11 +67,12 @@ class Updates:
         self._idle.look(look.reports.values())
         found, shares = find_bottleneck(self._idle.of_roles, self._gauges)
         shares |= {f"time/idle/{name}": share for name, share in sorted(self._idle.of_components.items())}
-        self.step, self.bottleneck = step, found.words
+        self.bottleneck = found.words
         self._log.step = step
         self._log.bottleneck(found.part, found.words)
         values = {**look.numbers(), **shares, **overseer, **metrics}
         self._log.metrics(step, values)
+        self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
         progress.step = step
         progress.rewards.append(values.get("train/reward_mean", 0.0))
