@@ -13,11 +13,11 @@ from typing import Any
 
 from benchmarks.chaos import clocks
 from penstock.overseer import RunConfig, load_config
-from penstock.overseer.distributed.conductor import DistributedConductor
-from penstock.overseer.distributed.plan import Plan
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.overseer import Overseer
+from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
@@ -77,7 +77,7 @@ class Run:
 
     directory: RunDirectory
     config: RunConfig
-    conductor: DistributedConductor
+    conductor: TrainingRun
     progress: Progress
     oversee: Callable[[], None]
     ended: threading.Event = field(default_factory=threading.Event)
@@ -115,7 +115,7 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
         settings = Settings(config, directory, secrets.token_hex(32))
         factories: Mapping[str, Any] = clocks.components(clock_folder)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-        conductor = DistributedConductor(Plan(settings, None, factories), launcher, log)
+        conductor = TrainingRun(LanguageKind(factories), settings, None, launcher, log)
         view = TerminalView(progress, quiet=True)
         overseer = Overseer(conductor, crew, directory, log, view, config.overseer)
         try:

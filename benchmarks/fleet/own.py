@@ -28,7 +28,7 @@ from penstock.fleet.policy_call import compute_inline
 from penstock.fleet.policy_runner import JaxPolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.distributed.planning import processor_environment
+from penstock.overseer.kind import processor_environment
 from penstock.types import RunFailed
 
 START_S, STOP_S = 120.0, 30.0

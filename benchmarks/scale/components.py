@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -140,9 +141,9 @@ class SimulatedServer(ThreadedComponent):
 
 def make_learner(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedLearner:
     """Factory."""
-    return SimulatedLearner(around, Settings.of(settings))
+    return SimulatedLearner(around, Settings.of(settings, RunConfig))
 
 
 def make_server(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedServer:
     """Factory."""
-    return SimulatedServer(around, Settings.of(settings))
+    return SimulatedServer(around, Settings.of(settings, RunConfig))

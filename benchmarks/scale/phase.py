@@ -17,16 +17,16 @@ from benchmarks.scale.making import GROUP_SIZE
 from penstock.overseer import RunConfig, load_config
 from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.numbers import merge
-from penstock.overseer.distributed.plan import FACTORIES, Plan
 from penstock.overseer.distributed.records import Identity, Message
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.ray import RayLauncher
 from penstock.rundir import RunDirectory, write_atomically
 
 FARMS, SERVERS = 2, 2
 TURN_S, LOOK_S = 0.05, 0.5
-"""As in `penstock.overseer.distributed.conductor`."""
+"""As in `penstock.overseer.run`."""
 START_S, END_S, CALL_S = 300.0, 120.0, 60.0
 COUNTED = ("overseer", "replay", "curriculum", "learner", "inference")
 """Processes that a run has once, or a few times, however many workers there are."""
@@ -56,8 +56,8 @@ def configuration(workers: int) -> RunConfig:
 
 def specifications(settings: Settings) -> list[ComponentSpec]:
     """Of all components but the evaluator, which would have nothing to do."""
-    plan = Plan(settings, factories={**FACTORIES, "learner": make_learner, "inference": make_server})
-    return [spec for spec in plan.components() if spec.role != "evaluator"]
+    kind = LanguageKind({"learner": make_learner, "inference": make_server})
+    return [spec for spec in kind.components(settings, None) if spec.role != "evaluator"]
 
 
 class Phase:

@@ -14,7 +14,7 @@ from penstock.overseer.fleet_policies import make_policy
 from penstock.overseer.fleet_resume import check_resume
 from penstock.overseer.fleet_simulators import probe_spaces
 from penstock.overseer.fleet_updates import FleetUpdates
-from penstock.overseer.overseer import RunConductor
+from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.run_opening import Damages, open_log
 from penstock.overseer.supervision import Crew
@@ -113,19 +113,17 @@ def test_a_resume_under_either_runtime_with_another_network_or_task_changes_noth
     assert contents(trained) == before and launchers == []
 
 
-def test_a_run_in_many_processes_is_resumed_at_the_step_of_its_checkpoint(trained: Path, launchers: list[object]):
-    from penstock.overseer.many_processes import run_under_ray
-
-    asked: list[Path] = []
-
-    def lead(settings: object, states: object, launcher: object, log: RunLog) -> RunConductor:
+def test_a_run_in_many_processes_is_resumed_at_the_step_of_its_checkpoint(
+    trained: Path, launchers: list[object], monkeypatch: pytest.MonkeyPatch
+):
+    def begin(self: object, kind: object, settings: object, states: object, launcher: object, log: RunLog) -> None:
         assert (log.step, log.progress.step) == (1, 1)
         raise Launched
 
-    progress = Progress("test", 2, 8, wording=FLEET_WORDING)
+    monkeypatch.setattr(Run, "__init__", begin)
     with pytest.raises(Launched):
-        run_under_ray(tiny({"runtime": "ray"}), trained, True, "r", True, {}, progress, lead, asked.append)
-    assert [path.name for path in asked] == ["step-1"] and len(launchers) == 1
+        train(tiny({"runtime": "ray"}), trained, resume=True, quiet=True)
+    assert len(launchers) == 1
     last = list(read_events(trained / "events.jsonl"))[-1]
     assert (last["event"], last["step"]) == ("resume", 1)
 

@@ -7,23 +7,33 @@ import pytest
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
-from penstock.overseer.terminal import Progress
+from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.run import Run
 from penstock.types import ConfigError
 
 HOSTS = {"inference.host": "0.0.0.0", "weights.host": "127.0.0.1"}
 
 
 class Begun(Exception):
-    """The conductor was to be made: nothing was refused."""
+    """The run was to be made: nothing was refused."""
 
 
-def begin(config: RunConfig, run_dir: Path, hosts: dict[str, str]) -> None:
-    from penstock.overseer.many_processes import run_under_ray
-
-    def make_conductor(*_: object) -> Any:
+@pytest.fixture(autouse=True)
+def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> None:
         raise Begun
 
-    run_under_ray(config, run_dir, False, "cats", True, hosts, Progress("test", 1, 1), make_conductor)
+    monkeypatch.setattr(Run, "__init__", begin)
+
+
+def begin(config: RunConfig, run_dir: Path) -> None:
+    from penstock.overseer.many_processes import run_under_ray
+
+    run_under_ray(LanguageKind(), config, run_dir, False, "cats", True)
+
+
+def overrides(transport: str, hosts: dict[str, str]) -> list[str]:
+    return ["runtime=ray", f"weights.transport={transport}", *(f"{key}={host}" for key, host in hosts.items())]
 
 
 @pytest.mark.parametrize(
@@ -42,16 +52,16 @@ def test_what_only_one_machine_reaches_is_refused_where_there_are_several(
     closed: list[float] = []
     monkeypatch.setattr(RayLauncher, "machines", 3)
     monkeypatch.setattr(RayLauncher, "close", lambda self, timeout_s: closed.append(timeout_s))
-    config = load_config("cats", ["runtime=ray", f"weights.transport={transport}"])
+    config = load_config("cats", overrides(transport, hosts))
     with pytest.raises(ConfigError, match=words):
-        begin(config, tmp_path / "run", hosts)
+        begin(config, tmp_path / "run")
     assert closed == [config.overseer.stop_timeout_s] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("machines", "transport", "hosts"),
     [(1, "shared_memory", HOSTS), (1, "arrow_flight", HOSTS), (3, "checkpoint", HOSTS),
-     (3, "arrow_flight", {"weights.host": "0.0.0.0"})],
+     (3, "arrow_flight", {"inference.host": "0.0.0.0", "weights.host": "0.0.0.0"})],
 )  # fmt: skip
 def test_what_all_machines_reach_is_not(
     tmp_path: Path, launchers: list[Any], monkeypatch: pytest.MonkeyPatch, machines: int, transport: str, hosts: Any
@@ -60,7 +70,7 @@ def test_what_all_machines_reach_is_not(
 
     monkeypatch.setattr(RayLauncher, "machines", machines)
     with pytest.raises(Begun):
-        begin(load_config("cats", ["runtime=ray", f"weights.transport={transport}"]), tmp_path / "run", hosts)
+        begin(load_config("cats", overrides(transport, hosts)), tmp_path / "run")
 
 
 def test_the_token_is_the_environments_or_a_new_secret(launchers: list[Any], monkeypatch: pytest.MonkeyPatch):
@@ -78,5 +88,5 @@ def test_a_token_that_could_be_guessed_is_refused_before_anything_is_written(
 ):
     monkeypatch.setenv("PENSTOCK_TOKEN", "guess")
     with pytest.raises(ConfigError, match="PENSTOCK_TOKEN has 5 characters, and .* at least 16") as raised:
-        begin(load_config("cats", ["runtime=ray"]), tmp_path / "run", {})
+        begin(load_config("cats", ["runtime=ray"]), tmp_path / "run")
     assert "guess" not in str(raised.value) and not (tmp_path / "run").exists() and not launchers

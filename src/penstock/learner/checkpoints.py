@@ -14,8 +14,9 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 import safetensors.numpy
@@ -30,72 +31,99 @@ from penstock.learner.checkpoint_files import (
     verify_checkpoint,
 )
 from penstock.learner.config import LearnerConfig
-from penstock.learner.control_config import PpoConfig
-from penstock.learner.control_learner import ControlLearner
-from penstock.learner.learner import Learner
-from penstock.model.control import ControlPolicy, load_control_policy
-from penstock.model.language import Decoder, load_decoder
 from penstock.model.language.config import Dtype
-from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from penstock.learner.control_config import PpoConfig
+    from penstock.learner.control_learner import ControlLearner
+    from penstock.learner.learner import Learner
+    from penstock.model.control import ControlPolicy
+    from penstock.model.language import Decoder
 
-@dataclass(frozen=True, slots=True)
+
+@runtime_checkable
+class SavedLearner(Protocol):
+    """What a checkpoint needs of a learner, whatever it trains."""
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Optimiser state and counters by name."""
+        ...
+
+    def write_model(self, folder: Path, codec: Any) -> dict[str, str]:
+        """Writes the policy's folder, with its tokenizer where it has one.
+
+        Returns:
+            What tells a reader how to load it: the kind of ``policy``, and its ``dtype``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read back.
+    """A checkpoint read back; its policy is loaded when it is first asked for.
 
     Attributes:
         path: Its directory; ``path / "model"`` is a Hugging Face directory with the tokenizer, or a control policy's
             folder.
         step: The version of the parameters.
-        model: The parameters, in the dtype they were trained in.
         learner_arrays: For `Learner.restore_arrays`.
         states: State of each other component by name, for `Checkpointable.restore`.
+        header: What ``state.json`` says of the policy: which kind it is, and its dtype.
     """
 
     path: Path
     step: int
-    model: Decoder | ControlPolicy
     learner_arrays: dict[str, np.ndarray]
     states: dict[str, Any]
+    header: Mapping[str, str]
 
-    @property
-    def decoder(self) -> Decoder:
-        """The language policy.
+    @cached_property
+    def decoder(self) -> "Decoder":
+        """The language policy, in the dtype that it was trained in.
 
         Raises:
-            CheckpointError: it is of a control policy.
+            CheckpointError: it is of a control policy, or cannot be read.
         """
-        if isinstance(self.model, Decoder):
-            return self.model
-        raise CheckpointError(f"{self.path} holds a control policy, no language policy: name another checkpoint")
+        if self._is_control:
+            raise CheckpointError(f"{self.path} holds a control policy, no language policy: name another checkpoint")
+        from penstock.model.language import load_decoder
 
-    @property
-    def policy(self) -> ControlPolicy:
+        try:
+            return load_decoder(self.path / "model", cast(Dtype, self.header["dtype"]))
+        except _UNREADABLE as error:
+            raise _cannot_be_read(self.path, error) from error
+
+    @cached_property
+    def policy(self) -> "ControlPolicy":
         """The control policy.
 
         Raises:
-            CheckpointError: it is of a language policy.
+            CheckpointError: it is of a language policy, or cannot be read.
         """
-        if isinstance(self.model, ControlPolicy):
-            return self.model
-        raise CheckpointError(f"{self.path} holds a language policy, no control policy: name another checkpoint")
+        if not self._is_control:
+            raise CheckpointError(f"{self.path} holds a language policy, no control policy: name another checkpoint")
+        from penstock.model.control import load_control_policy
+
+        try:
+            return load_control_policy(self.path / "model")
+        except _UNREADABLE as error:
+            raise _cannot_be_read(self.path, error) from error
+
+    @property
+    def _is_control(self) -> bool:
+        return self.header["policy"] == "control"
 
 
-@overload
+_UNREADABLE = (SafetensorError, ConfigError, OSError, KeyError, TypeError, ValueError, OverflowError)
+
+
+def _cannot_be_read(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}")
+
+
 def save_checkpoint(
-    root: Path, step: int, learner: Learner, tokenizer: PolicyTokenizer, states: Mapping[str, Any], keep_last: int = 2
-) -> Path: ...
-
-
-@overload
-def save_checkpoint(
-    root: Path, step: int, learner: ControlLearner, tokenizer: None, states: Mapping[str, Any], keep_last: int = 2
-) -> Path: ...
-
-
-def save_checkpoint(
-    root: Path, step: int, learner: Any, tokenizer: Any, states: Mapping[str, Any], keep_last: int = 2
+    root: Path, step: int, learner: SavedLearner, tokenizer: Any, states: Mapping[str, Any], keep_last: int = 2
 ) -> Path:
     """Writes ``root/step-<step>`` and returns it once it is on the disk.
 
@@ -142,59 +170,57 @@ def load_checkpoint(path: Path) -> Checkpoint:
     state = read_state(path)
     try:
         arrays = safetensors.numpy.load_file(path / "learner.safetensors")
-        return Checkpoint(path, int(state["step"]), _load_model(path, state), arrays, dict(state["states"]))
-    except (SafetensorError, ConfigError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        header = _checked_header(state)
+        return Checkpoint(path, int(state["step"]), arrays, dict(state["states"]), header)
+    except _UNREADABLE as error:
+        raise _cannot_be_read(path, error) from error
 
 
-def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: int) -> Learner:
+def _checked_header(state: Mapping[str, Any]) -> dict[str, str]:
+    """What is said of the policy; of a control policy its own folder says the rest."""
+    header = {"policy": str(state.get("policy", "language")), "dtype": state.get("dtype", "")}
+    if header["policy"] == "language" and header["dtype"] not in map(str, get_args(Dtype)):
+        dtype = state["dtype"]
+        found = repr(dtype) if isinstance(dtype, str) else f"a {type(dtype).__name__}"
+        raise ValueError(f"dtype in state.json is {found:.50}, not one of {', '.join(get_args(Dtype))}")
+    return header
+
+
+def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: int) -> "Learner":
     """A learner that goes on exactly where the checkpoint was taken.
 
     Raises:
         CheckpointError: the optimiser state does not fit the model or the configuration.
     """
+    from penstock.learner.learner import Learner
+
     learner = Learner(checkpoint.decoder, config, total_steps)
     learner.restore_arrays(checkpoint.learner_arrays)
     return learner
 
 
 def restore_control_learner(
-    checkpoint: Checkpoint, config: PpoConfig, total_steps: int, seed: int = 0
-) -> ControlLearner:
+    checkpoint: Checkpoint, config: "PpoConfig", total_steps: int, seed: int = 0
+) -> "ControlLearner":
     """The same for a control policy; the seed is the run's.
 
     Raises:
         CheckpointError: the optimiser state does not fit the policy or the configuration.
     """
+    from penstock.learner.control_learner import ControlLearner
+
     learner = ControlLearner(checkpoint.policy, config, total_steps, seed)
     learner.restore_arrays(checkpoint.learner_arrays)
     return learner
 
 
-def _load_model(path: Path, state: Mapping[str, Any]) -> Decoder | ControlPolicy:
-    if state.get("policy", "language") == "control":
-        return load_control_policy(path / "model")
-    dtype = state["dtype"]
-    if not isinstance(dtype, str) or dtype not in get_args(Dtype):
-        found = repr(dtype) if isinstance(dtype, str) else f"a {type(dtype).__name__}"
-        raise ValueError(f"dtype in state.json is {found:.50}, not one of {', '.join(get_args(Dtype))}")
-    return load_decoder(path / "model", cast(Dtype, dtype))
-
-
-def _kind(learner: Learner | ControlLearner) -> dict[str, str]:
-    """What ``state.json`` says of the model, so that it is read as what it is."""
-    if isinstance(learner, ControlLearner):
-        return {"policy": "control", "dtype": learner.policy.config.dtype}
-    return {"policy": "language", "dtype": learner.decoder.config.dtype}
-
-
-def _write(directory: Path, step: int, learner: Any, tokenizer: Any, states: Mapping[str, Any]) -> None:
-    learner.save_model(directory / "model", tokenizer)
+def _write(directory: Path, step: int, learner: SavedLearner, tokenizer: Any, states: Mapping[str, Any]) -> None:
+    header = learner.write_model(directory / "model", tokenizer)
     safetensors.numpy.save_file(learner.state_arrays(), directory / "learner.safetensors")
     content = {
         "format_version": FORMAT_VERSION,
         "step": step,
-        **_kind(learner),
+        **header,
         "states": states,
     }
     try:

@@ -170,9 +170,10 @@ class ControlLearner:
         rest = self._reference.restore(rest, self._step, self._policy)
         self._state = from_named(self._state, rest)
 
-    def save_model(self, folder: Path, tokenizer: None = None) -> None:
+    def write_model(self, folder: Path, codec: None = None) -> dict[str, str]:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""
         save_control_policy(folder, self._policy, self._policy.config, self._policy.spaces)
+        return {"policy": "control", "dtype": self._policy.config.dtype}
 
     @property
     def _optimise(self) -> Any:

@@ -179,9 +179,10 @@ class Learner:
         self._state = from_named(self._state, rest)
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
 
-    def save_model(self, folder: Path, tokenizer: PolicyTokenizer) -> None:
+    def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
         """Writes a Hugging Face directory with the tokenizer."""
-        save_decoder(self._decoder, folder, tokenizer)
+        save_decoder(self._decoder, folder, codec)
+        return {"policy": "language", "dtype": self._decoder.config.dtype}
 
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
         if version_step != self._step:

@@ -154,7 +154,7 @@ class Conductor(LocalRun[RunConfig, Start, Components]):
         parts.worker.stop()
         parts.buffer.close()
         parts.storage.close()
-        parts.loader.stop(self._config.overseer.stop_timeout_s)
+        parts.stop_prefetch(self._config.overseer.stop_timeout_s)
         if self._stopping.is_set():  # nobody waits for what still generates
             self._shut_down_manager(parts)
         threads = [RECEIVER_THREAD, WEIGHTS_THREAD, TICKETS_THREAD]

@@ -12,14 +12,14 @@ from penstock.batch import FragmentBatchMaker
 from penstock.fleet import CountedSink, FleetReports, RolloutManager, RolloutWorkerWrapper
 from penstock.learner import Checkpoint, ControlLearner
 from penstock.model.control import ControlPolicy
+from penstock.overseer.assembly import make_training_loop, open_replay, restore_parts
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import FleetEvaluator
 from penstock.overseer.fleet_policies import make_worker_runner
 from penstock.overseer.fleet_simulators import OnEvent, filmed_pool, require_films, worker_pool
-from penstock.overseer.places import naming
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import FRAGMENTS, Ledger, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
+from penstock.replay import FRAGMENTS, Ledger, ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
 from penstock.types import Checkpointable, Spaces, WeightVersion
 from penstock.weights import InProcessBroadcaster
@@ -79,17 +79,17 @@ def wire_fleet(
     learner = ControlLearner(start.policy, config.learner, config.steps, config.seed)
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
-    store = RolloutStore(directory, config.replay.store, experience=FRAGMENTS, on_damage=log.damage)
-    with naming("replay.store.url", config.replay.store.url or directory.path):
-        ledger = store.open_ledger(start.lineage)
-    replay = config.replay.buffer_config()
-    buffer = ReplayBuffer(
-        replay,
-        store,
+    replay = open_replay(
+        config.replay.buffer_config(),
+        directory,
+        start.lineage,
+        FRAGMENTS,
         FragmentBatchMaker(config.replay.order, config.replay.max_samples),
-        OpenAdmission(ledger, start.lineage, replay.failed_limit),
+        steps=config.steps,
         keep_checkpoints=config.overseer.keep_checkpoints,
+        on_damage=log.damage,
     )
+    buffer = replay.buffer
     weights = InProcessBroadcaster()
     evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
 
@@ -100,27 +100,23 @@ def wire_fleet(
         config.fleet, make_worker, broadcaster=weights, on_event=on_event, reports=reports,
         max_restarts=config.overseer.max_restarts, restart_window_s=config.overseer.restart_window_s,
     )  # fmt: skip
-    loop = TrainingLoop(
+    loop = make_training_loop(
+        config.overseer,
         learner,
         learner.named_arrays,
-        OpenBatchSource(buffer, config.replay.fragments_per_batch),
+        replay.batches,
         buffer,
         _Publisher(manager, evaluator),
         lineage=start.lineage,
         steps=config.steps,
-        batch_timeout_s=config.overseer.no_progress_s,
         progress=lambda: manager.account().started,
         on_step=on_step,
-        checkpoint=save,
-        checkpoint_every=config.overseer.checkpoint_every,
+        save=save,
     )
-    parts = FleetComponents(learner, manager, evaluator, ledger, store, buffer, weights, loop)
-    if start.checkpoint is not None:
-        for name, part in parts.checkpointables.items():
-            part.restore(start.checkpoint.states[name])
-        manager.statistics.restore(start.checkpoint.states["statistics"])
-    elif start.lineage:
-        buffer.begin_anew()
+    parts = FleetComponents(learner, manager, evaluator, replay.ledger, replay.store, buffer, weights, loop)
+    statistics = {"statistics": manager.statistics}
+    states = None if start.checkpoint is None else start.checkpoint.states
+    restore_parts(parts.checkpointables | statistics, buffer, states, start.lineage)
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Starts the training of a language policy, in one process or in many.
+"""Starts the training of a language policy in one process.
 
 Everything that bad input can break (model, tokenizer, environments) is loaded before the run directory is made, so
 that a mistake costs nothing and leaves nothing behind.
@@ -12,10 +12,10 @@ from penstock.model.language import load_policy
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kept_model import check_language_resume
+from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.local import Start
 from penstock.overseer.one_process import run_in_this_process
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 
@@ -40,41 +40,11 @@ def run_in_one_process(
         resume,
         recipe,
         quiet,
-        _progress(config, recipe),
+        LanguageKind().progress(config, recipe),
         lambda: _fresh(config),
         go_on,
         lambda directory, crew, log, start: Conductor(config, directory, crew, log, start, environments),
     )
-
-
-def run_in_many_processes(
-    config: RunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
-) -> Outcome:
-    """Components in processes of their own, under Ray."""
-    from penstock.overseer.distributed.conductor import DistributedConductor
-    from penstock.overseer.distributed.plan import Plan
-    from penstock.overseer.many_processes import run_under_ray
-    from penstock.overseer.plan import model_shape
-
-    for environment in _load_environments(config).values():  # every worker makes its own
-        environment.close()
-    model_shape(config.model)
-    Tokenizer.load(config.model.tokenizer_path)
-    return run_under_ray(
-        config,
-        run_dir,
-        resume,
-        recipe,
-        quiet,
-        {"inference.host": config.inference.host, "weights.host": config.weights.host},
-        _progress(config, recipe),
-        lambda settings, states, launcher, log: DistributedConductor(Plan(settings, states), launcher, log),
-        lambda checkpoint: check_language_resume(config, checkpoint),
-    )
-
-
-def _progress(config: RunConfig, recipe: str) -> Progress:
-    return Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
 
 
 def _load_environments(config: RunConfig) -> dict[str, Environment]:

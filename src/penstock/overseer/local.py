@@ -14,6 +14,7 @@ from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.learner import Checkpoint, Learner
 from penstock.model.language import Decoder, named_arrays, with_named_arrays
+from penstock.overseer.assembly import Replay, TicketRules, make_training_loop, open_replay, restore_parts
 from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
@@ -21,9 +22,9 @@ from penstock.overseer.places import naming
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import (
+    LANGUAGE,
     Ledger,
     ReplayBuffer,
-    ReplayDataLoader,
     RolloutReceiver,
     RolloutStorage,
     RolloutStore,
@@ -70,7 +71,7 @@ class Components:
     ledger: Ledger
     store: RolloutStore
     buffer: ReplayBuffer
-    loader: ReplayDataLoader
+    stop_prefetch: Callable[[float], None]
     storage: RolloutStorage
     receiver: RolloutReceiver
     worker: RolloutWorker
@@ -109,8 +110,9 @@ def wire(
     curriculum = Curriculum(config.curriculum)
     wiring = _Wiring(config, directory, log, start, environments)
     manager = wiring.manager(curriculum, engine)
-    store, ledger, issuer, buffer = wiring.replay(curriculum, manager)
-    loader = ReplayDataLoader(buffer, 0 if config.replay.synchronous else config.replay.prefetch, config.steps)
+    replay = wiring.replay(curriculum, manager)
+    buffer, issuer = replay.buffer, replay.issuer
+    assert issuer is not None  # there are rules for tickets
     storage = wiring.storage()
     receiver = RolloutReceiver(storage, buffer, buffer if config.rollout.storage.kind == "file" else None)
     weights = InProcessBroadcaster()
@@ -120,15 +122,15 @@ def wire(
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
     )
     worker = wiring.worker(manager, issuer, storage, weights, evaluator)
-    loop = TrainingLoop(
+    loop = make_training_loop(
+        config.overseer,
         learner,
         lambda: named_arrays(learner.decoder),
-        loader,
+        replay.batches,
         buffer,
         weights,
         lineage=start.lineage,
         steps=config.steps,
-        batch_timeout_s=config.overseer.no_progress_s,
         progress=lambda: (
             engine.stats()["inference/tokens_total"],
             worker.groups_finished,
@@ -136,12 +138,11 @@ def wire(
             receiver.groups_received,
         ),
         on_step=on_step,
-        checkpoint=save,
-        checkpoint_every=config.overseer.checkpoint_every,
+        save=save,
     )
     parts = Components(
-        start.tokenizer, learner, engine, curriculum, manager, evaluator, issuer, ledger, store, buffer, loader,
-        storage, receiver, worker, loop,
+        start.tokenizer, learner, engine, curriculum, manager, evaluator, issuer, replay.ledger, replay.store,
+        buffer, replay.stop_prefetch, storage, receiver, worker, loop,
     )  # fmt: skip
     wiring.restore(parts)
     return parts
@@ -179,9 +180,7 @@ class _Wiring:
         """Logs what the curriculum did."""
         self.log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
-    def replay(
-        self, curriculum: Curriculum, manager: RolloutManager
-    ) -> tuple[RolloutStore, Ledger, TicketIssuer, ReplayBuffer]:
+    def replay(self, curriculum: Curriculum, manager: RolloutManager) -> Replay:
         """What stores rollouts, counts them, and asks for more."""
         config, log, lineage = self.config, self.log, self.start.lineage
 
@@ -192,19 +191,18 @@ class _Wiring:
         def group_size_of(lesson_id: str) -> int:
             return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
 
-        store = RolloutStore(self.directory, config.replay.store, on_damage=log.damage)
-        with naming("replay.store.url", config.replay.store.url or self.directory.path):
-            ledger = store.open_ledger(lineage)
-        issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
-        buffer = ReplayBuffer(
+        return open_replay(
             config.replay,
-            store,
+            self.directory,
+            lineage,
+            LANGUAGE,
             make_batch_makers(config, {environment.name for environment in self.environments.values()}),
-            issuer,
-            curriculum_hook=on_group,
+            steps=config.steps,
             keep_checkpoints=config.overseer.keep_checkpoints,
+            tickets=TicketRules(config.seed, curriculum, group_size_of),
+            on_group=on_group,
+            on_damage=log.damage,
         )
-        return store, ledger, issuer, buffer
 
     def storage(self) -> RolloutStorage:
         """Through which rollouts reach the buffer."""
@@ -244,11 +242,7 @@ class _Wiring:
     def restore(self, parts: Components) -> None:
         """Brings all parts but the learner to where the checkpoint was, where there is one."""
         checkpoint = self.start.checkpoint
-        if checkpoint is None:
-            if self.start.lineage:
-                parts.buffer.begin_anew()
-            return
-        for name, part in parts.checkpointables.items():
-            part.restore(checkpoint.states[name])
-        for event in parts.curriculum.restored_events:
+        states = None if checkpoint is None else checkpoint.states
+        restore_parts(parts.checkpointables, parts.buffer, states, self.start.lineage)
+        for event in parts.curriculum.restored_events if checkpoint is not None else ():
             self.tell(event)

@@ -3,17 +3,16 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.inference.config import is_loopback
 from penstock.learner import read_states
-from penstock.overseer.distributed.launcher import Launcher
-from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
-from penstock.overseer.overseer import RunConductor
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.kind import PolicyKind
 from penstock.overseer.ray import RayLauncher
-from penstock.overseer.run_log import RunLog
+from penstock.overseer.run import Run
 from penstock.overseer.run_opening import (
     Damages,
     check_goal,
@@ -24,53 +23,46 @@ from penstock.overseer.run_opening import (
     resume_point,
 )
 from penstock.overseer.supervision import Crew
-from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
-
-States = Mapping[str, Any] | None
 
 _LEAST_TOKEN = 16  # characters
 
 
 def run_under_ray(
-    config: AnyConfig,
+    kind: PolicyKind,
+    config: Any,
     run_dir: Path | str | None,
     resume: bool,
     recipe: str,
     quiet: bool,
-    hosts: Mapping[str, str],
-    progress: Progress,
-    make_conductor: Callable[[Settings[AnyConfig], States, Launcher, RunLog], RunConductor],
-    check_resume: Callable[[Path], None] | None = None,
-) -> tuple[RunDirectory, RunConductor]:
+) -> tuple[RunDirectory, Run]:
     """Runs it to its end.
 
     Args:
+        kind: What it trains.
         config: The run's.
-        run_dir: As of `penstock.train`.
-        resume: Likewise.
-        recipe: Likewise.
-        quiet: Likewise.
-        hosts: By key of the config, the addresses that its servers listen on.
-        progress: What the view shows.
-        make_conductor: From settings, the states of the checkpoint that it begins with, launcher and log.
-        check_resume: Told the checkpoint to resume from, before anything is started; raises where it does not fit.
+        run_dir: As of `penstock.train`, like what follows.
+        resume: Whether it goes on.
+        recipe: Its name or path.
+        quiet: Whether nothing is printed.
 
     Raises:
         ConfigError: bad input; nothing was written.
     """
+    kind.check(config)
     token = run_token()
+    progress = kind.progress(config, recipe)
     directory = existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
     with directory.locked():
         damages = Damages()
         lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
         check_goal(config.steps, checkpoint)
-        if checkpoint is not None and check_resume is not None:
-            check_resume(checkpoint)
+        if checkpoint is not None:
+            kind.check_resume(config, checkpoint)
         states = None if checkpoint is None else read_states(checkpoint)
         try:
-            launcher = _joined(config, directory, hosts)
+            launcher = _joined(config, directory, kind.hosts(config))
         except ConfigError:
             if not resume:
                 shutil.rmtree(directory.path)  # nothing of a run is in it
@@ -78,14 +70,14 @@ def run_under_ray(
         try:
             log = open_log(config, directory, progress, damages if resume else None, checkpoint)
             settings = Settings(config, directory, token, lineage, checkpoint)
-            conductor = make_conductor(settings, states, launcher, log)
+            run = Run(kind, settings, states, launcher, log)
         except BaseException:
             launcher.close(config.overseer.stop_timeout_s)
             raise
         crew = Crew()
         crew.start("cluster", launcher.watch)
-        oversee(conductor, crew, log, config, directory, quiet)
-    return directory, conductor
+        oversee(run, crew, log, config, directory, quiet)
+    return directory, run
 
 
 def run_token() -> str:
@@ -105,7 +97,7 @@ def run_token() -> str:
     return given
 
 
-def _joined(config: AnyConfig, directory: RunDirectory, hosts: Mapping[str, str]) -> RayLauncher:
+def _joined(config: Any, directory: RunDirectory, hosts: Mapping[str, str]) -> RayLauncher:
     """A launcher on the cluster of the config, whose machines reach one another."""
     launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
     try:

@@ -174,7 +174,7 @@ class ControlService:
 
 def disconnect() -> None:
     """Leaves the cluster; one that was started here ends, with daemons that outlive its control service."""
-    node = ray._private.worker._global_node
+    node: Any = ray._private.worker._global_node
     started = [info.process.pid for infos in node.all_processes.values() for info in infos] if node is not None else []
     daemons = [process for pid in started for process in _with_descendants(pid)]
     ray.shutdown()

@@ -1,17 +1,22 @@
 """`penstock.train`: from a validated config to a finished run directory, whatever kind of policy it trains."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.overseer import RunConductor
 from penstock.overseer.summary import RunSummary
 from penstock.rundir import RunDirectory
 
+if TYPE_CHECKING:
+    from penstock.overseer.fleet_config import FleetRunConfig
+
 
 def train(
-    config: RunConfig | FleetRunConfig,
+    config: "RunConfig | FleetRunConfig",
     run_dir: Path | str | None = None,
     resume: bool = False,
     recipe: str = "run",
@@ -45,20 +50,29 @@ def train(
         lessons=conductor.lessons,
         failed_groups=conductor.failed_groups,
         last_failure=conductor.last_failure,
-        kind="control" if isinstance(config, FleetRunConfig) else "language",
+        kind="language" if isinstance(config, RunConfig) else "control",
         **conductor.results,
     )
 
 
 def _run(
-    config: RunConfig | FleetRunConfig, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+    config: "RunConfig | FleetRunConfig", run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
 ) -> tuple[RunDirectory, RunConductor]:
     """Only what one kind of run needs is loaded."""
-    if isinstance(config, FleetRunConfig):
-        from penstock.overseer.fleet_training import run_fleet
+    run_locally: Callable[..., tuple[RunDirectory, RunConductor]]
+    if isinstance(config, RunConfig):
+        from penstock.overseer.language.kind import LanguageKind
+        from penstock.overseer.language_training import run_in_one_process
 
-        return run_fleet(config, run_dir, resume, recipe, quiet)
-    from penstock.overseer.language_training import run_in_many_processes, run_in_one_process
+        kind, run_locally = LanguageKind(), run_in_one_process
+    else:
+        from penstock.overseer.control.kind import ControlKind
+        from penstock.overseer.fleet_training import run_fleet_in_one_process
 
-    run = run_in_many_processes if config.runtime == "ray" else run_in_one_process
-    return run(config, run_dir, resume, recipe, quiet)
+        kind = ControlKind.of(config)
+        run_locally = partial(run_fleet_in_one_process, kind)
+    if config.runtime == "ray":
+        from penstock.overseer.many_processes import run_under_ray
+
+        return run_under_ray(kind, config, run_dir, resume, recipe, quiet)
+    return run_locally(config, run_dir, resume, recipe, quiet)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from penstock.learner.checkpoints import SavedLearner
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightSink, WeightVersion
 
 
@@ -27,7 +28,7 @@ class Commit(Protocol):
         ...
 
 
-class UpdatingLearner(Protocol):
+class UpdatingLearner(SavedLearner, Protocol):
     """What the loop needs of a learner, whatever it trains."""
 
     @property

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from penstock.overseer.distributed.fleet_conductor import DistributedUpdates
+
 from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.updates import Updates
 from penstock.overseer.run_log import RunLog

@@ -1,35 +1,12 @@
 """Updates as the learner tells of them: a line of metrics, the bottleneck, what the view shows."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from penstock.overseer.bottleneck import find_bottleneck
 from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.numbers import IdleShares
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import step_line
-
-
-class UpdateLog(Protocol):
-    """Writes one line of metrics per update."""
-
-    @property
-    def step(self) -> int:
-        """The learner's version, as far as it was told."""
-        ...
-
-    @property
-    def bottleneck(self) -> str:
-        """What set the pace lately, in words."""
-        ...
-
-    def begin_at(self, step: int) -> None:
-        """The learner begins with that version."""
-        ...
-
-    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
-        """One update: the version reached, the learner's numbers, the others as last seen, the overseer's own."""
-        ...
 
 
 class Updates:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.overseer.distributed.roles.replay import ReplayRole, owes_progress
 from penstock.overseer.distributed.roles.settings import Settings
-from penstock.replay import batch_to_buffer
+from penstock.replay import RolloutStore, batch_to_buffer
 from penstock.rundir import RunDirectory
 from penstock.types import RolloutBatch, RolloutGroup, Ticket
 from tests.overseer.conftest import tiny
@@ -58,13 +58,13 @@ def progress(role: Any) -> float | None:
 
 def test_a_buffer_that_cannot_write_owes_progress_although_it_answers(role, monkeypatch: pytest.MonkeyPatch):
     assert progress(role) is None
-    may_write, write = threading.Event(), role._store.seal
+    may_write, write = threading.Event(), RolloutStore.seal
 
-    def hang(records: Any) -> None:
+    def hang(store: RolloutStore, records: Any) -> None:
         assert may_write.wait(LIMIT_S)
-        write(records)
+        write(store, records)
 
-    monkeypatch.setattr(role._store, "seal", hang)
+    monkeypatch.setattr(RolloutStore, "seal", hang)
     first, second = take(role, 1), take(role, 2)
     deliver(role, 1, first)
     wait_until(lambda: progress(role) is not None, "debt", LIMIT_S)

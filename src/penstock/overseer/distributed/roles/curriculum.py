@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.curriculum import CurriculumService
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition
 from penstock.overseer.distributed.roles.activity import Handling
@@ -32,4 +33,4 @@ class CurriculumRole(ThreadedComponent):
 
 def make_curriculum(around: Surroundings, settings: Mapping[str, Any]) -> CurriculumRole:
     """Factory of the curriculum."""
-    return CurriculumRole(around, Settings.of(settings))
+    return CurriculumRole(around, Settings.of(settings, RunConfig))

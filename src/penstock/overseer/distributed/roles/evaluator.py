@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent
 from penstock.inference import RemoteContext
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Peer, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -213,4 +214,4 @@ def _version(peer: Peer) -> WeightVersion:
 
 def make_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> EvaluatorRole:
     """Factory of the evaluator; `settings` has its checkpointed ``state``, or None, beside those of the run."""
-    return EvaluatorRole(around, Settings.of(settings), settings.get("state"))
+    return EvaluatorRole(around, Settings.of(settings, RunConfig), settings.get("state"))

@@ -127,4 +127,4 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 def make_fleet_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> FleetEvaluatorRole:
     """Factory of a fleet's evaluator; `settings` has the ``spaces`` and its checkpointed ``state``, or None."""
     spaces = Spaces.from_values(settings["spaces"])
-    return FleetEvaluatorRole(around, Settings.of_fleet(settings), spaces, settings.get("state"))
+    return FleetEvaluatorRole(around, Settings.of(settings, FleetRunConfig), spaces, settings.get("state"))

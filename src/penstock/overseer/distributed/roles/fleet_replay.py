@@ -10,7 +10,8 @@ from typing import Any
 
 from penstock.batch import FragmentBatchMaker
 from penstock.fleet import FleetReports, WorkerReport
-from penstock.learner.checkpoint_files import read_states
+from penstock.learner import read_states
+from penstock.overseer.assembly import open_replay, restore_parts
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.activity import Handling
@@ -18,7 +19,7 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.replay import FRAGMENTS, FragmentService, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
+from penstock.replay import FRAGMENTS, FragmentService
 
 SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", "set_current_step")
 """Methods of the service that others call as they are."""
@@ -33,39 +34,30 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         clock = SteadyClock()
         self.now = clock.now
         self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
-        self._store = RolloutStore(
+        opened = self._opened = open_replay(
+            replay.buffer_config(),
             settings.directory,
-            replay.store,
-            clock.now,
+            settings.lineage,
             FRAGMENTS,
+            FragmentBatchMaker(replay.order, replay.max_samples),
+            steps=config.steps,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+            clock=clock.now,
             on_damage=self._on_damage,
             writing=self.activity.busy,
-        )
-        self._ledger = self._store.open_ledger(settings.lineage)
-        limits = replay.buffer_config()
-        self._buffer = ReplayBuffer(
-            limits,
-            self._store,
-            FragmentBatchMaker(replay.order, replay.max_samples),
-            OpenAdmission(self._ledger, settings.lineage, limits.failed_limit),
-            clock=clock.now,
-            keep_checkpoints=config.overseer.keep_checkpoints,
         )
         self._reports = FleetReports(config.fleet.stats_window)
         self._service = FragmentService(
             settings.lineage,
-            self._buffer,
-            OpenBatchSource(self._buffer, replay.fragments_per_batch),
+            opened.buffer,
+            opened.batches,
             states=lambda: {"statistics": self._reports.statistics.state()},
             on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
             on_delivery=self._reports.note_delivery,
         )
-        if settings.checkpoint is not None:
-            states = read_states(settings.checkpoint)
-            self._buffer.restore(states["replay"])
-            self._reports.statistics.restore(states["statistics"])
-        elif settings.lineage:
-            self._buffer.begin_anew()
+        parts = {"replay": opened.buffer, "statistics": self._reports.statistics}
+        states = None if settings.checkpoint is None else read_states(settings.checkpoint)
+        restore_parts(parts, opened.buffer, states, settings.lineage)
         self._workers: dict[str, Identity] = {}
         self._ended: set[str] = set()
         for method in SERVED:
@@ -106,8 +98,8 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
         super().stop(timeout_s)
-        self._buffer.close()
-        self._store.close()
+        self._opened.buffer.close()
+        self._opened.store.close()
 
     def _on_damage(self, place: str, reason: str) -> None:
         self.around.event("files_damaged", path=place, reason=reason)
@@ -125,7 +117,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             metrics=metrics,
             facts=self._facts(
                 lineage=self.settings.lineage,
-                ledger=self._ledger.snapshot(),
+                ledger=self._opened.ledger.snapshot(),
                 account=self._reports.account().to_values(),
                 lessons={name: f"{task.id}, {statistics.count(name):,} episodes" for name, task in tasks.items()},
                 waiting_for=self._service.waiting_for(),
@@ -135,4 +127,4 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
 
 def make_fleet_replay(around: Surroundings, settings: Mapping[str, Any]) -> FleetReplayRole:
     """Factory of the replay buffer of a fleet run."""
-    return FleetReplayRole(around, Settings.of_fleet(settings))
+    return FleetReplayRole(around, Settings.of(settings, FleetRunConfig))

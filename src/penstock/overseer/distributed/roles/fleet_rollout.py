@@ -158,4 +158,4 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
 
 def make_fleet_rollout(around: Surroundings, settings: Mapping[str, Any]) -> FleetRolloutRole:
     """Factory of a fleet's rollout worker; `settings` has the ``spaces``, too."""
-    return FleetRolloutRole(around, Settings.of_fleet(settings), Spaces.from_values(settings["spaces"]))
+    return FleetRolloutRole(around, Settings.of(settings, FleetRunConfig), Spaces.from_values(settings["spaces"]))

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -214,4 +215,4 @@ class InferenceRole(ThreadedComponent):
 
 def make_inference(around: Surroundings, settings: Mapping[str, Any]) -> InferenceRole:
     """Factory of an inference server."""
-    return InferenceRole(around, Settings.of(settings))
+    return InferenceRole(around, Settings.of(settings, RunConfig))

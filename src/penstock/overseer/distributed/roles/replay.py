@@ -13,8 +13,10 @@ from typing import Any
 
 from penstock.curriculum import CurriculumEvent, RemoteCurriculum
 from penstock.environments import load_environment
-from penstock.learner.checkpoint_files import read_states
+from penstock.learner import read_states
+from penstock.overseer.assembly import TicketRules, open_replay, restore_parts
 from penstock.overseer.batch_makers import make_batch_makers
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.activity import Handling
@@ -22,15 +24,7 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
-from penstock.replay import (
-    MemoryRolloutStorage,
-    ReplayBuffer,
-    ReplayDataLoader,
-    ReplayService,
-    RolloutReceiver,
-    RolloutStore,
-    TicketIssuer,
-)
+from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver
 from penstock.types import RolloutGroup, RolloutSink
 
 SERVED = (
@@ -77,43 +71,37 @@ class ReplayRole(ThreadedComponent):
             on_event=self._on_curriculum_event,
         )
         self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
-        self._store = RolloutStore(
-            settings.directory, replay.store, clock.now, on_damage=self._on_damage, writing=self.activity.busy
-        )
-        ledger = self._store.open_ledger(lineage)
-        issuer = TicketIssuer(
+        rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw)
+        opened = self._replay = open_replay(
             replay,
-            config.seed,
+            settings.directory,
             lineage,
-            self._curriculum,
-            ledger,
-            self._group_size,
-            clock=clock.now,
-            may_draw=self._curriculum.may_draw,
-        )
-        buffer = ReplayBuffer(
-            replay,
-            self._store,
+            LANGUAGE,
             make_batch_makers(config, self._environment_names()),
-            issuer,
-            clock=clock.now,
-            curriculum_hook=self._on_group,
+            steps=config.steps,
             keep_checkpoints=config.overseer.keep_checkpoints,
+            tickets=rules,
+            clock=clock.now,
+            on_group=self._on_group,
+            on_damage=self._on_damage,
+            writing=self.activity.busy,
         )
+        assert opened.issuer is not None  # there are rules for tickets
+        issuer, buffer = opened.issuer, opened.buffer
         storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
-        self._loader = ReplayDataLoader(buffer, 0 if replay.synchronous else replay.prefetch, config.steps)
         self._service = ReplayService(
             issuer,
             buffer,
-            self._loader,
+            opened.batches,
             storage,
             RolloutReceiver(storage, _CountedSink(buffer, self._receiving), None),
             self._curriculum,
             needs_clearance=replay.synchronous,
             on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
         )
-        self._buffer, self._issuer = buffer, issuer
-        self._restore(settings)
+        parts = {"curriculum": self._curriculum, "issuer": issuer, "replay": buffer}
+        states = None if settings.checkpoint is None else read_states(settings.checkpoint)
+        restore_parts(parts, buffer, states, lineage)
         self._serving = self._admitting = False
         self._alive: set[Identity] = set()
         for method in SERVED:
@@ -121,19 +109,9 @@ class ReplayRole(ThreadedComponent):
         for method in WAITED_IN:
             setattr(self, method, getattr(self._service, method))
 
-    def _restore(self, settings: Settings) -> None:
-        """Takes up the checkpoint's state; a later life without one settles what the earlier ones began."""
-        if settings.checkpoint is not None:
-            states = read_states(settings.checkpoint)
-            self._curriculum.restore(states["curriculum"])
-            self._issuer.restore(states["issuer"])
-            self._buffer.restore(states["replay"])
-        elif settings.lineage:
-            self._buffer.begin_anew()
-
     def start(self) -> None:
         """See `Component.start`."""
-        self._curriculum.start(self._buffer.wake)
+        self._curriculum.start(self._replay.buffer.wake)
         self.state, self.doing = "running", "waiting for the learner to train"
         self.look(self.around.view)
 
@@ -171,9 +149,9 @@ class ReplayRole(ThreadedComponent):
         """See `Component.stop`."""
         super().stop(timeout_s)
         self._service.stop(timeout_s)
-        self._loader.stop(timeout_s)
+        self._replay.stop_prefetch(timeout_s)
         self._curriculum.stop(timeout_s)
-        self._store.close()
+        self._replay.store.close()
 
     # --- what the parts tell ---------------------------------------------------------------------------------------
 
@@ -230,4 +208,4 @@ class ReplayRole(ThreadedComponent):
 
 def make_replay(around: Surroundings, settings: Mapping[str, Any]) -> ReplayRole:
     """Factory of the replay buffer."""
-    return ReplayRole(around, Settings.of(settings))
+    return ReplayRole(around, Settings.of(settings, RunConfig))

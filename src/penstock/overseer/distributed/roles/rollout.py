@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
+from penstock.overseer.config import RunConfig
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.records import Condition, Identity, View
 from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
@@ -137,4 +138,4 @@ def _replay_in(view: View) -> Identity | None:
 def make_rollout(around: Surroundings, settings: Mapping[str, Any]) -> RolloutRole:
     """Factory of a rollout worker; `settings` has its ``lessons``, or None for all, beside those of the run."""
     lessons = settings.get("lessons")
-    return RolloutRole(around, Settings.of(settings), None if lessons is None else tuple(lessons))
+    return RolloutRole(around, Settings.of(settings, RunConfig), None if lessons is None else tuple(lessons))

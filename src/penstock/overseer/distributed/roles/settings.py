@@ -4,16 +4,19 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from typing_extensions import TypeVar
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 
-AnyConfig = TypeVar("AnyConfig", RunConfig, FleetRunConfig, default=RunConfig)
+if TYPE_CHECKING:
+    from penstock.overseer.fleet_config import FleetRunConfig
+
+AnyConfig = TypeVar("AnyConfig", RunConfig, "FleetRunConfig", default=RunConfig)
+_ConfigT = TypeVar("_ConfigT", RunConfig, "FleetRunConfig")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,16 @@ class Settings(Generic[AnyConfig]):
         }
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> "Settings[RunConfig]":
-        """From what `dump` gave, for a language policy."""
-        return Settings(RunConfig.model_validate(values["config"]), *_rest(values))
-
-    @staticmethod
-    def of_fleet(values: Mapping[str, Any]) -> "Settings[FleetRunConfig]":
-        """From what `dump` gave, for a control policy."""
-        return Settings(FleetRunConfig.model_validate(values["config"]), *_rest(values))
+    def of(values: Mapping[str, Any], config_type: type[_ConfigT]) -> "Settings[_ConfigT]":
+        """From what `dump` gave, for a run with that kind of config."""
+        checkpoint = values["checkpoint"]
+        return Settings(
+            config_type.model_validate(values["config"]),
+            RunDirectory(values["directory"]),
+            str(values["token"]),
+            int(values["lineage"]),
+            None if checkpoint is None else Path(checkpoint),
+        )
 
     @property
     def job(self) -> str:
@@ -63,13 +68,3 @@ class Settings(Generic[AnyConfig]):
     def tokenizer(self: "Settings[RunConfig]") -> Tokenizer:
         """The policy's."""
         return Tokenizer.load(self.config.model.tokenizer_path)
-
-
-def _rest(values: Mapping[str, Any]) -> tuple[RunDirectory, str, int, Path | None]:
-    checkpoint = values["checkpoint"]
-    return (
-        RunDirectory(values["directory"]),
-        str(values["token"]),
-        int(values["lineage"]),
-        None if checkpoint is None else Path(checkpoint),
-    )

@@ -13,13 +13,13 @@ import safetensors.numpy
 from transformers import PreTrainedTokenizerFast
 
 from penstock.learner import read_states
-from penstock.overseer.distributed import conducting
-from penstock.overseer.distributed.conductor import DistributedConductor
-from penstock.overseer.distributed.plan import Plan
+from penstock.overseer import run as running_module
 from penstock.overseer.distributed.records import Identity, Peer, View
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.run_opening import Damages, resume_point
 from penstock.overseer.terminal import Progress
@@ -53,7 +53,7 @@ class Run:
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, config.replay.staleness_budget))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
-        self.conductor = DistributedConductor(Plan(settings, states), self.launcher, self.log)
+        self.conductor = TrainingRun(LanguageKind(), settings, states, self.launcher, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
 
@@ -179,7 +179,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
 def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     run_dir: Path, look_s: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(conducting, "LOOK_S", look_s)
+    monkeypatch.setattr(running_module, "LOOK_S", look_s)
     with running(run_dir, {"steps": 1000, "overseer": {"max_restarts": 1, "checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
         for incarnations in ([0], [0, 1]):
@@ -284,13 +284,13 @@ def test_what_its_machine_tells_to_end_drains_and_is_replaced(run_dir: Path, nam
 def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     run = Run(run_dir, {})
     conductor, held = run.conductor, {"url": "", "lineage": 0, "weights": "one"}
-    monkeypatch.setattr(conductor, "_learner_step", lambda: 3)
+    monkeypatch.setattr(TrainingRun, "learner_step", lambda self: 3)
 
     def served(*servers: dict[str, Any]) -> bool | None:
         peers = [Peer(Identity("inference", i, 0), {**held, **server}) for i, server in enumerate(servers)]
         learner = Peer(Identity("learner", 0, 0), {"weights": {"incarnation": "one"}})
         monkeypatch.setattr(conductor.supervisor, "_view", View(1, 0, (learner, *peers)))
-        return conductor._served()
+        return LanguageKind().served(conductor)
 
     assert served({"step": 3}, {"step": 2}) is None
     assert served({"step": 3}, {"step": 2, "draining": True}) is True

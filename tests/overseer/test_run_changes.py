@@ -21,7 +21,7 @@ from penstock.overseer.supervision import Crew
 from penstock.rollout import RolloutManager
 from penstock.rundir import read_events, read_status
 from penstock.types import RunFailed, WeightVersion
-from tests.overseer.distributed.test_conductor import LIMIT_S, Run, components, running
+from tests.overseer.test_run import LIMIT_S, Run, components, running
 
 HEALTHY_S, SLOW_S = 0.1, 2.0
 """What the reward of one answer takes, and what it takes at a straggler."""
@@ -217,7 +217,7 @@ def test_a_run_that_gave_up_tells_its_story(run_dir: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(RolloutManager, "sample_batch", broken)
     with pytest.raises(RunFailed, match="rollout-1 died 2 times"):
-        oversee(run.conductor, Crew(), run.log, run.conductor._config, run.directory, quiet=True)
+        oversee(run.conductor, Crew(), run.log, run.conductor.config, run.directory, quiet=True)
     life = ["component_start", "component_up", "component_death"]
     assert story(run, "rollout-1") == [*life, *life, "restart_budget_exhausted"]
     deaths = run.events("component_death")

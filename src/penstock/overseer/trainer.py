@@ -1,51 +1,49 @@
-"""A learner in a process of its own, whatever it trains, with the server that its weights are fetched from.
+"""The learner of a run as a component, with the server that its weights are fetched from.
 
-It loads, compiles and publishes its first version by itself; training is a task that the overseer asks for. Batches
-come from the replay service, and checkpoints are taken here: the replay service and the evaluator give their states as
-of the update boundary. Not covered: how the learner is made, and further tasks; those are a subclass's.
+It loads, compiles and publishes its first version by itself; training is a task that the run asks for. Batches come
+from the replay service, and checkpoints are taken here: the replay service and the evaluator give their states as of
+the update boundary. Not covered: what is trained, which is the `PolicyKind`'s.
 """
 
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, final
 
-from penstock.learner import Checkpoint, load_checkpoint, save_checkpoint
+from penstock.learner import load_checkpoint, save_checkpoint
+from penstock.overseer.assembly import make_training_loop, save_when_there_is_room
 from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition
+from penstock.overseer.distributed.records import Condition, View
 from penstock.overseer.distributed.roles.base import ThreadedComponent
-from penstock.overseer.distributed.roles.settings import AnyConfig, Settings
-from penstock.overseer.full_disk import when_there_is_room
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.kind import PolicyKind
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
-from penstock.replay import RemoteBatches
 from penstock.types import PenstockError, Stopped, UnreachableError, WeightVersion
-from penstock.weights import Broadcaster, open_broadcaster
+from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
 STATES_S = 120.0
 """Longest wait for the other components' states at a checkpoint."""
 
 
-class _Batches(Protocol):
-    """Makes the replay service's client."""
-
-    def __call__(self, caller: Any, lineage: int) -> RemoteBatches: ...
-
-
-class TrainerRole(ThreadedComponent[AnyConfig]):
+@final
+class LearnerComponent(ThreadedComponent[Any]):
     """Runs one learner and its `TrainingLoop`.
 
     Args:
         around: What its host gives it.
         settings: The run.
-        batches: Makes the client of the replay service.
+        kind: What it trains.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings[AnyConfig], batches: _Batches = RemoteBatches) -> None:
+    def __init__(self, around: Surroundings, settings: Settings[Any], kind: PolicyKind) -> None:
         super().__init__(around, settings)
+        self._kind = kind
+        self._codec = kind.codec(settings)
         self._replay = around.caller("replay-0")
-        self._batches = batches(self._replay, settings.lineage)  # stopped first, so that nobody waits for a batch
-        self._commits = batches(self._replay, settings.lineage)
+        self._batches = kind.batches(self._replay, settings.lineage)  # stopped first: nobody waits for a batch then
+        self._commits = kind.batches(self._replay, settings.lineage)
+        self._learner: UpdatingLearner | None = None
         self._loop: TrainingLoop | None = None
         self._broadcaster: Broadcaster | None = None
         self._publishing = threading.Lock()
@@ -55,32 +53,24 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         self._evaluator_state: dict[str, Any] = {}
         self._steps_done = 0
         self._seconds = {"busy": 0.0, "idle": 0.0}
+        self._more = kind.learner_tasks(around, self)
+        for name, method in self._more.methods.items():
+            setattr(self, name, method)
 
-    # --- what a subclass knows -----------------------------------------------------------------------------------
+    @property
+    def learner(self) -> UpdatingLearner:
+        """Parameters and optimiser.
 
-    def _make(self, checkpoint: Checkpoint | None) -> None:
-        """Makes the learner, anew or from a checkpoint."""
-        raise NotImplementedError
+        Raises:
+            PenstockError: it is not loaded yet.
+        """
+        if self._learner is None:
+            raise PenstockError("the learner is not loaded yet: wait until it runs")
+        return self._learner
 
-    def _compile(self) -> None:
-        """Compiles what training needs."""
-        raise NotImplementedError
-
-    def _current(self) -> UpdatingLearner | None:
-        """The learner; None before it is made."""
-        raise NotImplementedError
-
-    def _arrays(self) -> Mapping[str, Any]:
-        """Its parameters by name."""
-        raise NotImplementedError
-
-    def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of them that are published; by default all."""
-        return arrays
-
-    def _write_checkpoint(self, save: Any, step: int, states: Mapping[str, Any]) -> Any:
-        """Calls `save` (`penstock.learner.save_checkpoint`) and returns the path."""
-        raise NotImplementedError
+    def note_step(self) -> None:
+        """Counts a step of a task other than training."""
+        self._steps_done += 1
 
     # --- starting ------------------------------------------------------------------------------------------------
 
@@ -95,19 +85,24 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         if checkpoint is not None:
             self._evaluator_state = checkpoint.states["evaluator"]
             self._results = checkpoint.states["run"]["results"]
-        self._make(checkpoint)
+        self._learner = self._kind.make_learner(self.settings, checkpoint)
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"
-        self._compile()
+        self._kind.compile_learner(self._learner, self.config)
         self.doing, self.state = "waiting to be told what to do", "running"
+
+    def look(self, view: View) -> None:
+        """Takes a new view."""
+        self._more.on_view(view)
+        super().look(view)
 
     # --- weights -------------------------------------------------------------------------------------------------
 
     def _open_broadcaster(self) -> None:
         """A new server; it offers what was published last, or else the learner's present version."""
         settings = self.settings
-        version, arrays = self._published or (self._version(), self._arrays())
+        version, arrays = self._published or (self._version(), self._kind.arrays(self.learner))
         default_url = str(settings.directory.path / "weights")
         broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
         broadcaster.publish(version, self._travelling(arrays))
@@ -120,6 +115,14 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
             if self._broadcaster.latest() != version:
                 self._broadcaster.publish(version, self._travelling(arrays))
                 self._published = version, arrays
+
+    def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        return trained_arrays(arrays, self.config.learner.optimizer.frozen)
+
+    def publish_anew(self) -> None:
+        """Offers the learner's present version again, with other weights than before."""
+        self._published = None
+        self.restart_broadcaster()
 
     def restart_broadcaster(self) -> None:
         """Another server for the same version; clients find it by its new incarnation. May be called at any time."""
@@ -138,20 +141,19 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
             results: Evaluations so far; they travel in the checkpoints.
         """
         self._results = dict(results)
-        learner = self._living()
-        loop = TrainingLoop(
+        learner = self.learner
+        loop = make_training_loop(
+            self.config.overseer,
             learner,
-            self._arrays,
+            lambda: self._kind.arrays(learner),
             self._batches,
             self._commits,
             self,
             lineage=self.settings.lineage,
             steps=self.config.steps,
-            batch_timeout_s=self.config.overseer.no_progress_s,
             progress=time.monotonic,  # who owes progress is seen by the overseer alone
             on_step=self._on_step,
-            checkpoint=self._save,
-            checkpoint_every=self.config.overseer.checkpoint_every,
+            save=self._save,
         )
         if self.settings.checkpoint is None:
             self._save(learner.step)
@@ -170,7 +172,7 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
 
     def publish_last(self) -> None:
         """The version that training reached, for the last evaluation; a task after `train`."""
-        self.publish(self._version(), self._arrays())
+        self.publish(self._version(), self._kind.arrays(self.learner))
 
     def finish(self) -> None:
         """Training ends at the next update boundary, with a checkpoint."""
@@ -189,36 +191,37 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         super().stop(timeout_s)
         if self._broadcaster is not None:
             self._broadcaster.close()
-
-    def _living(self) -> UpdatingLearner:
-        learner = self._current()
-        if learner is None:
-            raise PenstockError("the learner is not loaded yet: wait until it runs")
-        return learner
+        self._more.on_stop()
 
     def _version(self) -> WeightVersion:
         """The version that the learner holds."""
-        return WeightVersion(self.settings.lineage, self._living().step)
+        return WeightVersion(self.settings.lineage, self.learner.step)
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        self.settings.directory.check_is_there()
-        try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
-            self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
-        except UnreachableError:
-            pass  # it is being replaced, and will go on from this older state: an evaluation is made again
-        states = self._commits.checkpoint_states(step, STATES_S) | {
-            "evaluator": self._evaluator_state,
-            "run": {"lineage": self.settings.lineage, "results": self._results},
-        }
-        path = when_there_is_room(
-            lambda: self._write_checkpoint(save_checkpoint, step, states),
+        settings = self.settings
+        folder, keep = settings.directory.checkpoints, self.config.overseer.keep_checkpoints
+        path = save_when_there_is_room(
+            settings.directory,
+            lambda: self._states(step),
+            lambda states: save_checkpoint(folder, step, self.learner, self._codec, states, keep),
             self.config.replay.store.full_disk_s,
             self._wait_for_room,
         )
         self._commits.checkpoint_saved(step)
         self.around.event("checkpoint", step, path=str(path))
+
+    def _states(self, step: int) -> dict[str, Any]:
+        """Of all components but the learner, as of its boundary before update `step`."""
+        try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
+            self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
+        except UnreachableError:
+            pass  # it is being replaced, and will go on from this older state: an evaluation is made again
+        return self._commits.checkpoint_states(step, STATES_S) | {
+            "evaluator": self._evaluator_state,
+            "run": {"lineage": self.settings.lineage, "results": self._results},
+        }
 
     def _meet_evaluator(self) -> None:
         """The first call asks the cluster where it is, and may come too late for a last save without a cluster."""
@@ -244,8 +247,7 @@ class TrainerRole(ThreadedComponent[AnyConfig]):
         doing = self._loop.doing if training and self._loop is not None else self.doing
         owes_none = self.state == "starting" or self._waiting_for_room or doing.startswith(("waiting", "done"))
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
-        learner = self._current()
-        step = 0 if learner is None else learner.step
+        step = 0 if self._learner is None else self._learner.step
         return Condition(
             self.state,
             doing,

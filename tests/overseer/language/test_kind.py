@@ -1,10 +1,13 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.overseer.config import lesson_of_worker, rollout_workers
-from penstock.overseer.distributed.plan import Plan
+from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.kind import REWOUND
+from penstock.overseer.language.kind import LanguageKind
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny
 
@@ -14,13 +17,16 @@ LESSON = {
 }
 
 
-def plan(changes: dict, **more: object) -> Plan:
-    config = tiny({"runtime": "ray", **changes})
-    return Plan(Settings(config, RunDirectory("runs/x"), "a secret"), **more)  # type: ignore[arg-type]
+def settings_of(changes: dict) -> Settings:
+    return Settings(tiny({"runtime": "ray", **changes}), RunDirectory("runs/x"), "a secret")
+
+
+def components(changes: dict) -> list[ComponentSpec]:
+    return LanguageKind().components(settings_of(changes), None)
 
 
 def test_a_run_has_one_of_each_and_as_many_servers_and_workers_as_asked_for():
-    specs = plan({"rollout": {"workers": 3}, "inference": {"servers": 2}}).components()
+    specs = components({"rollout": {"workers": 3}, "inference": {"servers": 2}})
     assert sorted(spec.name for spec in specs) == [
         "curriculum-0", "evaluator-0", "inference-0", "inference-1", "learner-0", "replay-0", "rollout-0", "rollout-1",
         "rollout-2",
@@ -30,18 +36,19 @@ def test_a_run_has_one_of_each_and_as_many_servers_and_workers_as_asked_for():
 
 def test_workers_of_lessons_generate_those_only():
     changes = {"curriculum": {"lessons": {"dogs": LESSON}}, "rollout": {"workers": {"cats": 1, "dogs": 2}}}
-    made = plan(changes)
-    workers = [spec for spec in made.components() if spec.role == "rollout"]
+    workers = [spec for spec in components(changes) if spec.role == "rollout"]
     assert [spec.settings["lessons"] for spec in workers] == [["cats"], ["dogs"], ["dogs"]]
     assert [spec.peer_group for spec in workers] == ["cats", "dogs", "dogs"]
-    assert made.rollout(3).settings["lessons"] is None  # added while the run goes on
+    sizes = {role: (make, least) for role, make, least in LanguageKind().scalable(settings_of(changes))}
+    assert sizes["rollout"][0](3).settings["lessons"] is None  # added while the run goes on
+    assert (sizes["rollout"][1], sizes["inference"][1]) == (3, 1)
     config = tiny({"runtime": "ray", **changes})
     assert rollout_workers(config) == 3 and lesson_of_worker(config, 3) is None
 
 
 def test_only_learner_and_engines_see_an_accelerator_and_others_compute_with_the_cpus_that_they_reserve():
     roles = {"rollout": {"env": {"A": "1"}}, "learner": {"num_gpus": 1}, "evaluator": {"num_cpus": 2.5}}
-    specs = {spec.name: spec for spec in plan({"roles": roles}).components()}
+    specs = {spec.name: spec for spec in components({"roles": roles})}
     assert specs["rollout-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "1", "A": "1"}
     assert specs["replay-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "1"}
     assert specs["evaluator-0"].resources.env == {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": "3"}
@@ -50,9 +57,9 @@ def test_only_learner_and_engines_see_an_accelerator_and_others_compute_with_the
 
 
 def test_going_back_gives_learner_replay_and_evaluator_the_checkpoint():
-    made = plan({})
-    settings = Settings(made.settings.config, made.settings.directory, "a secret", 2, Path("checkpoints/step-4"))
-    anew = made.go_back(settings, {"evaluator": {"evaluated_step": 3}, "run": {}})
+    settings = replace(settings_of({}), lineage=2, checkpoint=Path("checkpoints/step-4"))
+    specs = LanguageKind().components(settings, {"evaluator": {"evaluated_step": 3}, "run": {}})
+    anew = {spec.name: spec.settings for spec in specs if spec.name in REWOUND}
     assert sorted(anew) == ["evaluator-0", "learner-0", "replay-0"]
     assert all(values["lineage"] == 2 for values in anew.values())
     assert anew["learner-0"]["checkpoint"].endswith("checkpoints/step-4")

@@ -15,11 +15,10 @@ import safetensors.numpy
 from penstock.learner import read_states
 from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.config_loading import build_config
-from penstock.overseer.distributed.fleet_conductor import DistributedFleetConductor
-from penstock.overseer.distributed.fleet_plan import FleetPlan
+from penstock.overseer.control.kind import ControlKind
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.scaling import ask_to_scale
-from penstock.overseer.fleet_simulators import probe_spaces
+from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.run_opening import Damages, resume_point
 from penstock.overseer.terminal import FLEET_WORDING, Progress
@@ -72,8 +71,7 @@ class Run:
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, 8, wording=FLEET_WORDING))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
-        plan = FleetPlan(settings, probe_spaces(config), states)
-        self.conductor = DistributedFleetConductor(plan, self.launcher, self.log)
+        self.conductor = TrainingRun(ControlKind.of(config), settings, states, self.launcher, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
         self._thread.start()

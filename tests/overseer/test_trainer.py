@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.overseer import load_config
-from penstock.overseer.distributed.roles import trainer
-from penstock.overseer.distributed.roles.learner import LearnerRole
+from penstock.overseer import load_config, trainer
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
 from penstock.types import UnreachableError, WeightVersion
 from penstock.weights import open_client
@@ -31,19 +31,20 @@ def weights(step: int) -> dict[str, np.ndarray]:
 @pytest.fixture
 def role(tmp_path):
     config = load_config("cats", ["runtime=ray"])
-    role = LearnerRole(Lonely("learner"), Settings(config, RunDirectory.create(tmp_path / "run", {}), "0" * 64))
+    settings = Settings(config, RunDirectory.create(tmp_path / "run", {}), "0" * 64)
+    role = LearnerComponent(Lonely("learner"), settings, LanguageKind())
     yield role
     role.stop(LIMIT_S)
 
 
-def begin(role: LearnerRole) -> None:
+def begin(role: LearnerComponent) -> None:
     role._learner = Step()  # pyright: ignore[reportAttributeAccessIssue]
     role._published = WeightVersion(0, 0), weights(0)
     with role._publishing:
         role._open_broadcaster()
 
 
-def endpoint(role: LearnerRole) -> dict[str, Any]:
+def endpoint(role: LearnerComponent) -> dict[str, Any]:
     return dict(role.condition().address["weights"])
 
 

@@ -1,0 +1,209 @@
+"""Wires what every run has, whatever it trains and wherever its components run: replay and the training loop.
+
+The only place where a store, its ledger, a buffer and a training loop are made; pure wiring, nothing is started. Not
+covered: what makes experience, and what one kind of policy has beside that.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.batch import BatchMaker
+from penstock.overseer.config import OverseerConfig
+from penstock.overseer.full_disk import when_there_is_room
+from penstock.overseer.places import naming
+from penstock.overseer.training_loop import Commit, TrainingLoop, UpdatingLearner
+from penstock.replay import (
+    Ledger,
+    OpenAdmission,
+    OpenBatchSource,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    ReplayDataLoader,
+    RolloutStore,
+    TicketIssuer,
+)
+from penstock.replay.formats import ExperienceFormat
+from penstock.rundir import RunDirectory
+from penstock.types import BatchSource, Clock, LessonChooser, RolloutGroup, WeightSink
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRules:
+    """What tickets are drawn by, beside the limits of replay.
+
+    Attributes:
+        seed: The run's.
+        curriculum: Chooses the lesson of each.
+        group_size_of: Rollouts per group of a lesson; 0 of one that was removed.
+        may_draw: Whether the curriculum knows all that it has to know before the next lesson is drawn.
+    """
+
+    seed: int
+    curriculum: LessonChooser
+    group_size_of: Callable[[str], int]
+    may_draw: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a run has of replay.
+
+    Attributes:
+        store: Files of experience and batches.
+        ledger: Counts every group's fate.
+        buffer: Holds what waits for the learner.
+        batches: Forms the learner's batches.
+        issuer: Hands out tickets; None where experience comes unasked.
+    """
+
+    store: RolloutStore
+    ledger: Ledger
+    buffer: ReplayBuffer
+    batches: ReplayDataLoader | OpenBatchSource
+    issuer: TicketIssuer | None
+
+    def stop_prefetch(self, timeout_s: float) -> None:
+        """Forms no batch ahead any more, where it did."""
+        if isinstance(self.batches, ReplayDataLoader):
+            self.batches.stop(timeout_s)
+
+
+def open_replay(
+    limits: ReplayBufferConfig,
+    directory: RunDirectory,
+    lineage: int,
+    experience: ExperienceFormat,
+    makers: BatchMaker[Any, Any] | Sequence[BatchMaker[Any, Any]],
+    *,
+    steps: int,
+    keep_checkpoints: int,
+    tickets: TicketRules | None = None,
+    clock: Clock = time.time,
+    on_group: Callable[[RolloutGroup[Any]], None] | None = None,
+    on_damage: Callable[[str, str], None],
+    writing: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Replay:
+    """Opens a run's store and ledger, and makes the buffer over them.
+
+    Args:
+        limits: Pace, freshness and files.
+        directory: The run's.
+        lineage: Of this life of the run.
+        experience: How records become rows.
+        makers: Form the batches.
+        steps: Version at which the run ends; no batch is formed for a later update.
+        keep_checkpoints: So many checkpoints stay.
+        tickets: None where experience comes unasked.
+        clock: Unix seconds.
+        on_group: Given each group that may be trained on.
+        on_damage: Given the place of a damaged file, and what is wrong with it.
+        writing: Entered around each write.
+
+    Raises:
+        ConfigError: the store's place cannot be used.
+    """
+    store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
+    with naming("replay.store.url", limits.store.url or directory.path):
+        ledger = store.open_ledger(lineage)
+    issuer = None
+    if tickets is not None:
+        issuer = TicketIssuer(
+            limits,
+            tickets.seed,
+            lineage,
+            tickets.curriculum,
+            ledger,
+            tickets.group_size_of,
+            clock=clock,
+            may_draw=tickets.may_draw,
+        )
+    buffer = ReplayBuffer(
+        limits,
+        store,
+        makers,
+        OpenAdmission(ledger, lineage, limits.failed_limit) if issuer is None else issuer,
+        clock=clock,
+        curriculum_hook=on_group,
+        keep_checkpoints=keep_checkpoints,
+    )
+    if issuer is None:
+        return Replay(store, ledger, buffer, OpenBatchSource(buffer, limits.groups_per_batch), None)
+    batches = ReplayDataLoader(buffer, 0 if limits.synchronous else limits.prefetch, steps)
+    return Replay(store, ledger, buffer, batches, issuer)
+
+
+def make_training_loop(
+    config: OverseerConfig,
+    learner: UpdatingLearner,
+    arrays: Callable[[], Mapping[str, Any]],
+    source: BatchSource,
+    commit: Commit,
+    weights: WeightSink,
+    *,
+    lineage: int,
+    steps: int,
+    progress: Callable[[], object],
+    on_step: Callable[[int, Mapping[str, float]], None],
+    save: Callable[[int], None],
+) -> TrainingLoop:
+    """The loop of one learner, with the run's limits; arguments as of `TrainingLoop`."""
+    return TrainingLoop(
+        learner,
+        arrays,
+        source,
+        commit,
+        weights,
+        lineage=lineage,
+        steps=steps,
+        batch_timeout_s=config.no_progress_s,
+        progress=progress,
+        on_step=on_step,
+        checkpoint=save,
+        checkpoint_every=config.checkpoint_every,
+    )
+
+
+def restore_parts(
+    parts: Mapping[str, Any], buffer: ReplayBuffer, states: Mapping[str, Any] | None, lineage: int
+) -> None:
+    """Brings the parts beside the learner to where a checkpoint was.
+
+    Args:
+        parts: What has a method `restore`, by the name of its state and in the order of restoring.
+        buffer: Settles what earlier lives began, where those ended before their first checkpoint.
+        states: The checkpoint's; None for a life that begins without one.
+        lineage: Of this life of the run.
+    """
+    if states is not None:
+        for name, part in parts.items():
+            part.restore(states[name])
+    elif lineage:
+        buffer.begin_anew()
+
+
+def save_when_there_is_room(
+    directory: RunDirectory,
+    states: Callable[[], Mapping[str, Any]],
+    write: Callable[[Mapping[str, Any]], Path],
+    full_disk_s: float,
+    on_wait: Callable[[float, str], object],
+) -> Path:
+    """Writes a checkpoint of the present update boundary; waits for room on a full disk.
+
+    Args:
+        directory: The run's.
+        states: Gives the state of every component beside the learner, by name, as of this boundary.
+        write: Writes the checkpoint with these states; called again where there was no room.
+        full_disk_s: So long a full disk is waited for.
+        on_wait: Given the seconds until the next try, and why, in words.
+
+    Raises:
+        RunFailed: the run directory is gone, or the disk was full for too long.
+    """
+    directory.check_is_there()
+    gathered = states()
+    return when_there_is_room(lambda: write(gathered), full_disk_s, on_wait)

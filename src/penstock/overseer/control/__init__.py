@@ -1,0 +1,1 @@
+"""What is of control policies alone in a run."""

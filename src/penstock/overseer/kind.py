@@ -1,0 +1,245 @@
+"""What differs between a run of a language policy and one of a control policy, behind one protocol.
+
+`penstock.overseer.language.kind.LanguageKind` and `penstock.overseer.control.kind.ControlKind` implement it; nothing
+else in a run asks which of them it has.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.overseer.config import RoleConfig
+from penstock.overseer.distributed.component import Factory, Surroundings
+from penstock.overseer.distributed.look import Look
+from penstock.overseer.distributed.members import ComponentSpec
+from penstock.overseer.distributed.records import Message, View
+from penstock.overseer.distributed.role_sizes import SpecMaker
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.result_rows import Results
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import Progress
+from penstock.overseer.training_loop import Commit, UpdatingLearner
+from penstock.types import BatchSource, Caller
+
+if TYPE_CHECKING:
+    from penstock.learner import Checkpoint
+    from penstock.overseer.run import PhaseSteps, Run
+    from penstock.overseer.trainer import LearnerComponent
+
+Factories = Mapping[str, Factory]
+ESSENTIAL = ("learner", "replay")
+"""Their loss takes the run back to its newest checkpoint."""
+ESSENTIAL_NAMES = tuple(f"{role}-0" for role in ESSENTIAL)
+REWOUND = (*ESSENTIAL_NAMES, "evaluator-0")
+"""Components that start anew, from the checkpoint, where the run goes back to one."""
+
+
+class UpdateLog(Protocol):
+    """Writes one line of metrics per update."""
+
+    @property
+    def step(self) -> int:
+        """The learner's version, as of the last line."""
+        ...
+
+    @property
+    def bottleneck(self) -> str:
+        """What set the pace lately, in words."""
+        ...
+
+    def begin_at(self, step: int) -> None:
+        """The learner begins with that version."""
+        ...
+
+    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
+        """One update: the version reached, the learner's numbers, the components' last reports, the overseer's own."""
+        ...
+
+
+class RemoteReplay(BatchSource, Commit, Protocol):
+    """The replay service, as a learner in another process calls it."""
+
+    def checkpoint_states(self, step: int, timeout_s: float) -> dict[str, Any]:
+        """State of everything that the service keeps, by name, as of an update boundary."""
+        ...
+
+    def checkpoint_saved(self, step: int) -> None:
+        """The checkpoint of a version is on the disk."""
+        ...
+
+    def stop(self) -> None:
+        """Ends every wait for a batch."""
+        ...
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerTasks:
+    """What a learner's process does beside training.
+
+    Attributes:
+        methods: By name, what the run may ask for.
+        on_view: Given each new view.
+        on_stop: Called when the component ends.
+    """
+
+    methods: Mapping[str, Callable[..., Any]]
+    on_view: Callable[[View], object] = _nothing
+    on_stop: Callable[[], object] = _nothing
+
+
+class PolicyKind(Protocol):
+    """One kind of policy, in one run."""
+
+    # --- before anything is started ------------------------------------------------------------------------------
+
+    def progress(self, config: Any, recipe: str) -> Progress:
+        """What the view shows of a run by that name."""
+        ...
+
+    def check(self, config: Any) -> None:
+        """Tries all that bad input can break, before a file is written.
+
+        Raises:
+            ConfigError: naming the field, its value and the remedy.
+        """
+        ...
+
+    def check_resume(self, config: Any, checkpoint: Path) -> None:
+        """Compares the policy that is asked for with the checkpoint's, which a resumed run keeps.
+
+        Raises:
+            ConfigError: they differ.
+            CheckpointError: the checkpoint holds a policy of another kind.
+        """
+        ...
+
+    def hosts(self, config: Any) -> Mapping[str, str]:
+        """By key of the config, the addresses that the run's servers listen on."""
+        ...
+
+    # --- components ----------------------------------------------------------------------------------------------
+
+    def components(self, settings: Settings[Any], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
+        """All of them, those first that others wait for; `states` are the checkpoint's."""
+        ...
+
+    def scalable(self, settings: Settings[Any]) -> list[tuple[str, SpecMaker, int]]:
+        """Roles whose number may change: what makes one by its index, and how few there may be."""
+        ...
+
+    # --- the learner ---------------------------------------------------------------------------------------------
+
+    def make_learner(self, settings: Settings[Any], checkpoint: "Checkpoint | None") -> UpdatingLearner:
+        """Anew, or as the checkpoint has it."""
+        ...
+
+    def compile_learner(self, learner: Any, config: Any) -> None:
+        """Compiles what training needs."""
+        ...
+
+    def arrays(self, learner: Any) -> Mapping[str, Any]:
+        """Its parameters by name."""
+        ...
+
+    def codec(self, settings: Settings[Any]) -> Any:
+        """What a checkpoint's folder ``model/`` is written with, beside the learner."""
+        ...
+
+    def batches(self, replay: Caller, lineage: int) -> RemoteReplay:
+        """Client of the replay service."""
+        ...
+
+    def learner_tasks(self, ctx: Surroundings, component: "LearnerComponent") -> LearnerTasks:
+        """What the learner's process does beside training."""
+        ...
+
+    # --- phases of a run -----------------------------------------------------------------------------------------
+
+    def prepared(self, run: "Run") -> "PhaseSteps":
+        """What comes after the learner runs and before everything else, in each life of the run."""
+        ...
+
+    def before_training(self, run: "Run") -> "PhaseSteps":
+        """Evaluations of a run that begins."""
+        ...
+
+    def checked(self, run: "Run") -> "PhaseSteps":
+        """What is checked before the training, in each life of the run."""
+        ...
+
+    def after_training(self, run: "Run") -> "PhaseSteps":
+        """What ends with the training, before the last evaluation."""
+        ...
+
+    def goal_reached(self, run: "Run") -> bool:
+        """Whether training may end before its last step."""
+        ...
+
+    # --- what a run reports --------------------------------------------------------------------------------------
+
+    def make_update_log(self, config: Any, log: RunLog) -> UpdateLog:
+        """Writes the run's updates."""
+        ...
+
+    def metrics_of(self, results: Results) -> dict[str, float]:
+        """Results of an evaluation as metrics."""
+        ...
+
+    def units_per_s(self, run: "Run") -> float | None:
+        """The speed that the view shows; None where it is not known yet."""
+        ...
+
+    def on_event(self, run: "Run", message: Message) -> None:
+        """An event of a component was logged."""
+        ...
+
+    def failures(self, run: "Run") -> tuple[int, str]:
+        """How much of the experience failed in this life of the run, and what the last failure said."""
+        ...
+
+    def status(self, run: "Run") -> dict[str, Any]:
+        """For status.json, beside what every run has."""
+        ...
+
+
+def processor_environment(resources: RoleConfig) -> dict[str, str]:
+    """Environment of a process that takes no accelerator's memory, and shares its machine's processors with others.
+
+    XLA computes with as many threads as CPUs are reserved, at least one: by default it has one for each processor, and
+    to hand a small policy's decision around takes longer than the decision.
+    """
+    return {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(max(1, math.ceil(resources.num_cpus)))}
+
+
+def make_spec(
+    settings: Settings[Any],
+    factories: Factories,
+    role: str,
+    index: int,
+    *,
+    accelerated: Collection[str],
+    peer_group: str = "",
+    **more: Any,
+) -> ComponentSpec:
+    """A component of a role.
+
+    Args:
+        settings: The run.
+        factories: By role.
+        role: Its own.
+        index: Which of the role's components.
+        accelerated: Roles that may take an accelerator; others see none unless their ``env`` says so.
+        peer_group: See `ComponentSpec`.
+        more: Further settings, as plain values.
+    """
+    resources = settings.config.roles.get(role, RoleConfig())
+    if role not in accelerated:
+        resources = resources.model_copy(update={"env": {**processor_environment(resources), **resources.env}})
+    values = {**settings.dump(), **more}
+    return ComponentSpec(role, index, factories[role], values, resources, role in ESSENTIAL, peer_group)

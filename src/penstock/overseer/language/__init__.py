@@ -1,0 +1,1 @@
+"""What is of language policies alone in a run."""

@@ -1,0 +1,231 @@
+"""A run of a language policy: its components, and the phases around its training.
+
+load → evaluate untrained → warm start → evaluate before → parity probe → train → evaluate after.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from penstock.environments import load_environment
+from penstock.learner import Checkpoint, Learner
+from penstock.model.language import load_policy, named_arrays
+from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
+from penstock.overseer.distributed.component import Surroundings
+from penstock.overseer.distributed.members import ComponentSpec
+from penstock.overseer.distributed.records import Message
+from penstock.overseer.distributed.role_sizes import SpecMaker
+from penstock.overseer.distributed.roles.curriculum import make_curriculum
+from penstock.overseer.distributed.roles.evaluator import make_evaluator
+from penstock.overseer.distributed.roles.inference import make_inference
+from penstock.overseer.distributed.roles.replay import make_replay
+from penstock.overseer.distributed.roles.rollout import make_rollout
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.distributed.updates import Updates
+from penstock.overseer.evaluator import metrics_of
+from penstock.overseer.kept_model import check_language_resume
+from penstock.overseer.kind import Factories, LearnerTasks, make_spec
+from penstock.overseer.language.preparation import Preparation
+from penstock.overseer.plan import model_shape
+from penstock.overseer.result_rows import Results
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import Progress
+from penstock.overseer.trainer import LearnerComponent
+from penstock.replay import RemoteBatches
+from penstock.text import Tokenizer
+from penstock.types import Caller
+
+if TYPE_CHECKING:
+    from penstock.overseer.run import PhaseSteps, Run
+
+ACCELERATED = ("learner", "inference")
+
+
+@final
+class LanguageKind:
+    """Implements `penstock.overseer.kind.PolicyKind`.
+
+    Args:
+        factories: By role, of components other than the usual ones.
+    """
+
+    def __init__(self, factories: Factories | None = None) -> None:
+        self._factories = {**FACTORIES, **(factories or {})}
+
+    # --- before anything is started ------------------------------------------------------------------------------
+
+    def progress(self, config: RunConfig, recipe: str) -> Progress:
+        """Of tokens and lessons."""
+        return Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
+
+    def check(self, config: RunConfig) -> None:
+        """Environments, the model's shape and the tokenizer; weights are loaded by the learner."""
+        for lesson in config.curriculum.lessons.values():
+            load_environment(lesson.environment.spec).close()  # every worker makes its own
+        model_shape(config.model)
+        Tokenizer.load(config.model.tokenizer_path)
+
+    def check_resume(self, config: RunConfig, checkpoint: Path) -> None:
+        """Shape, dtype and tokenizer."""
+        check_language_resume(config, checkpoint)
+
+    def hosts(self, config: RunConfig) -> Mapping[str, str]:
+        """Inference servers, and the learner's weights."""
+        return {"inference.host": config.inference.host, "weights.host": config.weights.host}
+
+    # --- components ----------------------------------------------------------------------------------------------
+
+    def components(self, settings: Settings[RunConfig], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
+        """Replay, curriculum, learner, inference servers, rollout workers, evaluator."""
+        config, state = settings.config, None if states is None else states["evaluator"]
+        return [
+            *(self._spec(settings, role, 0) for role in ("replay", "curriculum", "learner")),
+            *(self._spec(settings, "inference", index) for index in range(config.inference.servers)),
+            *(self._rollout(settings, index) for index in range(rollout_workers(config))),
+            self._spec(settings, "evaluator", 0, state=state),
+        ]
+
+    def scalable(self, settings: Settings[RunConfig]) -> list[tuple[str, SpecMaker, int]]:
+        """Workers and servers."""
+        config = settings.config
+        per_lesson = isinstance(config.rollout.workers, dict)  # then nobody else would take a lesson's tickets
+        least = rollout_workers(config) if per_lesson else 1
+        return [
+            ("rollout", lambda index: self._rollout(settings, index), least),
+            ("inference", lambda index: self._spec(settings, "inference", index), 1),
+        ]
+
+    def _rollout(self, settings: Settings[RunConfig], index: int) -> ComponentSpec:
+        """One rollout worker; those beyond the configured ones generate every lesson."""
+        lesson = lesson_of_worker(settings.config, index)
+        lessons = None if lesson is None else [lesson]
+        return self._spec(settings, "rollout", index, peer_group=lesson or "", lessons=lessons)
+
+    def _spec(
+        self, settings: Settings[RunConfig], role: str, index: int, *, peer_group: str = "", **more: Any
+    ) -> ComponentSpec:
+        return make_spec(settings, self._factories, role, index, accelerated=ACCELERATED, peer_group=peer_group, **more)
+
+    # --- the learner ---------------------------------------------------------------------------------------------
+
+    def make_learner(self, settings: Settings[RunConfig], checkpoint: Checkpoint | None) -> Learner:
+        """A `Learner` of a decoder."""
+        config = settings.config
+        if checkpoint is None:
+            policy = load_policy(config.model, config.seed, settings.tokenizer())
+            return Learner(policy, config.learner, config.steps)
+        learner = Learner(checkpoint.decoder, config.learner, config.steps)
+        learner.restore_arrays(checkpoint.learner_arrays)
+        return learner
+
+    def compile_learner(self, learner: Learner, config: RunConfig) -> None:
+        """The update."""
+        learner.compile()
+
+    def arrays(self, learner: Learner) -> Mapping[str, Any]:
+        """The decoder's."""
+        return named_arrays(learner.decoder)
+
+    def codec(self, settings: Settings[RunConfig]) -> Tokenizer:
+        """The tokenizer."""
+        return settings.tokenizer()
+
+    def batches(self, replay: Caller, lineage: int) -> RemoteBatches:
+        """Of rollouts."""
+        return RemoteBatches(replay, lineage)
+
+    def learner_tasks(self, ctx: Surroundings, component: LearnerComponent) -> LearnerTasks:
+        """Warm start and parity probe."""
+        preparation = Preparation(ctx, component)
+        return LearnerTasks(
+            {"warm_start": preparation.warm_start, "probe": preparation.probe},
+            preparation.on_view,
+            preparation.close,
+        )
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    def prepared(self, run: "Run") -> "PhaseSteps":
+        """Servers have the learner's weights."""
+        yield from self._until_served(run)
+
+    def before_training(self, run: "Run") -> "PhaseSteps":
+        """Evaluations before and after the warm start."""
+        run.phase("evaluating the untrained policy")
+        run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
+        if run.config.learner.warm_start is not None:
+            run.phase("warm start")
+            yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
+            yield from self._until_served(run)
+            run.phase("evaluating the warm start")
+            run.results["before"] = yield from run.evaluate("before")
+
+    def checked(self, run: "Run") -> "PhaseSteps":
+        """Engines and learner agree."""
+        run.phase("checking that engines and learner agree")
+        yield from run.until_stopped(run.tasks.task("learner-0", "probe"))
+
+    def after_training(self, run: "Run") -> "PhaseSteps":
+        """Servers have the last weights."""
+        yield from run.tasks.call("learner-0", "publish_last")
+        yield from self._until_served(run)
+
+    def goal_reached(self, run: "Run") -> bool:
+        """Every lesson has graduated, where the run stops for that."""
+        return run.config.curriculum.when_complete == "stop" and bool(run.seen.facts("replay-0").get("complete"))
+
+    def _until_served(self, run: "Run") -> "PhaseSteps":
+        """Waits until every inference server holds the learner's present version."""
+        return run.until_stopped(run.tasks.until(lambda: self.served(run)))
+
+    def served(self, run: "Run") -> bool | None:
+        """Whether every inference server holds the learner's present version; None where not."""
+        view = run.supervisor.view
+        learner = view.peer("learner-0")
+        servers = [peer for peer in view.of("inference") if not peer.address.get("draining")]
+        if learner is None or "weights" not in learner.address or not servers:
+            return None
+        wanted = (run.lineage, run.learner_step(), learner.address["weights"]["incarnation"])
+        held = {(p.address.get("lineage"), p.address.get("step"), p.address.get("weights")) for p in servers}
+        return True if held == {wanted} else None
+
+    # --- what a run reports --------------------------------------------------------------------------------------
+
+    def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
+        """Names the bottleneck by idle shares."""
+        return Updates(log, config.replay.staleness_budget)
+
+    def metrics_of(self, results: Results) -> dict[str, float]:
+        """As ``eval/<lesson>/…``."""
+        return metrics_of(results, "eval")
+
+    def units_per_s(self, run: "Run") -> float:
+        """Tokens of all servers."""
+        return run.seen.numbers().get("inference/tokens_per_s", 0.0)
+
+    def on_event(self, run: "Run", message: Message) -> None:
+        """Nothing more."""
+
+    def failures(self, run: "Run") -> tuple[int, str]:
+        """Groups whose environment or reward function failed."""
+        return run.seen.failed_groups, run.seen.last_failure
+
+    def status(self, run: "Run") -> dict[str, Any]:
+        """Failed groups."""
+        failed, last_failure = self.failures(run)
+        return {"groups": {"failed": failed, "last_failure": last_failure}}
+
+
+def make_learner(ctx: Surroundings, settings: Mapping[str, Any]) -> LearnerComponent:
+    """Factory of the learner."""
+    return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
+
+
+FACTORIES: Factories = {
+    "learner": make_learner,
+    "replay": make_replay,
+    "curriculum": make_curriculum,
+    "inference": make_inference,
+    "rollout": make_rollout,
+    "evaluator": make_evaluator,
+}
