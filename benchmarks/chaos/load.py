@@ -115,7 +115,7 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
         settings = Settings(config, directory, secrets.token_hex(32))
         factories: Mapping[str, Any] = clocks.components(clock_folder)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-        conductor = TrainingRun(LanguageKind(factories), settings, None, launcher, log)
+        conductor = TrainingRun(LanguageKind(factories=factories), settings, None, launcher, log)
         view = TerminalView(progress, quiet=True)
         overseer = Overseer(conductor, crew, directory, log, view, config.overseer)
         try:

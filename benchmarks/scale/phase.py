@@ -56,7 +56,7 @@ def configuration(workers: int) -> RunConfig:
 
 def specifications(settings: Settings) -> list[ComponentSpec]:
     """Of all components but the evaluator, which would have nothing to do."""
-    kind = LanguageKind({"learner": make_learner, "inference": make_server})
+    kind = LanguageKind(factories={"learner": make_learner, "inference": make_server})
     return [spec for spec in kind.components(settings, None) if spec.role != "evaluator"]
 
 

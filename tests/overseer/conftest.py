@@ -67,10 +67,9 @@ def launchers() -> Iterator[list[object]]:
 
     fake = ModuleType("penstock.overseer.ray")
     fake.__dict__["RayLauncher"] = Launcher
-    names = ("penstock.overseer.ray", "penstock.overseer.many_processes")
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.modules["penstock.overseer.ray"] = fake
+    before = sys.modules.pop(fake.__name__, None)
+    sys.modules[fake.__name__] = fake
     yield made
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
+    del sys.modules[fake.__name__]
+    if before is not None:
+        sys.modules[fake.__name__] = before

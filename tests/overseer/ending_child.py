@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.learner import checkpoints
-from penstock.overseer import run_opening, train
+from penstock.overseer import opening, train
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.rundir import RunDirectory
@@ -20,7 +20,7 @@ from tests.overseer.test_fleet_training import tiny as tiny_control
 
 POINTS: dict[str, tuple[Any, str]] = {
     "before the config": (RunDirectory, "write_config"),
-    "before the log": (run_opening, "RunLog"),
+    "before the log": (opening, "RunLog"),
     "in the first evaluation of a language policy": (Conductor, "_evaluate"),
     "in the first evaluation of a control policy": (FleetConductor, "_evaluate"),
     "in the first checkpoint": (checkpoints, "_settle"),

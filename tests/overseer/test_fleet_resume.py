@@ -9,14 +9,14 @@ from penstock.model.control import make_control_policy, save_control_policy
 from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.fleet_conductor import FleetConductor
-from penstock.overseer.fleet_local import FleetStart
 from penstock.overseer.fleet_policies import make_policy
 from penstock.overseer.fleet_resume import check_resume
 from penstock.overseer.fleet_simulators import probe_spaces
 from penstock.overseer.fleet_updates import FleetUpdates
+from penstock.overseer.kind import RunStart
+from penstock.overseer.opening import Damages, open_log
 from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.run_opening import Damages, open_log
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory, read_events
@@ -143,7 +143,7 @@ def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: S
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text('{"format_version": 1, "step": 5, "states": {}}')
     log = open_log(config, directory, Progress("test", 9, 8, wording=FLEET_WORDING), Damages(), checkpoint)
-    start = FleetStart(make_policy(config, guess), guess, 1)
+    start = RunStart(make_policy(config, guess), guess, 1)
     conductor = FleetConductor(config, directory, Crew(), log, start)
     log.close()
     assert conductor.step == conductor.status()["step"] == FleetUpdates(log, ["guess"]).step == 5

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.overseer.run_opening import Damages, create_run, open_log
+from penstock.overseer.opening import Damages, create_run, open_log
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny

@@ -16,7 +16,7 @@ from penstock.overseer.distributed.roles.servers import servers_of
 from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.distributed.stragglers import Stragglers
 from penstock.overseer.evaluator import Evaluator
-from penstock.overseer.run_opening import oversee
+from penstock.overseer.opening import oversee
 from penstock.overseer.supervision import Crew
 from penstock.rollout import RolloutManager
 from penstock.rundir import read_events, read_status

@@ -87,7 +87,7 @@ def open_replay(
     on_damage: Callable[[str, str], None],
     writing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Replay:
-    """Opens a run's store and ledger, and makes the buffer over them.
+    """Opens a run's store and ledger, and the buffer over them.
 
     Args:
         limits: Pace, freshness and files.
@@ -99,8 +99,8 @@ def open_replay(
         keep_checkpoints: So many checkpoints stay.
         tickets: None where experience comes unasked.
         clock: Unix seconds.
-        on_group: Given each group that may be trained on.
-        on_damage: Given the place of a damaged file, and what is wrong with it.
+        on_group: Given each group that is trainable.
+        on_damage: Given the place of a damaged file and its fault.
         writing: Entered around each write.
 
     Raises:
@@ -112,14 +112,7 @@ def open_replay(
     issuer = None
     if tickets is not None:
         issuer = TicketIssuer(
-            limits,
-            tickets.seed,
-            lineage,
-            tickets.curriculum,
-            ledger,
-            tickets.group_size_of,
-            clock=clock,
-            may_draw=tickets.may_draw,
+            limits, tickets.seed, lineage, tickets.curriculum, ledger, tickets.group_size_of, clock, tickets.may_draw
         )
     buffer = ReplayBuffer(
         limits,

@@ -17,7 +17,8 @@ from penstock.model.language import named_arrays
 from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import metrics_of
-from penstock.overseer.local import WORKER_ID, Components, Start, wire
+from penstock.overseer.kind import RunStart
+from penstock.overseer.local import WORKER_ID, Components, wire
 from penstock.overseer.local_run import LocalRun
 from penstock.overseer.parity import probe_parity
 from penstock.overseer.result_rows import Results, require_results
@@ -31,7 +32,7 @@ from penstock.types import EnvironmentFailure, Stopped
 WEIGHTS_THREAD, TICKETS_THREAD, RECEIVER_THREAD = f"{WORKER_ID}.weights", f"{WORKER_ID}.tickets", "rollout-receiver"
 
 
-class Conductor(LocalRun[RunConfig, Start, Components]):
+class Conductor(LocalRun[Components]):
     """One run of a language model, phase by phase.
 
     Args:
@@ -49,7 +50,7 @@ class Conductor(LocalRun[RunConfig, Start, Components]):
         directory: RunDirectory,
         crew: Crew,
         log: RunLog,
-        start: Start,
+        start: RunStart,
         environments: dict[str, Environment],
     ) -> None:
         super().__init__(config, directory, crew, log, start)

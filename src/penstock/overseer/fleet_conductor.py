@@ -13,8 +13,9 @@ from typing import Any
 from penstock.learner import save_checkpoint
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
-from penstock.overseer.fleet_local import FleetComponents, FleetStart, wire_fleet
+from penstock.overseer.fleet_local import FleetComponents, wire_fleet
 from penstock.overseer.fleet_updates import FleetUpdates
+from penstock.overseer.kind import RunStart
 from penstock.overseer.local_run import LocalRun
 from penstock.overseer.result_rows import Results, require_results
 from penstock.overseer.run_log import RunLog
@@ -27,11 +28,11 @@ FLEET_THREAD, EVALUATOR_THREAD = "fleet", "fleet-evaluator"
 SUPERVISE_S = 0.5
 
 
-class FleetConductor(LocalRun[FleetRunConfig, FleetStart, FleetComponents]):
+class FleetConductor(LocalRun[FleetComponents]):
     """One fleet run, phase by phase; arguments as of `LocalRun`."""
 
     def __init__(
-        self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: FleetStart
+        self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
     ) -> None:
         super().__init__(config, directory, crew, log, start)
         self._fleet_over = threading.Event()

@@ -10,36 +10,19 @@ from typing import Any
 
 from penstock.batch import FragmentBatchMaker
 from penstock.fleet import CountedSink, FleetReports, RolloutManager, RolloutWorkerWrapper
-from penstock.learner import Checkpoint, ControlLearner
-from penstock.model.control import ControlPolicy
+from penstock.learner import ControlLearner
 from penstock.overseer.assembly import make_training_loop, open_replay, restore_parts
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import FleetEvaluator
 from penstock.overseer.fleet_policies import make_worker_runner
 from penstock.overseer.fleet_simulators import OnEvent, filmed_pool, require_films, worker_pool
+from penstock.overseer.kind import RunStart
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import FRAGMENTS, Ledger, ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
-from penstock.types import Checkpointable, Spaces, WeightVersion
+from penstock.types import Checkpointable, WeightVersion
 from penstock.weights import InProcessBroadcaster
-
-
-@dataclass(frozen=True, slots=True)
-class FleetStart:
-    """What a life of a fleet run begins with.
-
-    Attributes:
-        policy: As initialised, or the checkpoint's.
-        spaces: What it sees and does.
-        lineage: Number of this life.
-        checkpoint: Where it resumes from; None for a new run.
-    """
-
-    policy: ControlPolicy
-    spaces: Spaces
-    lineage: int = 0
-    checkpoint: Checkpoint | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +48,7 @@ def wire_fleet(
     config: FleetRunConfig,
     directory: RunDirectory,
     log: RunLog,
-    start: FleetStart,
+    start: RunStart,
     on_event: OnEvent,
     on_step: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],

@@ -17,10 +17,13 @@ from penstock.overseer.distributed.members import ComponentSpec
 from penstock.overseer.distributed.records import Message, View
 from penstock.overseer.distributed.role_sizes import SpecMaker
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.overseer import RunConductor
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import Commit, UpdatingLearner
+from penstock.rundir import RunDirectory
 from penstock.types import BatchSource, Caller
 
 if TYPE_CHECKING:
@@ -74,6 +77,23 @@ class RemoteReplay(BatchSource, Commit, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """What a life of a run in one process begins with.
+
+    Attributes:
+        policy: As initialised, as loaded, or the checkpoint's.
+        codec: The tokenizer of a language policy; the spaces of a control policy.
+        lineage: Number of this life.
+        checkpoint: Where it resumes from; None for a new run.
+    """
+
+    policy: Any
+    codec: Any
+    lineage: int = 0
+    checkpoint: "Checkpoint | None" = None
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -110,6 +130,23 @@ class PolicyKind(Protocol):
         """
         ...
 
+    def begin(self, config: Any) -> RunStart:
+        """Makes the policy that a new run in one process begins with.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        ...
+
+    def resume(self, config: Any, lineage: int, checkpoint: Path) -> RunStart:
+        """What a run in one process goes on with.
+
+        Raises:
+            ConfigError: another policy is asked for than the checkpoint's.
+            CheckpointError: the checkpoint holds a policy of another kind, or cannot be read.
+        """
+        ...
+
     def check_resume(self, config: Any, checkpoint: Path) -> None:
         """Compares the policy that is asked for with the checkpoint's, which a resumed run keeps.
 
@@ -121,6 +158,12 @@ class PolicyKind(Protocol):
 
     def hosts(self, config: Any) -> Mapping[str, str]:
         """By key of the config, the addresses that the run's servers listen on."""
+        ...
+
+    def make_local_run(
+        self, config: Any, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+    ) -> RunConductor:
+        """A run whose components are threads of this process."""
         ...
 
     # --- components ----------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from typing import Any
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
-from penstock.learner import Checkpoint, Learner
-from penstock.model.language import Decoder, named_arrays, with_named_arrays
+from penstock.learner import Learner
+from penstock.model.language import named_arrays, with_named_arrays
 from penstock.overseer.assembly import Replay, TicketRules, make_training_loop, open_replay, restore_parts
 from penstock.overseer.batch_makers import make_batch_makers
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.kind import RunStart
 from penstock.overseer.places import naming
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
@@ -38,23 +39,6 @@ from penstock.types import Checkpointable, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a life of a run begins with.
-
-    Attributes:
-        decoder: As initialised, as loaded, or the checkpoint's.
-        tokenizer: Its tokenizer.
-        lineage: Number of this life.
-        checkpoint: Where it resumes from; None for a new run.
-    """
-
-    decoder: Decoder
-    tokenizer: Tokenizer
-    lineage: int = 0
-    checkpoint: Checkpoint | None = None
 
 
 @dataclass(slots=True)
@@ -92,7 +76,7 @@ def wire(
     config: RunConfig,
     directory: RunDirectory,
     log: RunLog,
-    start: Start,
+    start: RunStart,
     environments: dict[str, Environment],
     on_step: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],
@@ -102,11 +86,11 @@ def wire(
     Raises:
         ConfigError: a place for files cannot be used.
     """
-    learner = Learner(start.decoder, config.learner, config.steps)
+    learner = Learner(start.policy, config.learner, config.steps)
     if start.checkpoint is not None:
         learner.restore_arrays(start.checkpoint.learner_arrays)
     version = WeightVersion(start.lineage, learner.step)
-    engine = InferenceEngine(start.decoder, version, start.tokenizer, config.inference)
+    engine = InferenceEngine(start.policy, version, start.codec, config.inference)
     curriculum = Curriculum(config.curriculum)
     wiring = _Wiring(config, directory, log, start, environments)
     manager = wiring.manager(curriculum, engine)
@@ -141,7 +125,7 @@ def wire(
         save=save,
     )
     parts = Components(
-        start.tokenizer, learner, engine, curriculum, manager, evaluator, issuer, replay.ledger, replay.store,
+        start.codec, learner, engine, curriculum, manager, evaluator, issuer, replay.ledger, replay.store,
         buffer, replay.stop_prefetch, storage, receiver, worker, loop,
     )  # fmt: skip
     wiring.restore(parts)
@@ -155,19 +139,19 @@ class _Wiring:
     config: RunConfig
     directory: RunDirectory
     log: RunLog
-    start: Start
+    start: RunStart
     environments: dict[str, Environment]
 
     def manager(self, curriculum: Curriculum, engine: InferenceEngine) -> RolloutManager:
         """Of environments, whose tokens the engine makes."""
-        config, decoder = self.config, self.start.decoder
+        config, decoder = self.config, self.start.policy
 
         def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
             engine.set_weights(version, with_named_arrays(decoder, arrays))
 
         return RolloutManager(
             curriculum,
-            EngineContext(engine, self.start.tokenizer),
+            EngineContext(engine, self.start.codec),
             config.seed,
             self.start.lineage,
             self.environments,

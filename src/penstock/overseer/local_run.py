@@ -6,28 +6,40 @@ Not covered: what is trained; a subclass knows its components and the phases aro
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.overseer.config import RunConfig
-from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.overseer.fleet_local import FleetComponents, FleetStart
-from penstock.overseer.full_disk import when_there_is_room
-from penstock.overseer.local import Components, Start
+from penstock.overseer.assembly import save_when_there_is_room
+from penstock.overseer.kind import RunStart
 from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
+from penstock.overseer.training_loop import TrainingLoop
+from penstock.replay import ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
-from penstock.types import Stopped
-
-ConfigT = TypeVar("ConfigT", RunConfig, FleetRunConfig)
-StartT = TypeVar("StartT", Start, FleetStart)
-PartsT = TypeVar("PartsT", Components, FleetComponents)
+from penstock.types import Checkpointable, Stopped
 
 
-class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
+class LocalParts(Protocol):
+    """What every run in one process consists of, beside what is of its kind."""
+
+    learner: Any
+    evaluator: Any
+    store: RolloutStore
+    buffer: ReplayBuffer
+    loop: TrainingLoop
+
+    @property
+    def checkpointables(self) -> dict[str, Checkpointable]:
+        """What travels in a checkpoint beside the learner."""
+        ...
+
+
+PartsT = TypeVar("PartsT", bound=LocalParts)
+
+
+class LocalRun(ABC, Generic[PartsT]):
     """One run in this process, whatever it trains (most of `penstock.overseer.overseer.RunConductor`).
 
     Args:
@@ -38,7 +50,7 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
         start: The policy, or the checkpoint to resume from.
     """
 
-    def __init__(self, config: ConfigT, directory: RunDirectory, crew: Crew, log: RunLog, start: StartT) -> None:
+    def __init__(self, config: Any, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart) -> None:
         self.results: dict[str, Results] = {}
         self.training_s = 0.0
         self.start = start
@@ -117,7 +129,9 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
         self._phases += 1
         self._log.phase(words)
 
-    def _save_with(self, parts: PartsT, step: int, write: Callable[[dict[str, Any], int], Path], **more: Any) -> None:
+    def _save_with(
+        self, parts: PartsT, step: int, write: Callable[[Mapping[str, Any], int], Path], **more: Any
+    ) -> None:
         """Writes a checkpoint as soon as there is room.
 
         Args:
@@ -126,12 +140,19 @@ class LocalRun(ABC, Generic[ConfigT, StartT, PartsT]):
             write: Takes all states, and how many checkpoints stay.
             more: Further states.
         """
-        self._directory.check_is_there()
-        with parts.buffer.boundary():
-            states: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
-        states |= more | {"run": {"lineage": self.start.lineage, "results": write_results(self.results)}}
-        save = partial(write, states, self._config.overseer.keep_checkpoints)
-        path = when_there_is_room(save, self._config.replay.store.full_disk_s, self._wait_for_room)
+
+        def states() -> dict[str, Any]:
+            with parts.buffer.boundary():
+                gathered: dict[str, Any] = {name: part.state() for name, part in parts.checkpointables.items()}
+            return gathered | more | {"run": {"lineage": self.start.lineage, "results": write_results(self.results)}}
+
+        path = save_when_there_is_room(
+            self._directory,
+            states,
+            lambda gathered: write(gathered, self._config.overseer.keep_checkpoints),
+            self._config.replay.store.full_disk_s,
+            self._wait_for_room,
+        )
         self._no_room = ""
         parts.buffer.checkpoint_saved()
         self._log.event("checkpoint", step, path=str(path))

@@ -5,22 +5,25 @@ The text is itself a recipe: everything but the config is a comment.
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
-from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.overseer.fleet_config import FleetRunConfig
 
-def describe_plan(config: RunConfig | FleetRunConfig) -> str:
+
+def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
         ConfigError: the model or tokenizer that the config names is not there.
     """
-    if isinstance(config, FleetRunConfig):
+    if not isinstance(config, RunConfig):
         from penstock.overseer.fleet_plan import describe_fleet_plan
 
         return describe_fleet_plan(config)

@@ -54,7 +54,7 @@ def connect(config: RayConfig, namespace: str) -> None:
             else:
                 with _this_machine_only():
                     ray.init("local", num_cpus=config.num_cpus, include_dashboard=False, **options)
-    except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # bare ones, too, where a daemon of Ray does not answer in time
         aim = "start a cluster here" if config.address is None else f"join the cluster at ray.address {config.address}"
         raise ConfigError(f"Ray could not {aim}: {in_one_line(error)}") from error
 

@@ -17,9 +17,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 from penstock.learner import newest_good_checkpoint, read_states
+from penstock.learner.checkpoint_files import read_state
 from penstock.overseer.distributed.ending import in_background
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.look import Look
@@ -31,7 +33,6 @@ from penstock.overseer.distributed.supervisor import Supervisor
 from penstock.overseer.kind import ESSENTIAL, ESSENTIAL_NAMES, REWOUND, PolicyKind
 from penstock.overseer.result_rows import Results, read_results, read_stats, require_results, write_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.run_opening import step_of
 from penstock.replay import Lineages, salvage_logs
 from penstock.types import PenstockError, RunFailed, Stopped, SupersededError, UnreachableError, errors
 
@@ -404,6 +405,11 @@ class Run:
             case "metrics":
                 self.log.metrics(message.step, message.fields)
                 self.log.note_rewards(message.fields)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The version that a checkpoint, as `resume_point` gave it, holds; 0 for a run that begins."""
+    return 0 if checkpoint is None else int(read_state(checkpoint)["step"])
 
 
 @final

@@ -5,10 +5,9 @@ Every component is handed one of these methods and knows nothing of the files be
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.full_disk import WaitingWrites
 from penstock.overseer.result_rows import Results
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
@@ -17,6 +16,9 @@ from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
 from penstock.types import RolloutBatch, RolloutGroup
+
+if TYPE_CHECKING:
+    from penstock.overseer.fleet_config import FleetRunConfig
 
 SHOWN_EVENTS = frozenset(
     {
@@ -43,7 +45,7 @@ class RunLog:
         last_failure: What the last of them said.
     """
 
-    def __init__(self, directory: RunDirectory, config: RunConfig | FleetRunConfig, progress: Progress) -> None:
+    def __init__(self, directory: RunDirectory, config: "RunConfig | FleetRunConfig", progress: Progress) -> None:
         self._metrics = MetricsLog(directory.metrics_path)
         self._events = EventLog(directory.events_path)
         self._writes = WaitingWrites(config.replay.store.full_disk_s)

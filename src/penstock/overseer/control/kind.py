@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from penstock.learner import Checkpoint, ControlLearner
+from penstock.learner import Checkpoint, ControlLearner, load_checkpoint
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.look import Look
 from penstock.overseer.distributed.members import ComponentSpec
@@ -20,18 +20,21 @@ from penstock.overseer.distributed.roles.fleet_evaluator import make_fleet_evalu
 from penstock.overseer.distributed.roles.fleet_replay import make_fleet_replay
 from penstock.overseer.distributed.roles.fleet_rollout import make_fleet_rollout
 from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_evaluator import metrics_of
 from penstock.overseer.fleet_policies import make_policy
 from penstock.overseer.fleet_resume import check_resume
 from penstock.overseer.fleet_simulators import probe_spaces, require_films
 from penstock.overseer.fleet_updates import FleetUpdates
-from penstock.overseer.kind import Factories, LearnerTasks, make_spec
+from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.overseer.trainer import LearnerComponent
 from penstock.replay import RemoteFragmentBatches
+from penstock.rundir import RunDirectory
 from penstock.types import Caller, Spaces
 
 if TYPE_CHECKING:
@@ -79,6 +82,16 @@ class ControlKind:
         """The network fits the spaces."""
         make_policy(config, self.spaces)
 
+    def begin(self, config: FleetRunConfig) -> RunStart:
+        """A network for the spaces."""
+        return RunStart(make_policy(config, self.spaces), self.spaces)
+
+    def resume(self, config: FleetRunConfig, lineage: int, checkpoint: Path) -> RunStart:
+        """The checkpoint's network."""
+        self.check_resume(config, checkpoint)
+        loaded = load_checkpoint(checkpoint)
+        return RunStart(loaded.policy, self.spaces, lineage, loaded)
+
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:
         """Network and spaces."""
         check_resume(config, self.spaces, checkpoint)
@@ -86,6 +99,12 @@ class ControlKind:
     def hosts(self, config: FleetRunConfig) -> Mapping[str, str]:
         """The learner's weights."""
         return {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {}
+
+    def make_local_run(
+        self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+    ) -> FleetConductor:
+        """Learner and rollout workers are threads; simulators are processes."""
+        return FleetConductor(config, directory, crew, log, start)
 
     # --- components ----------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ load → evaluate untrained → warm start → evaluate before → parity probe 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
-from penstock.environments import load_environment
-from penstock.learner import Checkpoint, Learner
+from penstock.environments import Environment, load_environment
+from penstock.learner import Checkpoint, Learner, load_checkpoint
 from penstock.model.language import load_policy, named_arrays
+from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.distributed.component import Surroundings
 from penstock.overseer.distributed.members import ComponentSpec
@@ -24,14 +25,16 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.distributed.updates import Updates
 from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.kept_model import check_language_resume
-from penstock.overseer.kind import Factories, LearnerTasks, make_spec
+from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.plan import model_shape
 from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.overseer.trainer import LearnerComponent
 from penstock.replay import RemoteBatches
+from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import Caller
 
@@ -46,11 +49,25 @@ class LanguageKind:
     """Implements `penstock.overseer.kind.PolicyKind`.
 
     Args:
+        environments: By lesson; those of a run in one process, and to be closed before one in many.
         factories: By role, of components other than the usual ones.
     """
 
-    def __init__(self, factories: Factories | None = None) -> None:
+    def __init__(
+        self, environments: Mapping[str, Environment] | None = None, factories: Factories | None = None
+    ) -> None:
+        self._environments = dict(environments or {})
         self._factories = {**FACTORIES, **(factories or {})}
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """With the environments of the run's lessons.
+
+        Raises:
+            ConfigError: one cannot be made.
+        """
+        lessons = config.curriculum.lessons
+        return cls({name: load_environment(lesson.environment.spec) for name, lesson in lessons.items()})
 
     # --- before anything is started ------------------------------------------------------------------------------
 
@@ -59,11 +76,22 @@ class LanguageKind:
         return Progress(f"penstock · {recipe}", config.steps, config.replay.staleness_budget)
 
     def check(self, config: RunConfig) -> None:
-        """Environments, the model's shape and the tokenizer; weights are loaded by the learner."""
-        for lesson in config.curriculum.lessons.values():
-            load_environment(lesson.environment.spec).close()  # every worker makes its own
+        """The model's shape and the tokenizer; weights are loaded by the learner."""
+        for environment in self._environments.values():
+            environment.close()  # every worker makes its own
         model_shape(config.model)
         Tokenizer.load(config.model.tokenizer_path)
+
+    def begin(self, config: RunConfig) -> RunStart:
+        """Decoder and tokenizer."""
+        tokenizer = Tokenizer.load(config.model.tokenizer_path)
+        return RunStart(load_policy(config.model, config.seed, tokenizer), tokenizer)
+
+    def resume(self, config: RunConfig, lineage: int, checkpoint: Path) -> RunStart:
+        """The checkpoint's decoder and tokenizer."""
+        self.check_resume(config, checkpoint)
+        loaded = load_checkpoint(checkpoint)
+        return RunStart(loaded.decoder, Tokenizer.load(checkpoint / "model"), lineage, loaded)
 
     def check_resume(self, config: RunConfig, checkpoint: Path) -> None:
         """Shape, dtype and tokenizer."""
@@ -72,6 +100,12 @@ class LanguageKind:
     def hosts(self, config: RunConfig) -> Mapping[str, str]:
         """Inference servers, and the learner's weights."""
         return {"inference.host": config.inference.host, "weights.host": config.weights.host}
+
+    def make_local_run(
+        self, config: RunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+    ) -> Conductor:
+        """Threads around one engine and one learner."""
+        return Conductor(config, directory, crew, log, start, self._environments)
 
     # --- components ----------------------------------------------------------------------------------------------
 

@@ -1,23 +1,36 @@
 """Opens a run, whatever it trains: its directory, its log, the checkpoint to go on from; and has it overseen."""
 
+import os
+import secrets
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
-from penstock.learner.checkpoint_files import read_state
 from penstock.overseer.config import RunConfig
-from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.kind import PolicyKind
 from penstock.overseer.overseer import Overseer, RunConductor
+from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
 from penstock.rundir import RunDirectory, read_json_lines
-from penstock.types import ConfigError, RunDirectoryError
+from penstock.types import ConfigError, PenstockError, RunDirectoryError
 from penstock.weights.job_folder import free_abandoned
+
+if TYPE_CHECKING:
+    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.ray import RayLauncher
+
+_LEAST_TOKEN = 16  # characters
 
 PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
 """Whose versions are recorded."""
@@ -31,8 +44,80 @@ class Damages(list[tuple[str, str]]):
         self.append((place, reason))
 
 
+def open_run(
+    kind: PolicyKind, config: Any, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> tuple[RunDirectory, RunConductor]:
+    """Opens a run and has it overseen to its end.
+
+    All that bad input can break is tried before the run directory is made, so that a mistake costs nothing and leaves
+    nothing behind.
+
+    Args:
+        kind: What it trains.
+        config: The run's.
+        run_dir: As of `penstock.train`, like what follows.
+        resume: Whether it goes on.
+        recipe: Its name or path.
+        quiet: Whether nothing is printed.
+
+    Raises:
+        ConfigError: bad input; nothing was written.
+    """
+    local = config.runtime == "local"
+    fresh = kind.begin(config) if local and not resume else None
+    token = "" if local else _checked(kind, config)
+    directory = _existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
+    with directory.locked():
+        damages = Damages()
+        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        check_goal(config.steps, checkpoint)
+        opened = partial(
+            open_log, config, directory, kind.progress(config, recipe), damages if resume else None, checkpoint
+        )
+        crew = Crew()
+        if local:
+            if fresh is None:
+                fresh = kind.begin(config) if checkpoint is None else kind.resume(config, lineage, checkpoint)
+            log = opened()
+            run = kind.make_local_run(config, directory, crew, log, replace(fresh, lineage=lineage))
+        else:
+            settings = Settings(config, directory, token, lineage, checkpoint)
+            log, run = _under_ray(kind, settings, crew, opened, resume)
+        oversee(run, crew, log, config, directory, quiet)
+    return directory, run
+
+
+def _checked(kind: PolicyKind, config: Any) -> str:
+    """The token of a run in many processes, whose input is tried here."""
+    kind.check(config)
+    return run_token()
+
+
+def _under_ray(
+    kind: PolicyKind, settings: Settings[Any], crew: Crew, opened: Callable[[], RunLog], resume: bool
+) -> tuple[RunLog, RunConductor]:
+    config, directory, checkpoint = settings.config, settings.directory, settings.checkpoint
+    if checkpoint is not None:
+        kind.check_resume(config, checkpoint)
+    states = None if checkpoint is None else read_states(checkpoint)
+    try:
+        launcher = _joined(config, directory, kind.hosts(config))
+    except PenstockError:
+        if not resume:
+            shutil.rmtree(directory.path)  # nothing of a run is in it
+        raise
+    try:
+        log = opened()
+        run = Run(kind, settings, states, launcher, log)
+    except BaseException:
+        launcher.close(config.overseer.stop_timeout_s)
+        raise
+    crew.start("cluster", launcher.watch)
+    return log, run
+
+
 def open_log(
-    config: RunConfig | FleetRunConfig,
+    config: "RunConfig | FleetRunConfig",
     directory: RunDirectory,
     progress: Progress,
     resumed: Damages | None,
@@ -60,9 +145,9 @@ def open_log(
     return log
 
 
-def _note_missing(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
+def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
     """Folders without a file although the run has trained: somebody deleted them."""
-    folder = (FRAGMENTS if isinstance(config, FleetRunConfig) else LANGUAGE).folder
+    folder = (LANGUAGE if isinstance(config, RunConfig) else FRAGMENTS).folder
     lost = {
         folder: "what was trained stays trained, but can no longer be looked at; what waited is generated anew",
         "batches": "which rollouts made which update can no longer be looked at",
@@ -77,7 +162,7 @@ def oversee(
     conductor: RunConductor,
     crew: Crew,
     log: RunLog,
-    config: RunConfig | FleetRunConfig,
+    config: "RunConfig | FleetRunConfig",
     directory: RunDirectory,
     quiet: bool,
 ) -> None:
@@ -130,19 +215,14 @@ def check_goal(steps: int, checkpoint: Path | None) -> None:
         raise ConfigError(f"steps is {steps}, and {checkpoint} is at {reached} already: give at least that many")
 
 
-def step_of(checkpoint: Path | None) -> int:
-    """The version that a checkpoint, as `resume_point` gave it, holds; 0 for a run that begins."""
-    return 0 if checkpoint is None else int(read_state(checkpoint)["step"])
-
-
-def create_run(config: RunConfig | FleetRunConfig, run_dir: Path | str | None, recipe: str) -> RunDirectory:
+def create_run(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None, recipe: str) -> RunDirectory:
     """The directory of a new run."""
     name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     resolved = config.dump() | {"versions": _versions()}
     return RunDirectory.create(run_dir or Path("runs") / name, resolved, config.overseer.private)
 
 
-def _record_changes(directory: RunDirectory, config: RunConfig | FleetRunConfig, log: RunLog) -> None:
+def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
     """Puts what differs from the recorded config into the event log, and the new config in its place."""
     url = directory.read_config().get("replay", {}).get("store", {}).get("url")
     if url != config.replay.store.url:
@@ -169,8 +249,55 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def existing_run(run_dir: Path | str | None) -> RunDirectory:
+def _existing_run(run_dir: Path | str | None) -> RunDirectory:
     """The directory of a run to go on with."""
     if run_dir is None:
         raise RunDirectoryError("resume needs the run directory to go on with: pass run_dir")
     return RunDirectory.open_existing(run_dir)
+
+
+def run_token() -> str:
+    """What the run's servers ask for: `PENSTOCK_TOKEN` of the environment, or else a new secret that nobody else has.
+
+    Raises:
+        ConfigError: the environment's is too short.
+    """
+    given = os.environ.get("PENSTOCK_TOKEN")
+    if given is None:
+        return secrets.token_hex(32)
+    if len(given) < _LEAST_TOKEN:
+        raise ConfigError(
+            f"PENSTOCK_TOKEN has {len(given)} characters, and a run's token has at least {_LEAST_TOKEN}: set a longer "
+            "one, or unset it for one that the run makes itself"
+        )
+    return given
+
+
+def _joined(config: Any, directory: RunDirectory, hosts: Mapping[str, str]) -> "RayLauncher":
+    """A launcher on the cluster of the config, whose machines reach one another."""
+    from penstock.overseer.ray import RayLauncher  # an extra, which takes a moment to load
+
+    launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+    try:
+        _check_reach(launcher.machines, config.weights.transport, hosts)
+    except ConfigError:
+        launcher.close(config.overseer.stop_timeout_s)
+        raise
+    return launcher
+
+
+def _check_reach(machines: int, transport: str, hosts: Mapping[str, str]) -> None:
+    """Memory and servers that only their own machine can reach are of no use to others."""
+    if machines < 2:
+        return
+    if transport == "shared_memory":
+        raise ConfigError(
+            f"weights.transport is shared_memory, which no other machine can reach, and the cluster has {machines}: "
+            "set it to arrow_flight, with weights.host=0.0.0.0, or to checkpoint, with a folder that all reach"
+        )
+    for name, host in hosts.items():
+        if is_loopback(host) and (name != "weights.host" or transport == "arrow_flight"):
+            raise ConfigError(
+                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
+                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
+            )

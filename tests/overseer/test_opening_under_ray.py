@@ -8,6 +8,7 @@ import pytest
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.opening import open_run, run_token
 from penstock.overseer.run import Run
 from penstock.types import ConfigError
 
@@ -27,9 +28,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin(config: RunConfig, run_dir: Path) -> None:
-    from penstock.overseer.many_processes import run_under_ray
-
-    run_under_ray(LanguageKind(), config, run_dir, False, "cats", True)
+    open_run(LanguageKind.of(config), config, run_dir, False, "cats", True)
 
 
 def overrides(transport: str, hosts: dict[str, str]) -> list[str]:
@@ -74,8 +73,6 @@ def test_what_all_machines_reach_is_not(
 
 
 def test_the_token_is_the_environments_or_a_new_secret(launchers: list[Any], monkeypatch: pytest.MonkeyPatch):
-    from penstock.overseer.many_processes import run_token
-
     monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
     made = {run_token(), run_token()}
     assert len(made) == 2 and {len(token) for token in made} == {64}
