@@ -45,7 +45,7 @@ def sample(
         logits: Scores of every token.
         uniform: From `uniforms`.
         temperature: 0 takes the most probable token; its log-probability is under softmax(logits).
-        top_k: Only the k most probable tokens may be drawn; the vocabulary's size keeps all.
+        top_k: Only the k most probable tokens may be drawn; the vocabulary's size or more keeps all.
         top_p: Only the smallest set of the most probable tokens with at least this mass (of what top-k kept) may
             be drawn; 1 keeps all. For both, tokens tied with the last one kept are kept too.
 

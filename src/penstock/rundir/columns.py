@@ -4,12 +4,55 @@ Rows become columns without a dictionary per row, columns become rows without an
 numbers are copied once on the way in and are read-only views on the way out, where the element types agree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from itertools import chain
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
+
+_ARROW: Mapping[Any, pa.DataType] = {
+    str: pa.string(),
+    int: pa.int32(),
+    float: pa.float64(),
+    tuple[int, ...]: pa.list_(pa.int32()),
+    tuple[str, ...]: pa.list_(pa.string()),
+}
+"""Arrow's types by the annotations of a record's fields."""
+
+
+def columns_of(record: type) -> list[pa.Field]:
+    """A column for each field of a dataclass, in its order; it may hold nulls where the annotation allows None."""
+    return [pa.field(name, *_arrow_of(hint)) for name, hint in get_type_hints(record).items()]
+
+
+def _arrow_of(hint: Any) -> tuple[pa.DataType, bool]:
+    """An annotation's Arrow type, and whether None is allowed."""
+    if not isinstance(hint, UnionType):
+        return _ARROW[hint], False
+    (kind,) = (each for each in get_args(hint) if each is not NoneType)
+    return _ARROW[kind], True
+
+
+def fields_from_columns(record: type, column: Callable[[str], pa.Array]) -> list[list[Any]]:
+    """The values of a dataclass's fields, in its order, each for all rows; a null where None may not be is the default.
+
+    Args:
+        record: Its columns are `columns_of`.
+        column: By name.
+    """
+    return [_values(column(field.name), field.default) for field in fields(record)]
+
+
+def _values(column: pa.Array, default: Any) -> list[Any]:
+    if pa.types.is_list(column.type):
+        return list(map(tuple, slices(values_from_column(column.values), column.offsets)))
+    values = values_from_column(column)
+    if column.null_count and default not in (None, MISSING):
+        return [default if value is None else value for value in values]
+    return values
 
 
 def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) -> pa.ListArray:

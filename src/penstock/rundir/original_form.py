@@ -4,11 +4,12 @@ They get the defaults that `penstock.types.Rollout` gives, a lineage of 0, and i
 """
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 
-from penstock.types import RunDirectoryError
+from penstock.types import Decoding, RunDirectoryError
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
 """A JSON object in the file's key-value metadata, for all its rows."""
@@ -37,7 +38,6 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
     examples = [str(example) for example in table.column("env_example_id").to_pylist()]
     groups = [f"{name}-{example}" for example in examples]
     lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
-    decoding = {"temperature": 1.0, "max_output_tokens": 512, "stop_token_ids": [], "stop_strings": []}
     rows = len(examples)
     defaults: dict[str, list[Any]] = {
         "schema_version": [0] * rows,
@@ -59,7 +59,7 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         "response_mask": [[True] * length for length in lengths],
         "response_weight_steps": [None] * rows,
         "turns": [[]] * rows,
-        "decoding": [decoding] * rows,
+        "decoding": [asdict(Decoding())] * rows,
         "timings": [[]] * rows,
     }
     present = set(table.column_names) - {"env_example_id"}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import flattened, list_column, nested_column, offsets_of, shared_column
+from penstock.rundir.columns import columns_of, flattened, list_column, nested_column, offsets_of, shared_column
 from penstock.rundir.original_form import upgraded
 from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
 from penstock.rundir.stored_rollouts import ROLLOUT_ARRAYS, records_from_batch
@@ -25,16 +25,7 @@ from penstock.types import (
 )
 
 _TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
-_DECODING = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_k", pa.int32()),
-        ("top_p", pa.float64()),
-        ("max_output_tokens", pa.int32()),
-        ("stop_token_ids", pa.list_(pa.int32())),
-        ("stop_strings", pa.list_(pa.string())),
-    ]
-)
+_DECODING = pa.struct([field.with_nullable(True) for field in columns_of(Decoding)])
 
 ROLLOUT_SCHEMA = versioned(
     [

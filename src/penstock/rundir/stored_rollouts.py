@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, flat_values, slices, values_from_column
+from penstock.rundir.columns import arrays_from_column, fields_from_columns, flat_values, slices, values_from_column
 from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutMetadata, RolloutRecord, Turn
 
 ROLLOUT_ARRAYS: Mapping[str, type] = {
@@ -144,16 +144,9 @@ def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
 
 
 def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
-    structs = batch.column("decoding")
-    plain = ("temperature", "top_k", "top_p", "max_output_tokens")
-    fields = [values_from_column(structs.field(field)) for field in plain]
-    fields += [_tuples(structs.field(field)) for field in ("stop_token_ids", "stop_strings")]
+    fields = fields_from_columns(Decoding, batch.column("decoding").field)
     known: dict[tuple[Any, ...], Decoding] = {}
     return [known[row] if row in known else known.setdefault(row, Decoding(*row)) for row in zip(*fields, strict=True)]
-
-
-def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...]]:
-    return list(map(tuple, slices(values_from_column(lists.values), lists.offsets)))
 
 
 def _timings(batch: pa.RecordBatch) -> list[dict[str, float]]:
