@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.types import Decoding, RunDirectoryError
+from penstock.types import Decoding, RolloutMetadata, RunDirectoryError
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
 """A JSON object in the file's key-value metadata, for all its rows."""
@@ -34,13 +34,13 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
     lacking = [column for column in _COLUMNS if column not in table.column_names]
     if lacking:
         raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
-    worker_id, timestamp, step = _batch_metadata(table, name)
+    metadata = _batch_metadata(table, name)
     examples = [str(example) for example in table.column("env_example_id").to_pylist()]
     groups = [f"{name}-{example}" for example in examples]
     lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
     rows = len(examples)
     defaults: dict[str, list[Any]] = {
-        "schema_version": [0] * rows,
+        **{key: [value] * rows for key, value in asdict(metadata).items()},
         "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
         "group_id": groups,
         "group_key": [
@@ -49,11 +49,7 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         ],
         "lesson_id": [""] * rows,
         "env_example_id": examples,
-        "worker_id": [worker_id] * rows,
-        "timestamp": [timestamp] * rows,
-        "lineage": [0] * rows,
-        "weight_step": [step] * rows,
-        "newest_weight_step": [step] * rows,
+        "newest_weight_step": [metadata.weight_step] * rows,
         "oldest_weight_step": [None] * rows,
         "finish_reason": ["stop"] * rows,
         "response_mask": [[True] * length for length in lengths],
@@ -72,14 +68,15 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _batch_metadata(table: pa.Table, name: str) -> tuple[str, float, int]:
-    """Worker, time and weight step of all rows."""
+def _batch_metadata(table: pa.Table, name: str) -> RolloutMetadata:
+    """That of all rows."""
     text = (table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}")
     try:
         stamp = json.loads(text)
         if not isinstance(stamp, dict):
             raise TypeError(f"a {type(stamp).__name__} is no object")
-        return str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0)), int(stamp.get("weight_step", 0))
+        worker_id, timestamp = str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0))
+        return RolloutMetadata(worker_id, timestamp, int(stamp.get("weight_step", 0)), schema_version=0)
     except (ValueError, TypeError) as error:
         raise RunDirectoryError(
             f"{name}: {BATCH_METADATA_KEY.decode()} is {text!r}, which is not a JSON object of "

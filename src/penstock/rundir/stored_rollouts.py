@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, fields_from_columns, flat_values, slices, values_from_column
-from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutMetadata, RolloutRecord, Turn
+from penstock.rundir.columns import (
+    arrays_from_column,
+    fields_from_columns,
+    flat_values,
+    metadata_from_columns,
+    slices,
+    values_from_column,
+)
+from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutRecord, Turn
 
 ROLLOUT_ARRAYS: Mapping[str, type] = {
     "prompt_tokens": np.int32,
@@ -61,7 +68,7 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         )
     }  # fmt: skip
     arrays = {field: arrays_from_column(batch.column(field), dtype) for field, dtype in ROLLOUT_ARRAYS.items()}
-    made = {"metadata": _metadata(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
+    made = {"metadata": metadata_from_columns(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
 
@@ -129,11 +136,6 @@ def _rewards_agree(rewards: np.ndarray, offsets: np.ndarray, totals: np.ndarray)
     sums = np.add.reduceat(rewards[: offsets[-1]], starts, dtype=np.float64)
     limits = _REWARD_TOLERANCE * np.maximum(1.0, np.abs(totals[filled]))
     return bool((np.abs(sums - totals[filled]) <= limits).all())
-
-
-def _metadata(batch: pa.RecordBatch) -> list[RolloutMetadata]:
-    fields = ("worker_id", "timestamp", "weight_step", "lineage", "schema_version")
-    return list(map(RolloutMetadata, *(values_from_column(batch.column(field)) for field in fields)))
 
 
 def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
