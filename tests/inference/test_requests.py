@@ -51,6 +51,8 @@ def test_a_prompt_of_another_dtype_is_refused():
         ({"stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -0.1}, "min_p is -0.1: it must be from 0 to 1, or absent to keep all"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"stop_token_ids": (1, 2, 3)}, "stop_token_ids has 3 entries: at most 2"),
         ({"stop_strings": ("x", "")}, "empty string"),

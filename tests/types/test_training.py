@@ -49,6 +49,8 @@ def test_versions_order_by_lineage_then_step():
         (Decoding(top_k=5), True),
         (Decoding(top_p=0.9), True),
         (Decoding(top_p=1.0), False),
+        (Decoding(min_p=0.1), True),
+        (Decoding(min_p=0.0), False),
     ],
 )
 def test_decoding_knows_whether_recorded_logprobs_are_those_sampled_from(decoding: Decoding, truncated: bool):

@@ -53,6 +53,7 @@ class SamplingParams(_Frozen):
         temperature: Divides the logits; 0 is greedy.
         top_k: Keep the k most probable tokens; None keeps all.
         top_p: Keep the smallest set of tokens with this mass; None keeps all.
+        min_p: Keep the tokens at least this many times as probable as the most probable one; None keeps all.
         n_prompts: Prompts per offline batch (`penstock generate`); training is paced by `replay.groups_per_batch`.
         n_generations_per_prompt: Rollouts per group; baselines need two or more.
         max_output_tokens: Most tokens of one response.
@@ -62,6 +63,7 @@ class SamplingParams(_Frozen):
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     n_prompts: int = Field(default=8, ge=1)
     n_generations_per_prompt: int = Field(default=4, ge=1)
     max_output_tokens: int = Field(default=512, ge=1)

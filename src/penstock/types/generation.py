@@ -83,6 +83,7 @@ class Decoding:
         max_output_tokens: Most tokens of one response (not of prompt and response together).
         stop_token_ids: Sampling any of these ends the response; the token is kept, with its log-probability.
         stop_strings: The response ends at the token that completes any of these; it is kept too.
+        min_p: Keep the tokens at least this many times as probable as the most probable one; None keeps all.
     """
 
     # Below, logits / temperature can overflow float32; all tokens are as probable as one another long before the upper
@@ -101,6 +102,9 @@ class Decoding:
     max_output_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    min_p: float | None = field(
+        default=None, metadata={"sampling": SamplingField(np.float32, neutral=0.0, least=0.0, most=1.0)}
+    )
 
     @property
     def truncation(self) -> dict[str, float]:
