@@ -55,7 +55,7 @@ def test_versions_of_tool_tokens_do_not_count(make_rollout):
         ({"response_mask": np.zeros(3, np.bool_)}, "empty loss mask"),
         ({"response": 8}, "has 10 tokens, a training row 9: raise learner.row_length"),
         ({"decoding": Decoding(temperature=0.0)}, "temperature 0"),
-        ({"decoding": Decoding(top_k=5)}, "top_k=5"),
+        ({"decoding": Decoding(top_k=5, top_p=0.5)}, "was sampled with top_k=5, top_p=0.5: train on untruncated"),
         ({"decoding": Decoding(top_p=0.9)}, "allow_truncated_sampling"),
         ({"finish_reason": "aborted"}, "aborted"),
     ],

@@ -26,7 +26,7 @@ TOKEN = "a fuzzer's token"
 MAX_BODY_BYTES = 100_000
 SAMPLING = {
     "model": "tiny", "n": 1, "seed": 3, "stop": ["zz", "\n"], "stop_token_ids": [5], "temperature": 0.7, "top_k": 9,
-    "top_p": 0.9, "return_token_ids": True, "user": "someone", "stream": False,
+    "top_p": 0.9, "min_p": 0.05, "return_token_ids": True, "user": "someone", "stream": False,
 }  # fmt: skip
 BODIES = {
     "/v1/completions": [

@@ -18,9 +18,9 @@ def test_decoding_takes_every_parameter():
     body = read_body(
         CompletionBody,
         {"model": "m", "prompt": "p", "temperature": 0, "top_k": 5, "top_p": 0.5, "stop": ["a", "b"],
-         "stop_token_ids": [3]},
+         "stop_token_ids": [3], "min_p": 0.05},
     )  # fmt: skip
-    assert body.decoding(9) == Decoding(0.0, 5, 0.5, 9, (3,), ("a", "b"))
+    assert body.decoding(9) == Decoding(0.0, 5, 0.5, 9, (3,), ("a", "b"), 0.05)
 
 
 def test_defaults_are_openais():

@@ -9,7 +9,7 @@ from penstock.inference import GenerationRequest
 from penstock.inference.cache import create_cache
 from penstock.inference.decoding import ServedWeights, decode
 from penstock.inference.rows import Rows
-from penstock.types import Decoding
+from penstock.types import SAMPLING_FIELDS, Decoding
 
 FAMILIES = {
     "qwen2, grouped, tied, growing windows": (1.0, (16,), {"tie_word_embeddings": True}),
@@ -63,9 +63,7 @@ def rows_of(budget, stops):
         positions=jnp.zeros(slots, jnp.int32),
         budget=jnp.array(budget, jnp.int32),
         seeds=jnp.arange(2 * slots, dtype=jnp.uint32).reshape(slots, 2),
-        temperature=jnp.ones(slots),
-        top_k=jnp.full(slots, 257, jnp.int32),
-        top_p=jnp.ones(slots),
+        sampling={name: jnp.full(slots, each.neutral, each.dtype) for name, each in SAMPLING_FIELDS.items()},
         stop_token_ids=jnp.array(stops, jnp.int32)[:, None],
     )
 

@@ -92,6 +92,7 @@ def varied_request(index):
         "temperature": [0.0, 0.7, 1.5][index % 3],
         "top_k": [None, 3][index % 2],
         "top_p": [None, 0.8, None][index % 3],
+        "min_p": [None, None, None, 0.1][index % 4],
         "max_output_tokens": int(rng.choice([1, 3, 10, 30])),
         "stop_strings": [(), ("e", "ab")][index % 2],
     }
@@ -112,6 +113,18 @@ def test_a_crowd_with_cancellations_and_swaps_gives_what_each_gives_alone(engine
         for left, right in zip(group, alone, strict=True):
             np.testing.assert_array_equal(left.response_tokens, right.response_tokens)
             np.testing.assert_allclose(left.response_logprobs, right.response_logprobs, atol=1e-5)
+
+
+def test_min_p_keeps_improbable_tokens_out_and_their_logprobs_as_they_are(engine):
+    (plain,), (narrow,), (narrowest,), (greedy,) = answers(
+        engine,
+        *(request(seed=4, temperature=1.5, max_output_tokens=30, min_p=min_p) for min_p in (None, 0.3, 1.0)),
+        request(seed=4, temperature=0.0, max_output_tokens=30),
+    )
+    assert narrowest.response_tokens.tolist() == greedy.response_tokens.tolist()
+    assert (narrowest.response_logprobs != greedy.response_logprobs).all()  # of softmax(logits / 1.5), not truncated
+    assert plain.response_tokens.tolist() != narrow.response_tokens.tolist() != narrowest.response_tokens.tolist()
+    assert plain.response_logprobs.mean() < narrow.response_logprobs.mean()
 
 
 def test_two_engines_agree_to_the_bit_on_one_submission(start_engine):

@@ -86,7 +86,7 @@ def test_resizing_passes_only_compiled_steps(decoder, config):
 
 def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config):
     runner = ModelRunner(decoder, config)
-    programs = list(runner.warm_up(SlotTable(config.max_slots, 257, config.max_stop_token_ids).rows))
+    programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).rows))
     assert runner.window == 16
     assert len(programs) == 2 + 6  # a decode per window, and the prefills that fit each of them
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

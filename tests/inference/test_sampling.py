@@ -17,7 +17,7 @@ def seeds_of(count):
     return jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (count, 2), np.uint32))
 
 
-def run(logits, uniform, temperature=1.0, top_k=None, top_p=1.0):
+def run(logits, uniform, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     rows, vocab = logits.shape
 
     def per_row(value, dtype):
@@ -29,6 +29,7 @@ def run(logits, uniform, temperature=1.0, top_k=None, top_p=1.0):
         per_row(temperature, jnp.float32),
         per_row(vocab if top_k is None else top_k, jnp.int32),
         per_row(top_p, jnp.float32),
+        per_row(min_p, jnp.float32),
     )
     return np.asarray(tokens), np.asarray(logprobs)
 
@@ -112,6 +113,52 @@ def test_truncation_of_one_row_leaves_the_others_alone():
     assert mixed.tolist() == [int(logits[0].argmax()), full[1]]
 
 
+LADDER = np.log([0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"min_p": 0.6}, [2, 3]),  # at least 0.6 · 0.4 = 0.24
+        ({"min_p": 0.4}, [1, 2, 3]),  # 0.16
+        ({"min_p": 0.0}, [0, 1, 2, 3]),
+        ({"min_p": 1.0}, [3]),
+        ({"min_p": 0.6, "temperature": 2.0}, [1, 2, 3]),  # √(p / 0.4) is 0.5, 0.71, 0.87, 1
+        ({"min_p": 0.6, "temperature": 0.5}, [3]),  # (p / 0.4)² is 0.06, 0.25, 0.56, 1
+        ({"min_p": 0.4, "top_k": 2}, [2, 3]),
+        # Of what min-p kept, 0.9, the two most probable have 0.78; of all they would have 0.7, and a third be kept.
+        ({"min_p": 0.4, "top_p": 0.75}, [2, 3]),
+        ({"top_p": 0.75}, [1, 2, 3]),
+    ],
+)
+def test_min_p_keeps_what_is_probable_enough_beside_the_most_probable_token(options, expected):
+    uniform = np.linspace(0, 1, 1000, endpoint=False)
+    tokens, logprobs = run(np.tile(LADDER, (1000, 1)), uniform, **options)
+    scaled = log_softmax(LADDER / options.get("temperature", 1.0))
+    kept = np.exp(scaled)[expected]
+    assert sorted(set(tokens.tolist())) == expected
+    # The uniforms are a grid: each kept token is drawn as often as its share of the kept mass says, give or take one.
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4)[expected], 1000 * kept / kept.sum(), atol=1.5)
+    np.testing.assert_allclose(logprobs, scaled[tokens], atol=1e-6)  # as for top-k and top-p: before truncation
+
+
+def test_min_p_of_one_row_leaves_the_others_and_greedy_alone():
+    logits = np.tile(LADDER, (4, 1))
+    tokens, logprobs = run(logits, 0.05, temperature=[1, 1, 0, 1], min_p=[0, 0.4, 0.4, 0.6])
+    assert tokens.tolist() == [0, 1, 3, 2]
+    np.testing.assert_allclose(np.exp(logprobs), [0.1, 0.2, 0.4, 0.3], rtol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 8), min_size=30, max_size=30), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+def test_min_p_keeps_exactly_the_weights_at_or_above_its_share_of_the_greatest(levels, min_p):
+    weights = np.array([levels], np.float32) / 8
+    blocks = jnp.asarray(weights).reshape(1, 6, 5)
+    arguments = jnp.array([30], jnp.int32), jnp.ones(1), jnp.array([min_p], jnp.float32)
+    kept = np.asarray(jax.jit(truncate)(blocks, *arguments)).reshape(1, 30)
+    np.testing.assert_array_equal(kept, np.where(weights >= min_p * weights.max(), weights, 0))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1, width=32), min_size=30, max_size=30), st.floats(0, float(ALMOST_ONE), width=32))
 def test_a_token_of_weight_zero_is_never_drawn(weights, uniform):
@@ -127,7 +174,8 @@ def test_a_token_of_weight_zero_is_never_drawn(weights, uniform):
 def test_top_k_keeps_ties_with_the_last_one_kept(levels, top_k):
     weights = np.array([levels], np.float32) / 8
     blocks = jnp.asarray(weights).reshape(1, 6, 5)
-    kept = np.asarray(jax.jit(truncate)(blocks, jnp.array([top_k], jnp.int32), jnp.ones(1))).reshape(1, 30)
+    kept = np.asarray(jax.jit(truncate)(blocks, jnp.array([top_k], jnp.int32), jnp.ones(1), jnp.zeros(1)))
+    kept = kept.reshape(1, 30)
     last = np.sort(weights[0])[::-1][top_k - 1]
     np.testing.assert_array_equal(kept[0], np.where(weights[0] >= last, weights[0], 0))
 

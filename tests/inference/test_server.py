@@ -54,10 +54,10 @@ def test_models(client):
 def test_a_completion_is_the_engines_own_answer(client, served_engine, codec):
     answer = client.completions.create(
         model="tiny", prompt="hello", max_tokens=9, seed=3, temperature=0.8, logprobs=1, n=2,
-        extra_body={"return_token_ids": True, "top_k": 50},
+        extra_body={"return_token_ids": True, "top_k": 50, "min_p": 0.02},
     )  # fmt: skip
     expected = direct(served_engine, codec.encode("hello"), fold(3, 0), 2, temperature=0.8, top_k=50,
-                      max_output_tokens=9)  # fmt: skip
+                      min_p=0.02, max_output_tokens=9)  # fmt: skip
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice, completion in zip(answer.choices, expected, strict=True):
         assert choice.text == completion.text and choice.finish_reason == completion.finish_reason
@@ -170,6 +170,8 @@ def test_tokenize_and_health(raw):
         ({"temperature": "hot"}, 400, "temperature", "valid number"),
         ({"temperature": -1}, 400, None, "temperature is -1"),
         ({"top_p": 0}, 400, None, "top_p is 0"),
+        ({"min_p": 2}, 400, None, "min_p is 2"),
+        ({"min_p": "a"}, 400, "min_p", "valid number"),
         ({"max_tokens": 0}, 400, None, "max_output_tokens is 0"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
         ({"logprobs": 5}, 400, "logprobs", "less than or equal to 1"),

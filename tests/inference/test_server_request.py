@@ -30,13 +30,13 @@ def choice(index, text="x", **changes):
 
 def test_a_request_says_everything_that_is_asked_for(codec):
     (request,) = requests_of(
-        call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y")), codec, "policy",
-        "talk", Target("inference-1"), WeightVersion(2, 40),
+        call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y"), min_p=0.1), codec,
+        "policy", "talk", Target("inference-1"), WeightVersion(2, 40),
     )  # fmt: skip
     assert json.loads(request.body) == {
         "model": "policy", "prompt": [[97, 98], [99]], "n": 2, "seeds": [11, 12], "temperature": 0.7, "top_k": 5,
-        "top_p": 0.9, "max_tokens": 30, "stop": ["x", "y"], "stop_token_ids": [256], "return_token_ids": True,
-        "least_weights": [2, 40],
+        "top_p": 0.9, "min_p": 0.1, "max_tokens": 30, "stop": ["x", "y"], "stop_token_ids": [256],
+        "return_token_ids": True, "least_weights": [2, 40],
     }  # fmt: skip
     assert request.tokens == 3 + 4 * 30
     assert (request.session, request.target) == ("talk", Target("inference-1"))

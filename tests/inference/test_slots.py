@@ -10,7 +10,7 @@ from penstock.types import Decoding, WeightVersion, fold
 
 @pytest.fixture
 def table():
-    return SlotTable(slots=3, vocab_size=100, max_stop_token_ids=4)
+    return SlotTable(slots=3, max_stop_token_ids=4)
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def test_assigning_writes_what_the_device_needs(table, make_response):
     assert (int(rows["seeds"][0, 0]) << 32) + int(rows["seeds"][0, 1]) == seed
 
 
-def test_no_top_k_keeps_the_vocabulary(table, make_response):
+def test_what_is_not_asked_for_is_the_neutral_value(table, make_response):
     table.assign(make_response())
-    assert table.rows["top_k"].tolist() == [100, 100, 100] and table.rows["top_p"].tolist() == [1, 1, 1]
+    assert table.rows["top_k"].tolist() == [2**31 - 1] * 3 and table.rows["top_p"].tolist() == [1, 1, 1]
 
 
 def test_the_lowest_free_slot_is_taken(table, make_response):
@@ -58,7 +58,7 @@ def test_the_lowest_free_slot_is_taken(table, make_response):
 def test_a_released_slot_is_dead_and_asks_for_nothing(table, make_response):
     table.release(table.assign(make_response(temperature=0.0, top_k=3, top_p=0.2)))
     rows = table.rows
-    assert (rows["budget"][0], rows["temperature"][0], rows["top_k"][0], rows["top_p"][0]) == (0, 1, 100, 1)
+    assert (rows["budget"][0], rows["temperature"][0], rows["top_k"][0], rows["top_p"][0]) == (0, 1, 2**31 - 1, 1)
 
 
 def test_advance_takes_what_was_sampled_and_says_why_responses_ended(table, make_response):

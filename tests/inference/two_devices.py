@@ -117,7 +117,7 @@ def collectives(program, *arguments, **fixed):
 def test_sums_and_scores_cross_between_devices_but_never_weights_or_cache(make_decoder, split):
     runner = ModelRunner(make_decoder(vocab_size=258), split)
     programs, weights, cache = runner._programs, runner._weights, runner._cache
-    rows = to_device(SlotTable(4, 258, 8).rows)
+    rows = to_device(SlotTable(4, 8).rows)
     # Two layers with two sums each, the embedding's rows from whoever holds them, and the scores.
     assert collectives(programs.decode, weights, cache, rows, steps=4) == {
         ("f32[4,32]", "all-reduce"): 5, ("f32[4,258]", "all-gather"): 1,

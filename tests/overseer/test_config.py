@@ -30,6 +30,11 @@ def test_a_dumped_config_loads_as_itself():
         ),
         ({"curriculum": {"lessons": {"cats": {"sampling_params": {"temperature": 0}}}}}, "temperature is 0: greedy"),
         ({"curriculum": {"lessons": {"cats": {"sampling_params": {"top_k": 5}}}}}, "top_k is 5: its samples come"),
+        ({"curriculum": {"lessons": {"cats": {"sampling_params": {"min_p": 0.1}}}}}, "min_p is 0.1: its samples come"),
+        (
+            {"curriculum": {"lessons": {"cats": {"sampling_params": {"min_p": 2}}}}},
+            "min_p is 2: it must be from 0 to 1",
+        ),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_naming_both(changes: dict, message: str):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.rundir import (
     EXAMPLE_SCHEMA,
     ROLLOUT_SCHEMA,
+    columns,
     examples_from_table,
     read_parquet,
     records_from_table,
@@ -304,3 +305,35 @@ def test_no_rows_make_a_readable_file(tmp_path):
     assert examples_from_table(read_parquet(tmp_path / "b.parquet")) == []
     assert read_parquet(tmp_path / "p.parquet").schema.equals(ROLLOUT_SCHEMA)
     assert read_parquet(tmp_path / "b.parquet").schema.equals(EXAMPLE_SCHEMA)
+
+
+def test_metadata_that_a_file_does_not_have_yet_is_the_fields_default(records, monkeypatch):
+    monkeypatch.setitem(columns._ADDED, "lineage", 0)  # as if the field had been added after the file was written
+    older = table_from_records(records).drop_columns(["lineage"])
+    after = records_from_table(older, "part-9")
+    assert [record.rollout.metadata for record in after] == [
+        dataclasses.replace(record.rollout.metadata, lineage=0) for record in records
+    ]
+    table = table_from_records(records)  # a scan over older and newer files gives nulls instead
+    nulls = table.set_column(table.schema.get_field_index("lineage"), "lineage", pa.nulls(len(table), pa.int32()))
+    assert [record.rollout.metadata.lineage for record in records_from_table(nulls, "part-9")] == [0, 0]
+
+
+def test_columns_of_a_record_follow_its_annotations():
+    @dataclasses.dataclass
+    class Made:
+        name: str
+        count: int
+        share: float | None
+        ids: tuple[int, ...]
+        added: str = "before"
+
+    assert [(field.name, field.type, field.nullable) for field in columns.columns_of(Made)] == [
+        ("name", pa.string(), False), ("count", pa.int32(), False), ("share", pa.float64(), True),
+        ("ids", pa.list_(pa.int32()), False), ("added", pa.string(), False),
+    ]  # fmt: skip
+    rows = {"name": ["a", "b"], "count": [1, 2], "share": [None, 0.5], "ids": [[], [3, 4]], "added": [None, "now"]}
+    stored = pa.table(rows, pa.schema([field.with_nullable(True) for field in columns.columns_of(Made)]))
+    (batch,) = stored.to_batches()
+    made = list(map(Made, *columns.fields_from_columns(Made, batch.column)))
+    assert made == [Made("a", 1, None, (), "before"), Made("b", 2, 0.5, (3, 4), "now")]

@@ -121,7 +121,9 @@ def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_
     made = make_tracker(TrackingConfig(samples=False), tmp_path, {}, lambda name, error: None)
     made.log_samples(0, [SAMPLE])
     assert list(tmp_path.iterdir()) == []
+    assert TrackingConfig(samples=False).labels == []
     config = TrackingConfig(tensorboard=TensorBoardConfig(), wandb=WandbConfig(mode="offline"))
+    assert config.labels == ["samples.jsonl", "TensorBoard", "W&B"]
     made = make_tracker(config, tmp_path, {}, lambda name, error: None)
     made.log_samples(3, [SAMPLE])
     made.close()

@@ -42,7 +42,21 @@ def test_versions_order_by_lineage_then_step():
 
 @pytest.mark.parametrize(
     ("decoding", "truncated"),
-    [(Decoding(), False), (Decoding(temperature=0), True), (Decoding(top_k=5), True), (Decoding(top_p=0.9), True)],
+    [
+        (Decoding(), False),
+        (Decoding(temperature=0), True),
+        (Decoding(temperature=0.7), False),
+        (Decoding(top_k=5), True),
+        (Decoding(top_p=0.9), True),
+        (Decoding(top_p=1.0), False),
+        (Decoding(min_p=0.1), True),
+        (Decoding(min_p=0.0), False),
+    ],
 )
 def test_decoding_knows_whether_recorded_logprobs_are_those_sampled_from(decoding: Decoding, truncated: bool):
     assert decoding.truncated is truncated
+
+
+def test_decoding_names_what_truncates_it():
+    assert Decoding(0.7, top_k=5, top_p=0.9, max_output_tokens=3).truncation == {"top_k": 5, "top_p": 0.9}
+    assert Decoding(temperature=0, top_p=1.0).truncation == {}

@@ -28,7 +28,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
         advantage: Name of the advantage; `penstock.batch.ADVANTAGES` or reinforce_pp.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         ordered: Order by ticket, not by arrival, so that staleness zero does not depend on thread timing.
-        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
         max_samples: Batches that a group may be in; −1 means any number.
         environment_name: Take rollouts of this environment only; None means any.
 

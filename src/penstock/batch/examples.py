@@ -16,7 +16,7 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
     Args:
         rollout: With metadata.
         max_tokens: Longest sequence, prompt and response together.
-        allow_truncated_sampling: Accept top-k and top-p, whose sampled distribution is not the one the
+        allow_truncated_sampling: Accept `Decoding.truncation`, whose sampled distribution is not the one the
             learner differentiates. Temperature 0 is never accepted.
 
     Raises:
@@ -41,9 +41,10 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
             f"{name} was decoded with temperature 0: greedy samples have no probability to learn from"
         )
     if rollout.decoding.truncated and not allow_truncated_sampling:
+        values = ", ".join(f"{name}={value}" for name, value in rollout.decoding.truncation.items())
         raise InvalidRolloutError(
-            f"{name} was sampled with top_k={rollout.decoding.top_k}, top_p={rollout.decoding.top_p}: train "
-            "on untruncated sampling, or set learner.allow_truncated_sampling: true"
+            f"{name} was sampled with {values}: train on untruncated sampling, or set "
+            "learner.allow_truncated_sampling: true"
         )
 
 

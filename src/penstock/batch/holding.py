@@ -73,7 +73,7 @@ class Acceptance:
 
     Attributes:
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
-        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
         environment_name: The one environment; None means any.
     """
 

@@ -38,7 +38,7 @@ def make_batch_maker(
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         max_samples: Batches that a rollout may be in; −1 means any number.
         ordered: Deadline maker: order by ticket, not by arrival.
-        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
         seed: Of the makers that draw; None means from the operating system.
         environment_name: Take rollouts of this environment only; None means any.
 

@@ -44,7 +44,7 @@ class RecencyBatchMaker(PacedBatchMaker):
             operating system.
         environment_name: Take rollouts of this environment only; None means any.
         ordered: Take groups with a deadline by ticket, not by arrival.
-        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
 
     Raises:
         ConfigError: an argument is out of its range.

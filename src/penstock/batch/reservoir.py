@@ -41,7 +41,7 @@ class GrpoBatchMaker(PacedBatchMaker):
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         max_samples: Batches that a rollout may be in; −1 means any number.
         ordered: Take due groups by ticket, not by arrival.
-        allow_truncated_sampling: Take rollouts that were sampled with top-k or top-p.
+        allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
 
     Raises:
         ConfigError: `max_samples` is neither −1 nor at least 1.

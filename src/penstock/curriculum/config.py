@@ -7,9 +7,10 @@ exist, dependencies in a circle, sampling floors that cannot all be met.
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from penstock.types import ConfigError, Decoding, EnvironmentSpec, TextCodec
+from penstock.types import SAMPLING_FIELDS, ConfigError, Decoding, EnvironmentSpec, TextCodec
 
 
 class _Frozen(BaseModel):
@@ -46,34 +47,51 @@ class LessonDependency(_Frozen):
 
 
 class SamplingParams(_Frozen):
-    """How a lesson's rollouts are sampled.
+    """How a lesson's rollouts are sampled. It has a key for each of `penstock.types.SAMPLING_FIELDS`.
 
     Attributes:
-        temperature: Divides the logits.
+        temperature: Divides the logits; 0 is greedy.
         top_k: Keep the k most probable tokens; None keeps all.
         top_p: Keep the smallest set of tokens with this mass; None keeps all.
+        min_p: Keep the tokens at least this many times as probable as the most probable one; None keeps all.
         n_prompts: Prompts per offline batch (`penstock generate`); training is paced by `replay.groups_per_batch`.
         n_generations_per_prompt: Rollouts per group; baselines need two or more.
         max_output_tokens: Most tokens of one response.
         stop_tokens: Texts and token ids that end a response, besides the tokenizer's own stop tokens.
     """
 
-    temperature: float = Field(default=1.0, ge=0)
-    top_k: int | None = Field(default=None, ge=1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     n_prompts: int = Field(default=8, ge=1)
     n_generations_per_prompt: int = Field(default=4, ge=1)
     max_output_tokens: int = Field(default=512, ge=1)
     stop_tokens: tuple[int | str, ...] | None = None
+
+    @field_validator(*SAMPLING_FIELDS)
+    @classmethod
+    def _in_range(cls, value: float | None, info: ValidationInfo) -> float | None:
+        field = SAMPLING_FIELDS[info.field_name or ""]
+        if not field.allows(value):
+            raise PydanticCustomError("sampling_range", "Input should be {expected}", {"expected": field.expected})
+        return value
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Of the sampled distribution, as `Decoding.truncation`."""
+        return Decoding(**self._sampling).truncation
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS}
 
     def decoding(self, tokenizer: TextCodec) -> Decoding:
         """The same for the engine: ids beside the tokenizer's own, each text a stop string of its own."""
         stops = self.stop_tokens or ()
         ids = [stop for stop in stops if isinstance(stop, int)]
         return Decoding(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
+            **self._sampling,
             max_output_tokens=self.max_output_tokens,
             stop_token_ids=tuple(dict.fromkeys((*tokenizer.stop_token_ids, *ids))),
             stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),

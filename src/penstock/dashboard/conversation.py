@@ -122,8 +122,7 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
         yield "weights", f"version {versions}, lineage {metadata.lineage}"
         yield "made by", f"{metadata.worker_id}, {_moment(metadata.timestamp)}{_seconds(stored)}"
     limits = [f"temperature {decoding.temperature:g}", f"at most {decoding.max_output_tokens} tokens"]
-    limits += [f"top-k {decoding.top_k}"] if decoding.top_k is not None else []
-    limits += [f"top-p {decoding.top_p:g}"] if decoding.top_p is not None else []
+    limits += [f"{name.replace('_', '-')} {value}" for name, value in decoding.truncation.items()]
     limits += [f"stop strings {list(decoding.stop_strings)!r}"] if decoding.stop_strings else []
     yield "decoding", ", ".join(limits)
     yield (

@@ -1,8 +1,8 @@
 """Request bodies of the OpenAI-compatible API, read strictly.
 
 What the API knows but this engine cannot do is refused by name, never ignored: a silently dropped penalty would
-change what is sampled. Beyond OpenAI's own: `top_k`, `stop_token_ids`, `return_token_ids`, `seeds` (one per prompt),
-prompts as token ids.
+change what is sampled. Beyond OpenAI's own: the other `SAMPLING_FIELDS`, named as vLLM names them, `stop_token_ids`,
+`return_token_ids`, `seeds` (one per prompt), prompts as token ids.
 
 Reading a body costs time in proportion to its size and no more: lists and objects are counted before they are
 validated, and validation ends at the first error (pydantic would otherwise make one for each entry, and each arm of a
@@ -14,11 +14,11 @@ import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from penstock.inference.api_errors import ApiError
 from penstock.inference.requests import MOST_STOP_STRINGS
-from penstock.types import Decoding, WeightVersion, fold
+from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -52,26 +52,24 @@ _Entry = TypeVar("_Entry")
 _Listed = Annotated[list[_Entry], Field(fail_fast=True)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+_SAMPLING: dict[str, Any] = {name: (field.kind | None, None) for name, field in SAMPLING_FIELDS.items()}
+_Sampling = create_model("_Sampling", __config__=ConfigDict(frozen=True, extra="forbid", strict=True), **_SAMPLING)
 
+
+class _Body(_Sampling):
     model: str
     n: int = Field(default=1, ge=1, le=MOST_RESPONSES)
     seed: int | None = None
     stop: str | _Listed[str] | None = None
     stop_token_ids: _Listed[int] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     return_token_ids: bool = False
 
     def decoding(self, max_output_tokens: int) -> Decoding:
         """How to sample; ranges are the engine's to check."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         return Decoding(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
-            top_p=None if self.top_p == 1 else self.top_p,
+            **{name: value for name, value in given.items() if value not in (None, SAMPLING_FIELDS[name].neutral)},
             max_output_tokens=max_output_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop_strings=tuple(stops),

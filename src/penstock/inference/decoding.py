@@ -77,7 +77,7 @@ def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tu
         positions = rows.positions + progress.emitted.count
         cache, logits = decode_step(weights, progress.cache, progress.tokens, positions, progress.live)
         noise = uniforms(rows.seeds, positions)
-        tokens, logprobs = sample(logits, noise, rows.temperature, rows.top_k, rows.top_p)
+        tokens, logprobs = sample(logits, noise, **rows.sampling)
         return _record(progress, cache, rows, tokens, logprobs)
 
     nothing = Emitted(jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32))

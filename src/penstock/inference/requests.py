@@ -8,16 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.inference.config import EngineConfig
-from penstock.types import ConfigError, Decoding, EnvironmentFailure
-
-LOWEST_TEMPERATURE = 1e-3
-"""Below this, logits / temperature can overflow float32."""
-
-HIGHEST_TEMPERATURE = 1e6
-"""Any two tokens are as probable as one another long before that; beyond, float32 would overflow."""
-
-LOWEST_TOP_P = 1e-6
-"""Below this, only the most probable token is left anyway; far below, float32 would make it zero."""
+from penstock.types import SAMPLING_FIELDS, ConfigError, Decoding, EnvironmentFailure
 
 MOST_STOP_STRINGS = 64
 LONGEST_STOP_STRING = 1024
@@ -85,15 +76,9 @@ def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
             f"stop has {len(stops)} strings, the longest of {max(map(len, stops))} characters: give at most "
             f"{MOST_STOP_STRINGS} of at most {LONGEST_STOP_STRING}"
         )
-    if decoding.temperature != 0 and not LOWEST_TEMPERATURE <= decoding.temperature <= HIGHEST_TEMPERATURE:
-        raise ConfigError(
-            f"temperature is {decoding.temperature}: it must be 0 (greedy), or from {LOWEST_TEMPERATURE} to "
-            f"{HIGHEST_TEMPERATURE:g}"
-        )
-    if decoding.top_k is not None and decoding.top_k < 1:
-        raise ConfigError(f"top_k is {decoding.top_k}: it must be at least 1, or absent to keep all")
-    if decoding.top_p is not None and not LOWEST_TOP_P <= decoding.top_p <= 1:
-        raise ConfigError(f"top_p is {decoding.top_p}: it must be in [{LOWEST_TOP_P:g}, 1], or absent to keep all")
+    for name, field in SAMPLING_FIELDS.items():
+        if not field.allows(value := getattr(decoding, name)):
+            raise ConfigError(f"{name} is {value}: it must be {field.expected}")
     if decoding.max_output_tokens < 1:
         raise ConfigError(f"max_output_tokens is {decoding.max_output_tokens}: it must be at least 1")
     if len(decoding.stop_token_ids) > max_stop_token_ids:

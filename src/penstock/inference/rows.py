@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from penstock.types import SAMPLING_FIELDS
+
 HostRows = Mapping[str, np.ndarray]
-"""The fields of `Rows` by name, in host memory."""
+"""The fields of `Rows`, and those of `Rows.sampling`, by name in host memory."""
 
 
 class Rows(NamedTuple):
@@ -19,9 +21,7 @@ class Rows(NamedTuple):
         positions: Its position, which is how many tokens the cache holds.
         budget: How many tokens may still be sampled; 0 for a slot that is not live.
         seeds: The sample's seed in two words.
-        temperature: See `sampling.sample`.
-        top_k: Likewise.
-        top_p: Likewise.
+        sampling: [slots] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
         stop_token_ids: Padded with −1.
     """
 
@@ -29,9 +29,7 @@ class Rows(NamedTuple):
     positions: Int32[Array, " slots"]
     budget: Int32[Array, " slots"]
     seeds: UInt32[Array, "slots 2"]
-    temperature: Float32[Array, " slots"]
-    top_k: Int32[Array, " slots"]
-    top_p: Float32[Array, " slots"]
+    sampling: dict[str, Array]
     stop_token_ids: Int32[Array, "slots stops"]
 
 
@@ -59,7 +57,9 @@ class Sampled(NamedTuple):
 
 def to_device(rows: HostRows) -> Rows:
     """Copies rows to the device."""
-    return Rows(**{name: jnp.asarray(array) for name, array in rows.items()})
+    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
+    sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
+    return Rows(**arrays, sampling=sampling)
 
 
 def to_host(emitted: Emitted) -> Sampled:

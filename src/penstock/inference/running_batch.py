@@ -30,7 +30,7 @@ class RunningBatch:
     def __init__(self, decoder: Decoder, config: EngineConfig, meter: Meter) -> None:
         self._config, self._meter = config, meter
         self._runner = ModelRunner(decoder, config)
-        self._slots = SlotTable(config.max_slots, decoder.config.vocab_size, config.max_stop_token_ids)
+        self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
         self._prefixes = PrefixIndex()
 
     @property

@@ -3,10 +3,11 @@
 A uniform belongs to a (sample seed, position), so a draw never depends on neighbours or on the slot. The
 cumulative sum is two-level (blocks of the vocabulary, then inside one block): sampling costs two passes over the
 logits, against one random number per vocabulary entry for the Gumbel trick, which is half of a decode step on a
-CPU. Top-k and top-p search their threshold by bisection on the bits of the probabilities: exact, and no sort.
+CPU. Top-k and top-p search their threshold by bisection on the bits of the probabilities: exact, and no sort. Min-p
+has its threshold already: one comparison.
 Log-probabilities are of the distribution before truncation.
 
-Not covered: min-p, penalties, logit bias.
+Not covered: penalties, logit bias.
 """
 
 import math
@@ -38,6 +39,7 @@ def sample(
     temperature: Float32[Array, " rows"],
     top_k: Int32[Array, " rows"],
     top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
 ) -> tuple[Int32[Array, " rows"], Float32[Array, " rows"]]:
     """Draws a token per row, with its log-probability under softmax(logits / temperature).
 
@@ -45,9 +47,11 @@ def sample(
         logits: Scores of every token.
         uniform: From `uniforms`.
         temperature: 0 takes the most probable token; its log-probability is under softmax(logits).
-        top_k: Only the k most probable tokens may be drawn; the vocabulary's size keeps all.
-        top_p: Only the smallest set of the most probable tokens with at least this mass (of what top-k kept) may
-            be drawn; 1 keeps all. For both, tokens tied with the last one kept are kept too.
+        top_k: Only the k most probable tokens may be drawn; the vocabulary's size or more keeps all.
+        top_p: Only the smallest set of the most probable tokens with at least this mass (of what min-p and top-k kept)
+            may be drawn; 1 keeps all. For both, tokens tied with the last one kept are kept too.
+        min_p: Only tokens at least this many times as probable as the most probable one may be drawn; 0 keeps all.
+            Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.
 
     Returns:
         Token ids and log-probabilities.
@@ -58,8 +62,8 @@ def sample(
     weights = _blocks(jnp.exp(shifted))
     sums = jnp.sum(weights, axis=2)
     kept, kept_sums = lax.cond(
-        jnp.any((top_k < vocab) | (top_p < 1.0)),
-        lambda: _with_sums(truncate(weights, top_k, top_p)),
+        jnp.any((top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)),
+        lambda: _with_sums(truncate(weights, top_k, top_p, min_p)),
         lambda: (weights, sums),
     )
     drawn = draw(kept, kept_sums, uniform)
@@ -105,9 +109,24 @@ def _first_beyond(
 
 
 def truncate(
+    weights: Float32[Array, "rows blocks width"],
+    top_k: Int32[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
+) -> Float32[Array, "rows blocks width"]:
+    """Sets to zero what min-p, then top-k, and then top-p among the rest, leave out: the order of vLLM."""
+    least = min_p[:, None, None] * jnp.max(weights, axis=(1, 2), keepdims=True)
+    likely = jnp.where(weights >= least, weights, 0.0)
+    return lax.cond(
+        jnp.any((top_k < weights[0].size) | (top_p < 1.0)),
+        lambda: _most_probable(likely, top_k, top_p),
+        lambda: likely,
+    )
+
+
+def _most_probable(
     weights: Float32[Array, "rows blocks width"], top_k: Int32[Array, " rows"], top_p: Float32[Array, " rows"]
 ) -> Float32[Array, "rows blocks width"]:
-    """Sets to zero what top-k, and then top-p among the rest, leave out."""
     bits = lax.bitcast_convert_type(weights, jnp.uint32)
     kept_k = jnp.where(bits >= _threshold(bits, jnp.ones_like(weights), top_k.astype(jnp.float32)), weights, 0.0)
     mass = top_p * jnp.sum(kept_k, axis=(1, 2))

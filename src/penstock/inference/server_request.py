@@ -17,6 +17,7 @@ from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.inference.routing import Target
 from penstock.inference.stopping import text_of
 from penstock.types import (
+    SAMPLING_FIELDS,
     Completion,
     Decoding,
     EnvironmentFailure,
@@ -149,9 +150,7 @@ def _body(
         "prompt": [prompt.tolist() for prompt in prompts],
         "n": n,
         "seeds": [int(seed) for seed in seeds],
-        "temperature": decoding.temperature,
-        "top_k": decoding.top_k,
-        "top_p": decoding.top_p,
+        **{name: getattr(decoding, name) for name in SAMPLING_FIELDS},
         "max_tokens": decoding.max_output_tokens,
         "stop": list(decoding.stop_strings),
         "stop_token_ids": list(decoding.stop_token_ids or tokenizer.stop_token_ids),

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.inference.responses import Response
 from penstock.inference.rows import HostRows, Sampled
-from penstock.types import WeightVersion
+from penstock.types import SAMPLING_FIELDS, WeightVersion
 
 WORD_BITS = 32
 
@@ -20,12 +20,10 @@ class SlotTable:
 
     Args:
         slots: How many.
-        vocab_size: Stands for "no top-k".
         max_stop_token_ids: Room for stop tokens per slot.
     """
 
-    def __init__(self, slots: int, vocab_size: int, max_stop_token_ids: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, slots: int, max_stop_token_ids: int) -> None:
         self._responses: list[Response | None] = [None] * slots
         self._free = list(range(slots))
         self._rows = {
@@ -33,9 +31,7 @@ class SlotTable:
             "positions": np.zeros(slots, np.int32),
             "budget": np.zeros(slots, np.int32),
             "seeds": np.zeros((slots, 2), np.uint32),
-            "temperature": np.ones(slots, np.float32),
-            "top_k": np.full(slots, vocab_size, np.int32),
-            "top_p": np.ones(slots, np.float32),
+            **{name: np.full(slots, field.neutral, field.dtype) for name, field in SAMPLING_FIELDS.items()},
             "stop_token_ids": np.full((slots, max_stop_token_ids), -1, np.int32),
         }
 
@@ -79,9 +75,9 @@ class SlotTable:
         rows["positions"][slot] = len(response.prompt) - 1
         rows["budget"][slot] = response.room
         rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
-        rows["temperature"][slot] = decoding.temperature
-        rows["top_k"][slot] = self._vocab_size if decoding.top_k is None else min(decoding.top_k, self._vocab_size)
-        rows["top_p"][slot] = 1.0 if decoding.top_p is None else decoding.top_p
+        for name, field in SAMPLING_FIELDS.items():
+            value = getattr(decoding, name)
+            rows[name][slot] = field.neutral if value is None else value
         stops = response.pending.stop_token_ids
         rows["stop_token_ids"][slot] = -1
         rows["stop_token_ids"][slot, : len(stops)] = stops
@@ -91,9 +87,8 @@ class SlotTable:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
         self._rows["budget"][slot] = 0
-        self._rows["temperature"][slot] = 1.0
-        self._rows["top_k"][slot] = self._vocab_size
-        self._rows["top_p"][slot] = 1.0
+        for name, field in SAMPLING_FIELDS.items():
+            self._rows[name][slot] = field.neutral
         heapq.heappush(self._free, slot)
 
     def advance(self, sampled: Sampled, version: WeightVersion) -> list[tuple[int, Response]]:

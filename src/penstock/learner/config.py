@@ -153,7 +153,7 @@ class LearnerConfig(_Frozen, frozen=True):
         mismatch_limit: Largest difference between the learner's and the engine's log-probabilities of a token
             sampled under the learner's own version. The default is for float32; bfloat16 needs about 0.1.
         max_non_finite_updates: So many skipped updates in a row end the run.
-        allow_truncated_sampling: Train on top-k or top-p samples, whose distribution is not the one that is
+        allow_truncated_sampling: Train on samples of top-k and the like, whose distribution is not the one that is
             differentiated.
         warm_start: Supervised steps first; None: no warm start.
     """

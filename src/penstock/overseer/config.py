@@ -273,10 +273,8 @@ def _check_trainable(lesson_id: str, sampling: SamplingParams, learner: LearnerC
             f"{where}.temperature is 0: greedy answers have no probability to learn from; set a positive one "
             "(curriculum.temperature is that of evaluations)"
         )
-    for name in ("top_k", "top_p"):
-        value = getattr(sampling, name)
-        if value is not None and not learner.allow_truncated_sampling:
-            raise ValueError(
-                f"{where}.{name} is {value}: its samples come from another distribution than the one that is "
-                "differentiated; leave it out, or set learner.allow_truncated_sampling: true"
-            )
+    for name, value in sampling.truncation.items() if not learner.allow_truncated_sampling else ():
+        raise ValueError(
+            f"{where}.{name} is {value}: its samples come from another distribution than the one that is "
+            "differentiated; leave it out, or set learner.allow_truncated_sampling: true"
+        )

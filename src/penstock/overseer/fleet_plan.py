@@ -65,8 +65,6 @@ def _memory_lines(memory: FleetMemoryEstimate) -> list[str]:
 
 def _component_lines(config: FleetRunConfig) -> list[str]:
     fleet, replay, evaluation = config.fleet, config.replay, config.evaluation
-    tracking = {"samples.jsonl": config.tracking.samples, "TensorBoard": config.tracking.tensorboard}
-    trackers = [name for name, used in {**tracking, "W&B": config.tracking.wandb}.items() if used]
     when = f"every {evaluation.every} updates, " if evaluation.every else ""
     processes = fleet.workers * fleet.processes_per_worker
     parts = {
@@ -81,6 +79,6 @@ def _component_lines(config: FleetRunConfig) -> list[str]:
         "evaluator": f"{when}{evaluation.episodes} episodes per task at the end, in {evaluation.simulators} simulators",
         "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
         f"{config.overseer.keep_checkpoints} kept",
-        "trackers": ", ".join(["metrics.jsonl", *trackers]),
+        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]

@@ -39,7 +39,7 @@ def probe_parity(manager: RolloutManager, learner: Learner, lesson_id: str, max_
 def largest_difference(batch: RolloutBatch, learner: Learner, max_tokens: int) -> float:
     """Largest |engine − learner| over the sampled tokens of a batch; 0 for a batch without any."""
     rollouts = [rollout for rollout in batch.rollouts() if rollout.sampled_tokens]
-    # Log-probabilities are those before truncation, so that top-k and top-p change nothing here.
+    # Log-probabilities are those before truncation, so that truncation changes nothing here.
     examples = [example_from_rollout(rollout, 0.0, max_tokens, True) for rollout in rollouts]
     scores = learner.score(examples)
     differences = [_difference(r, s) for r, s in zip(rollouts, scores, strict=True)]

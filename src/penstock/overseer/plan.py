@@ -80,8 +80,6 @@ def _component_lines(config: RunConfig) -> list[str]:
     replay, engine, learner = config.replay, config.inference, config.learner
     lessons = ", ".join(config.curriculum.lessons)
     warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
-    tracking = {"samples.jsonl": config.tracking.samples, "TensorBoard": config.tracking.tensorboard}
-    trackers = [name for name, used in {**tracking, "W&B": config.tracking.wandb}.items() if used]
     several = config.runtime == "ray"
     engines = f"{engine.servers} × " if several else ""
     workers = f"{rollout_workers(config)} × " if several else ""
@@ -100,7 +98,7 @@ def _component_lines(config: RunConfig) -> list[str]:
         f"loss {learner.loss.preset}",
         "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
         f"{config.overseer.keep_checkpoints} kept",
-        "trackers": ", ".join(["metrics.jsonl", *trackers]),
+        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]
 

@@ -4,12 +4,120 @@ Rows become columns without a dictionary per row, columns become rows without an
 numbers are copied once on the way in and are read-only views on the way out, where the element types agree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from itertools import chain
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
+
+from penstock.types import InvalidRolloutError, RolloutMetadata, RunDirectoryError
+from penstock.types.experience import Experience
+
+_ARROW: Mapping[Any, pa.DataType] = {
+    str: pa.string(),
+    int: pa.int32(),
+    float: pa.float64(),
+    tuple[int, ...]: pa.list_(pa.int32()),
+    tuple[str, ...]: pa.list_(pa.string()),
+}
+"""Arrow's types by the annotations of a record's fields."""
+
+_FIRST = ("worker_id", "timestamp", "lineage", "weight_step")
+"""Columns of metadata that every file has, in this order, behind its own `schema_version`."""
+
+
+def columns_of(record: type) -> list[pa.Field]:
+    """A column for each field of a dataclass, in its order; it may hold nulls where the annotation allows None."""
+    return [pa.field(name, *_arrow_of(hint)) for name, hint in get_type_hints(record).items()]
+
+
+def _arrow_of(hint: Any) -> tuple[pa.DataType, bool]:
+    """An annotation's Arrow type, and whether None is allowed."""
+    if not isinstance(hint, UnionType):
+        return _ARROW[hint], False
+    (kind,) = (each for each in get_args(hint) if each is not NoneType)
+    return _ARROW[kind], True
+
+
+def fields_from_columns(record: type, column: Callable[[str], pa.Array]) -> list[list[Any]]:
+    """The values of a dataclass's fields, in its order, each for all rows; null is the default where that is not None.
+
+    Args:
+        record: The dataclass; the columns are those of `columns_of`.
+        column: Gives a column of that name.
+    """
+    return [_values(column(field.name), field.default) for field in fields(record)]
+
+
+def _values(column: pa.Array, default: Any) -> list[Any]:
+    if pa.types.is_list(column.type):
+        return list(map(tuple, slices(values_from_column(column.values), column.offsets)))
+    values = values_from_column(column)
+    if column.null_count and default not in (None, MISSING):
+        return [default if value is None else value for value in values]
+    return values
+
+
+METADATA_COLUMNS: list[pa.Field] = sorted(
+    (column for column in columns_of(RolloutMetadata) if column.name != "schema_version"),
+    key=lambda column: _FIRST.index(column.name) if column.name in _FIRST else len(_FIRST),
+)
+"""Columns of `RolloutMetadata`; a file that was written before there was one of them reads as its field's default."""
+
+_ADDED = {
+    field.name: field.default for field in fields(RolloutMetadata) if field.name not in (*_FIRST, "schema_version")
+}
+
+
+def metadata_values(members: Sequence[Experience], kind: str) -> dict[str, list[Any]]:
+    """What the columns of metadata hold, `schema_version` among them.
+
+    Raises:
+        InvalidRolloutError: a member, which is of this kind, has no metadata.
+    """
+    for member in members:
+        if member.metadata is None:
+            raise InvalidRolloutError(f"{kind} {member.rollout_id!r} has no metadata: it cannot be stored")
+    return {field.name: [getattr(one.metadata, field.name) for one in members] for field in fields(RolloutMetadata)}
+
+
+def metadata_from_columns(batch: pa.RecordBatch) -> list[RolloutMetadata]:
+    """The metadata of every row."""
+    return list(map(RolloutMetadata, *fields_from_columns(RolloutMetadata, batch.column)))
+
+
+def conformed(table: pa.Table, schema: pa.Schema, name: str, kind: str, flags_as_bytes: str = "") -> pa.Table:
+    """The columns of a schema, whatever their order and widths in a table.
+
+    Args:
+        table: As read by `penstock.rundir.read_parquet`.
+        schema: Whose columns are wanted.
+        name: Of the table, for errors.
+        kind: What its rows should be, for errors.
+        flags_as_bytes: The column whose flags may have a byte each, as in messages, and keep it.
+
+    Raises:
+        RunDirectoryError: a column is missing, or of a type that does not fit.
+    """
+    columns: list[pa.ChunkedArray | pa.Array] = []
+    for field in schema:
+        if field.name not in table.column_names:
+            if field.name not in _ADDED:
+                raise RunDirectoryError(f"{name} has no column {field.name}: it holds no {kind}")
+            columns.append(pa.array([_ADDED[field.name]] * table.num_rows, field.type))
+            continue
+        column = table.column(field.name)
+        flags = field.name == flags_as_bytes and column.type == pa.list_(pa.uint8())
+        try:
+            columns.append(column if flags else column.cast(field.type))
+        except pa.ArrowException as error:
+            raise RunDirectoryError(
+                f"{name}: column {field.name} is {column.type}, it must be {field.type}: {error}"
+            ) from error
+    return pa.Table.from_arrays(columns, names=schema.names)
 
 
 def list_column(arrays: Sequence[np.ndarray | None], value_type: pa.DataType) -> pa.ListArray:

@@ -7,12 +7,20 @@ fragments and hold none of their numbers: `penstock.replay` keeps a fragment as 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, list_column
+from penstock.rundir.columns import (
+    METADATA_COLUMNS,
+    arrays_from_column,
+    conformed,
+    list_column,
+    metadata_from_columns,
+    metadata_values,
+)
 from penstock.rundir.leaf_columns import LEAVES, leaves_column, leaves_from_column
 from penstock.rundir.parquet import schema_version, versioned
 from penstock.types import (
@@ -25,6 +33,13 @@ from penstock.types import (
     TrainingExample,
 )
 
+_ARRAYS: dict[str, type] = {
+    field.name: field.metadata["dtype"] for field in fields(SampleFragment) if "dtype" in field.metadata
+}
+_LEAF_COLUMNS = [name for name, hint in get_type_hints(SampleFragment).items() if get_origin(hint) is Mapping]
+_OBSERVED = ("observations", "final_observations")
+_NAMED = ("task", "env_name", "group_id", "slot")
+
 FRAGMENT_SCHEMA = versioned(
     [
         pa.field("schema_version", pa.int32(), nullable=False),
@@ -34,29 +49,17 @@ FRAGMENT_SCHEMA = versioned(
         pa.field("task", pa.string(), nullable=False),
         pa.field("env_name", pa.string(), nullable=False),
         pa.field("slot", pa.int32(), nullable=False),
-        pa.field("worker_id", pa.string(), nullable=False),
-        pa.field("timestamp", pa.float64(), nullable=False),
-        pa.field("lineage", pa.int32(), nullable=False),
-        pa.field("weight_step", pa.int32(), nullable=False),
+        *METADATA_COLUMNS,
         pa.field("newest_weight_step", pa.int32(), nullable=False),
         pa.field("steps", pa.int32(), nullable=False),
         pa.field("trainable_steps", pa.int32(), nullable=False),
         pa.field("episode_reward", pa.float64(), nullable=False),
         pa.field("complete", pa.bool_(), nullable=False),
-        pa.field("rewards", pa.list_(pa.float32()), nullable=False),
-        pa.field("terminated", pa.list_(pa.bool_()), nullable=False),
-        pa.field("truncated", pa.list_(pa.bool_()), nullable=False),
-        pa.field("faults", pa.list_(pa.bool_()), nullable=False),
-        pa.field("first", pa.list_(pa.bool_()), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("values", pa.list_(pa.float32()), nullable=False),
-        pa.field("weight_steps", pa.list_(pa.int32()), nullable=False),
-        pa.field("episodes", pa.list_(pa.int64()), nullable=False),
-        pa.field("final_steps", pa.list_(pa.int32()), nullable=False),
-        pa.field("observations", LEAVES),
-        pa.field("actions", LEAVES, nullable=False),
-        pa.field("final_observations", LEAVES),
-        pa.field("initial_state", LEAVES, nullable=False),
+        *(
+            pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(dtype))), nullable=False)
+            for name, dtype in _ARRAYS.items()
+        ),
+        *(pa.field(name, LEAVES, nullable=name in _OBSERVED) for name in _LEAF_COLUMNS),
     ]
 )
 
@@ -72,14 +75,6 @@ FRAGMENT_USE_SCHEMA = versioned(
     ]
 )
 
-_ARRAYS: dict[str, type] = {
-    "rewards": np.float32, "terminated": np.bool_, "truncated": np.bool_, "faults": np.bool_, "first": np.bool_,
-    "logprobs": np.float32, "values": np.float32, "weight_steps": np.int32, "episodes": np.int64,
-    "final_steps": np.int32,
-}  # fmt: skip
-_OBSERVED = ("observations", "final_observations")
-_LEAF_COLUMNS = (*_OBSERVED, "actions", "initial_state")
-
 
 def table_from_fragments(records: Sequence[RolloutRecord[SampleFragment]], observations: bool = True) -> pa.Table:
     """Rows of the present schema version.
@@ -92,19 +87,14 @@ def table_from_fragments(records: Sequence[RolloutRecord[SampleFragment]], obser
         InvalidRolloutError: a fragment has no metadata, or an array of Python objects.
     """
     fragments = [record.rollout for record in records]
-    stamps = [_metadata_of(fragment) for fragment in fragments]
     values: dict[str, Any] = {
-        "schema_version": [stamp.schema_version for stamp in stamps],
+        **metadata_values(fragments, "fragment"),
         "rollout_id": [fragment.rollout_id for fragment in fragments],
         "group_id": [record.group_id for record in records],
         "group_key": [record.group_key for record in records],
         "task": [fragment.task for fragment in fragments],
         "env_name": [fragment.env_name for fragment in fragments],
         "slot": [fragment.slot for fragment in fragments],
-        "worker_id": [stamp.worker_id for stamp in stamps],
-        "timestamp": [stamp.timestamp for stamp in stamps],
-        "lineage": [stamp.lineage for stamp in stamps],
-        "weight_step": [stamp.weight_step for stamp in stamps],
         "newest_weight_step": [fragment.newest_weight_step for fragment in fragments],
         "steps": [fragment.length for fragment in fragments],
         "trainable_steps": [fragment.trainable_steps for fragment in fragments],
@@ -140,7 +130,7 @@ def fragments_from_table(table: pa.Table, name: str = "part") -> list[RolloutRec
     if schema_version(table.schema) == 0:
         raise RunDirectoryError(f"{name} has no schema version: it holds no fragments")
     if not table.schema.equals(FRAGMENT_SCHEMA):
-        table = _conformed(table, name)
+        table = conformed(table, FRAGMENT_SCHEMA, name, "fragments")
     for field, column in zip(FRAGMENT_SCHEMA, table.columns, strict=True):
         if column.null_count and not field.nullable:
             raise InvalidRolloutError(
@@ -189,26 +179,14 @@ def uses_from_table(table: pa.Table, name: str = "batch") -> list[str]:
     return [str(rollout_id) for rollout_id in table.column("rollout_id").to_pylist()]
 
 
-def _metadata_of(fragment: SampleFragment) -> RolloutMetadata:
-    if fragment.metadata is None:
-        raise InvalidRolloutError(f"fragment {fragment.rollout_id!r} has no metadata: it cannot be stored")
-    return fragment.metadata
-
-
 def _records(batch: pa.RecordBatch, name: str) -> list[RolloutRecord[SampleFragment]]:
     try:
         columns: dict[str, list[Any]] = {
             field: arrays_from_column(batch.column(field), dtype) for field, dtype in _ARRAYS.items()
         }
         columns |= {field: leaves_from_column(batch.column(field)) for field in _LEAF_COLUMNS}
-        stamps = map(
-            RolloutMetadata,
-            *(
-                batch.column(field).to_pylist()
-                for field in ("worker_id", "timestamp", "weight_step", "lineage", "schema_version")
-            ),
-        )
-        columns |= {field: batch.column(field).to_pylist() for field in ("task", "env_name", "group_id", "slot")}
+        stamps = metadata_from_columns(batch)
+        columns |= {field: batch.column(field).to_pylist() for field in _NAMED}
     except (ValueError, TypeError) as error:
         raise InvalidRolloutError(f"{name} holds no fragments: {error}") from error
     keys = batch.column("group_key").to_pylist()
@@ -224,19 +202,3 @@ def _fragment(columns: Mapping[str, list[Any]], stamp: RolloutMetadata, row: int
         return SampleFragment(**fields, metadata=stamp)
     except (InvalidRolloutError, AttributeError, TypeError) as error:  # an array that is null has no length
         raise InvalidRolloutError(f"{name}, row {row}: {error}") from error
-
-
-def _conformed(table: pa.Table, name: str) -> pa.Table:
-    """The columns of the schema, whatever their order and widths."""
-    columns: list[pa.ChunkedArray] = []
-    for field in FRAGMENT_SCHEMA:
-        if field.name not in table.column_names:
-            raise RunDirectoryError(f"{name} has no column {field.name}: it holds no fragments")
-        column = table.column(field.name)
-        try:
-            columns.append(column.cast(field.type))
-        except pa.ArrowException as error:
-            raise RunDirectoryError(
-                f"{name}: column {field.name} is {column.type}, it must be {field.type}: {error}"
-            ) from error
-    return pa.Table.from_arrays(columns, names=FRAGMENT_SCHEMA.names)

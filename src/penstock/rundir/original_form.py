@@ -4,11 +4,12 @@ They get the defaults that `penstock.types.Rollout` gives, a lineage of 0, and i
 """
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 
-from penstock.types import RunDirectoryError
+from penstock.types import Decoding, RolloutMetadata, RunDirectoryError
 
 BATCH_METADATA_KEY = b"penstock.batch_metadata"
 """A JSON object in the file's key-value metadata, for all its rows."""
@@ -33,14 +34,13 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
     lacking = [column for column in _COLUMNS if column not in table.column_names]
     if lacking:
         raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
-    worker_id, timestamp, step = _batch_metadata(table, name)
+    metadata = _batch_metadata(table, name)
     examples = [str(example) for example in table.column("env_example_id").to_pylist()]
     groups = [f"{name}-{example}" for example in examples]
     lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
-    decoding = {"temperature": 1.0, "max_output_tokens": 512, "stop_token_ids": [], "stop_strings": []}
     rows = len(examples)
     defaults: dict[str, list[Any]] = {
-        "schema_version": [0] * rows,
+        **{key: [value] * rows for key, value in asdict(metadata).items()},
         "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
         "group_id": groups,
         "group_key": [
@@ -49,17 +49,13 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         ],
         "lesson_id": [""] * rows,
         "env_example_id": examples,
-        "worker_id": [worker_id] * rows,
-        "timestamp": [timestamp] * rows,
-        "lineage": [0] * rows,
-        "weight_step": [step] * rows,
-        "newest_weight_step": [step] * rows,
+        "newest_weight_step": [metadata.weight_step] * rows,
         "oldest_weight_step": [None] * rows,
         "finish_reason": ["stop"] * rows,
         "response_mask": [[True] * length for length in lengths],
         "response_weight_steps": [None] * rows,
         "turns": [[]] * rows,
-        "decoding": [decoding] * rows,
+        "decoding": [asdict(Decoding())] * rows,
         "timings": [[]] * rows,
     }
     present = set(table.column_names) - {"env_example_id"}
@@ -72,14 +68,15 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _batch_metadata(table: pa.Table, name: str) -> tuple[str, float, int]:
-    """Worker, time and weight step of all rows."""
+def _batch_metadata(table: pa.Table, name: str) -> RolloutMetadata:
+    """That of all rows."""
     text = (table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}")
     try:
         stamp = json.loads(text)
         if not isinstance(stamp, dict):
             raise TypeError(f"a {type(stamp).__name__} is no object")
-        return str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0)), int(stamp.get("weight_step", 0))
+        worker_id, timestamp = str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0))
+        return RolloutMetadata(worker_id, timestamp, int(stamp.get("weight_step", 0)), schema_version=0)
     except (ValueError, TypeError) as error:
         raise RunDirectoryError(
             f"{name}: {BATCH_METADATA_KEY.decode()} is {text!r}, which is not a JSON object of "

@@ -11,30 +11,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import flattened, list_column, nested_column, offsets_of, shared_column
+from penstock.rundir.columns import (
+    METADATA_COLUMNS,
+    columns_of,
+    conformed,
+    flattened,
+    list_column,
+    metadata_values,
+    nested_column,
+    offsets_of,
+    shared_column,
+)
 from penstock.rundir.original_form import upgraded
 from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
 from penstock.rundir.stored_rollouts import ROLLOUT_ARRAYS, records_from_batch
-from penstock.types import (
-    AnyRollout,
-    Decoding,
-    InvalidRolloutError,
-    RolloutMetadata,
-    RolloutRecord,
-    RunDirectoryError,
-)
+from penstock.types import AnyRollout, Decoding, RolloutRecord
 
 _TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
-_DECODING = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_k", pa.int32()),
-        ("top_p", pa.float64()),
-        ("max_output_tokens", pa.int32()),
-        ("stop_token_ids", pa.list_(pa.int32())),
-        ("stop_strings", pa.list_(pa.string())),
-    ]
-)
+_DECODING = pa.struct([field.with_nullable(True) for field in columns_of(Decoding)])
 
 ROLLOUT_SCHEMA = versioned(
     [
@@ -45,10 +39,7 @@ ROLLOUT_SCHEMA = versioned(
         pa.field("lesson_id", pa.string(), nullable=False),
         pa.field("env_name", pa.string(), nullable=False),
         pa.field("env_example_id", pa.string(), nullable=False),
-        pa.field("worker_id", pa.string(), nullable=False),
-        pa.field("timestamp", pa.float64(), nullable=False),
-        pa.field("lineage", pa.int32(), nullable=False),
-        pa.field("weight_step", pa.int32(), nullable=False),
+        *METADATA_COLUMNS,
         pa.field("newest_weight_step", pa.int32(), nullable=False),
         pa.field("oldest_weight_step", pa.int32()),
         pa.field("episode_reward", pa.float64(), nullable=False),
@@ -93,22 +84,18 @@ def table_from_records(records: Sequence[RolloutRecord]) -> pa.Table:
         InvalidRolloutError: a rollout has no metadata.
     """
     rollouts = [record.rollout for record in records]
-    stamps = [_metadata_of(rollout) for rollout in rollouts]
+    metadata = metadata_values(rollouts, "rollout")
     arrays = {name: [getattr(rollout, name) for rollout in rollouts] for name in ROLLOUT_ARRAYS}
     lists = {name: list_column(values, ROLLOUT_SCHEMA.field(name).type.value_type) for name, values in arrays.items()}
     values: dict[str, Any] = {
-        "schema_version": [stamp.schema_version for stamp in stamps],
+        **metadata,
         "rollout_id": [rollout.rollout_id for rollout in rollouts],
         "group_id": [record.group_id for record in records],
         "group_key": [record.group_key for record in records],
         "lesson_id": [rollout.lesson_id for rollout in rollouts],
         "env_name": [rollout.env_name for rollout in rollouts],
         "env_example_id": [rollout.env_example_id for rollout in rollouts],
-        "worker_id": [stamp.worker_id for stamp in stamps],
-        "timestamp": [stamp.timestamp for stamp in stamps],
-        "lineage": [stamp.lineage for stamp in stamps],
-        "weight_step": [stamp.weight_step for stamp in stamps],
-        "newest_weight_step": _newest_weight_steps(rollouts, stamps, arrays, lists),
+        "newest_weight_step": _newest_weight_steps(rollouts, metadata["weight_step"], arrays, lists),
         "oldest_weight_step": [rollout.oldest_weight_step for rollout in rollouts],
         "episode_reward": [float(rollout.episode_reward) for rollout in rollouts],
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
@@ -138,24 +125,18 @@ def records_from_table(table: pa.Table, name: str = "part") -> list[RolloutRecor
     if schema_version(table.schema) == 0:
         table = upgraded(table, ROLLOUT_SCHEMA, name)
     elif not table.schema.equals(ROLLOUT_SCHEMA):
-        table = _conformed(table, name)
+        table = conformed(table, ROLLOUT_SCHEMA, name, "rollouts", flags_as_bytes="response_mask")
     return [record for batch in table.to_batches() for record in records_from_batch(batch, name)]
-
-
-def _metadata_of(rollout: AnyRollout) -> RolloutMetadata:
-    if rollout.metadata is None:
-        raise InvalidRolloutError(f"rollout {rollout.rollout_id!r} has no metadata: it cannot be stored")
-    return rollout.metadata
 
 
 def _newest_weight_steps(
     rollouts: Sequence[AnyRollout],
-    stamps: Sequence[RolloutMetadata],
+    oldest: Sequence[int],
     arrays: dict[str, list[Any]],
     lists: dict[str, pa.ListArray],
 ) -> np.ndarray:
     """`Rollout.newest_weight_step` of all rows at once."""
-    newest = np.array([stamp.weight_step for stamp in stamps], np.int32)
+    newest = np.array(oldest, np.int32)
     steps = lists["response_weight_steps"]
     if steps.null_count:
         return np.array([rollout.newest_weight_step for rollout in rollouts], np.int32)
@@ -194,20 +175,3 @@ def _timings_column(records: Sequence[RolloutRecord]) -> pa.Array:
     stages = pa.array(flattened(timings), pa.string())
     seconds = pa.array(flattened(timing.values() for timing in timings), pa.float64())
     return pa.MapArray.from_arrays(offsets_of(list(map(len, timings))), stages, seconds)
-
-
-def _conformed(table: pa.Table, name: str) -> pa.Table:
-    """The columns of the schema, whatever their order and widths; flags may have a byte each, as in messages."""
-    columns: list[pa.ChunkedArray] = []
-    for field in ROLLOUT_SCHEMA:
-        if field.name not in table.column_names:
-            raise RunDirectoryError(f"{name} has no column {field.name}: it holds no rollouts")
-        column = table.column(field.name)
-        flags = field.name == "response_mask" and column.type == pa.list_(pa.uint8())
-        try:
-            columns.append(column if flags else column.cast(field.type))
-        except pa.ArrowException as error:
-            raise RunDirectoryError(
-                f"{name}: column {field.name} is {column.type}, it must be {field.type}: {error}"
-            ) from error
-    return pa.Table.from_arrays(columns, names=ROLLOUT_SCHEMA.names)

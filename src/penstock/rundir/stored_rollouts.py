@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, flat_values, slices, values_from_column
-from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutMetadata, RolloutRecord, Turn
+from penstock.rundir.columns import (
+    arrays_from_column,
+    fields_from_columns,
+    flat_values,
+    metadata_from_columns,
+    slices,
+    values_from_column,
+)
+from penstock.types import Decoding, InvalidRolloutError, Rollout, RolloutRecord, Turn
 
 ROLLOUT_ARRAYS: Mapping[str, type] = {
     "prompt_tokens": np.int32,
@@ -61,7 +68,7 @@ def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
         )
     }  # fmt: skip
     arrays = {field: arrays_from_column(batch.column(field), dtype) for field, dtype in ROLLOUT_ARRAYS.items()}
-    made = {"metadata": _metadata(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
+    made = {"metadata": metadata_from_columns(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
     by_name = {**plain, **arrays, **made}
     return [by_name[field] for field in Rollout.__match_args__]
 
@@ -131,11 +138,6 @@ def _rewards_agree(rewards: np.ndarray, offsets: np.ndarray, totals: np.ndarray)
     return bool((np.abs(sums - totals[filled]) <= limits).all())
 
 
-def _metadata(batch: pa.RecordBatch) -> list[RolloutMetadata]:
-    fields = ("worker_id", "timestamp", "weight_step", "lineage", "schema_version")
-    return list(map(RolloutMetadata, *(values_from_column(batch.column(field)) for field in fields)))
-
-
 def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
     lists = batch.column("turns")
     structs = lists.values
@@ -144,16 +146,9 @@ def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
 
 
 def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
-    structs = batch.column("decoding")
-    plain = ("temperature", "top_k", "top_p", "max_output_tokens")
-    fields = [values_from_column(structs.field(field)) for field in plain]
-    fields += [_tuples(structs.field(field)) for field in ("stop_token_ids", "stop_strings")]
+    fields = fields_from_columns(Decoding, batch.column("decoding").field)
     known: dict[tuple[Any, ...], Decoding] = {}
     return [known[row] if row in known else known.setdefault(row, Decoding(*row)) for row in zip(*fields, strict=True)]
-
-
-def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...]]:
-    return list(map(tuple, slices(values_from_column(lists.values), lists.offsets)))
 
 
 def _timings(batch: pa.RecordBatch) -> list[dict[str, float]]:

@@ -4,30 +4,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.tracking.config import TensorBoardConfig, TrackingConfig, WandbConfig
+    from penstock.tracking.config import TrackingConfig
     from penstock.tracking.conversations import conversation_of
     from penstock.tracking.making import make_tracker
     from penstock.tracking.samples_file import JsonlTracker
-    from penstock.tracking.tensorboard import TensorBoardTracker
-    from penstock.tracking.tracker import MultiTracker, Tracker
-    from penstock.tracking.wandb import WandbTracker
+    from penstock.tracking.tensorboard import TensorBoardConfig, TensorBoardTracker
+    from penstock.tracking.tracker import MultiTracker, ServiceConfig, Tracker
+    from penstock.tracking.wandb import WandbConfig, WandbTracker
 
 _EXPORTS = {
     "JsonlTracker": "samples_file",
     "MultiTracker": "tracker",
-    "TensorBoardConfig": "config",
+    "ServiceConfig": "tracker",
+    "TensorBoardConfig": "tensorboard",
     "TensorBoardTracker": "tensorboard",
     "Tracker": "tracker",
     "TrackingConfig": "config",
-    "WandbConfig": "config",
+    "WandbConfig": "wandb",
     "WandbTracker": "wandb",
     "conversation_of": "conversations",
     "make_tracker": "making",
 }
 
 __all__ = [
-    "JsonlTracker", "MultiTracker", "TensorBoardConfig", "TensorBoardTracker", "Tracker", "TrackingConfig",
-    "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
+    "JsonlTracker", "MultiTracker", "ServiceConfig", "TensorBoardConfig", "TensorBoardTracker", "Tracker",
+    "TrackingConfig", "WandbConfig", "WandbTracker", "conversation_of", "make_tracker",
 ]  # fmt: skip
 
 

@@ -1,38 +1,10 @@
-"""Configuration of tracking."""
-
-from typing import Literal
+"""Configuration of tracking: a key for each service, whose settings stand beside its tracker."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
-
-class TensorBoardConfig(BaseModel):
-    """TensorBoard event files; needs the extra ``penstock[tensorboard]``.
-
-    Attributes:
-        directory: Where the event files go; None: ``tensorboard/`` in the run directory.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    directory: str | None = None
-
-
-class WandbConfig(BaseModel):
-    """Weights & Biases; needs the extra ``penstock[wandb]``.
-
-    Attributes:
-        project: The project's name.
-        entity: User or team; None: the account's default.
-        name: The run's name; None: the run directory's.
-        mode: ``offline`` writes files that ``wandb sync`` uploads later.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    project: str = Field(default="penstock", min_length=1)
-    entity: str | None = None
-    name: str | None = None
-    mode: Literal["online", "offline"] = "online"
+from penstock.tracking.tensorboard import TensorBoardConfig
+from penstock.tracking.tracker import ServiceConfig
+from penstock.tracking.wandb import WandbConfig
 
 
 class TrackingConfig(BaseModel):
@@ -51,3 +23,14 @@ class TrackingConfig(BaseModel):
     samples_per_log: int = Field(default=4, ge=1)
     tensorboard: TensorBoardConfig | None = None
     wandb: WandbConfig | None = None
+
+    @property
+    def services(self) -> list[ServiceConfig]:
+        """Those that are used, in the order of the keys."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return [value for value in values if isinstance(value, ServiceConfig)]
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of all that is written, for people."""
+        return [*(["samples.jsonl"] if self.samples else []), *(service.label for service in self.services)]

@@ -7,9 +7,7 @@ from typing import Any
 
 from penstock.tracking.config import TrackingConfig
 from penstock.tracking.samples_file import JsonlTracker
-from penstock.tracking.tensorboard import TensorBoardTracker
 from penstock.tracking.tracker import MultiTracker, OnFailure, Tracker
-from penstock.tracking.wandb import WandbTracker
 
 
 def make_tracker(
@@ -38,8 +36,5 @@ def make_tracker(
 def _each(config: TrackingConfig, run_dir: Path, run_config: Mapping[str, Any]) -> Iterator[Tracker]:
     if config.samples:
         yield JsonlTracker(run_dir / "samples.jsonl")
-    if config.tensorboard is not None:
-        directory = config.tensorboard.directory
-        yield TensorBoardTracker(Path(directory) if directory else run_dir / "tensorboard")
-    if config.wandb is not None:
-        yield WandbTracker(config.wandb, run_dir, run_config)
+    for service in config.services:
+        yield service.open(run_dir, run_config)

@@ -4,7 +4,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.tracking.tracker import ServiceConfig
 from penstock.types import ConfigError
+
+
+class TensorBoardConfig(ServiceConfig):
+    """TensorBoard event files; needs the extra ``penstock[tensorboard]``.
+
+    Attributes:
+        directory: Where the event files go; None: ``tensorboard/`` in the run directory.
+    """
+
+    label = "TensorBoard"
+
+    directory: str | None = None
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "TensorBoardTracker":
+        """A tracker that writes there."""
+        return TensorBoardTracker(Path(self.directory) if self.directory else run_dir / "tensorboard")
 
 
 class TensorBoardTracker:

@@ -1,4 +1,4 @@
-"""The tracker protocol, and several trackers as one that cannot fail.
+"""The tracker protocol, what a service's settings must be able to do, and several trackers as one that cannot fail.
 
 A service that is down must neither end a run nor vanish without a word: `MultiTracker` counts every failure, reports
 each tracker's first one, and goes on with the others. Calls may come from several threads; each tracker sees them one
@@ -6,8 +6,12 @@ at a time.
 """
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
 
 
 class Tracker(Protocol):
@@ -24,6 +28,30 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Writes out what is pending. Nothing is logged afterwards."""
         ...
+
+
+class ServiceConfig(BaseModel):
+    """Settings of one service, which make its tracker. A key of `TrackingConfig` is all that a new one needs besides.
+
+    Attributes:
+        label: The service's name for people.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: ClassVar[str]
+
+    @abstractmethod
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> Tracker:
+        """The tracker.
+
+        Args:
+            run_dir: The run directory; it exists.
+            run_config: The resolved configuration, for services that show it.
+
+        Raises:
+            ConfigError: the service's package is not installed, or the service cannot be reached.
+        """
 
 
 OnFailure = Callable[[str, Exception], None]

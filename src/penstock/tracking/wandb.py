@@ -8,12 +8,36 @@ The run's id is kept in ``wandb_id`` in the run directory, so that a resumed run
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from penstock.tracking.config import WandbConfig
+from pydantic import Field
+
+from penstock.tracking.tracker import ServiceConfig
 from penstock.types import ConfigError
 
 _COLUMNS = ["weight_step", "rollout_id", "lesson_id", "reward", "finish_reason", "conversation"]
+
+
+class WandbConfig(ServiceConfig):
+    """Weights & Biases; needs the extra ``penstock[wandb]``.
+
+    Attributes:
+        project: The project's name.
+        entity: User or team; None: the account's default.
+        name: The run's name; None: the run directory's.
+        mode: ``offline`` writes files that ``wandb sync`` uploads later.
+    """
+
+    label = "W&B"
+
+    project: str = Field(default="penstock", min_length=1)
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "WandbTracker":
+        """A tracker that logs to the run of this directory, a new one or the one that it began."""
+        return WandbTracker(self, run_dir, run_config)
 
 
 class WandbTracker:

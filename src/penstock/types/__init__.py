@@ -24,7 +24,14 @@ from penstock.types.errors import (
 )
 from penstock.types.experience import Experience, TrainingExample
 from penstock.types.fragments import FRAGMENT_SCHEMA_VERSION, SampleFragment
-from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
+from penstock.types.generation import (
+    SAMPLING_FIELDS,
+    Completion,
+    Decoding,
+    FinishReason,
+    GenerationCall,
+    WeightVersion,
+)
 from penstock.types.packed import AnyRollout, PackedRollout
 from penstock.types.persistence import PersistentCaller
 from penstock.types.protocols import (
@@ -67,8 +74,8 @@ __all__ = [
     "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError",
     "PersistentCaller", "RLExample", "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats",
     "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
-    "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped", "SupersededError",
-    "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch", "TrainingExample",
-    "TransferError", "Turn", "UnreachableError", "WeightSink", "WeightSource", "WeightVersion", "WeightsError",
-    "as_seed", "fold", "generator",
+    "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
+    "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",
+    "TrainingExample", "TransferError", "Turn", "UnreachableError", "WeightSink", "WeightSource", "WeightVersion",
+    "WeightsError", "as_seed", "fold", "generator",
 ]  # fmt: skip

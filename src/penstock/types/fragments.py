@@ -7,7 +7,8 @@ would have gone on). One autoreset mode: the simulator is reset in the same step
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from penstock.types.rollouts import RolloutMetadata
 FRAGMENT_SCHEMA_VERSION = 1
 """Version of the stored form."""
 
-_PER_STEP = {
-    "rewards": (np.float32, 0), "terminated": (np.bool_, 0), "truncated": (np.bool_, 0), "faults": (np.bool_, 0),
-    "logprobs": (np.float32, 0), "weight_steps": (np.int32, 0), "episodes": (np.int64, 0),
-    "first": (np.bool_, 1), "values": (np.float32, 1),
-}  # fmt: skip
+
+def _array(dtype: type, more: int | None = 0) -> dict[str, Any]:
+    """What is known of an array from its declaration: element type, and T + `more` entries; None: some other number.
+
+    Checks here, and columns of stored rows, follow from it.
+    """
+    return {"dtype": dtype, "more": more}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,16 +64,16 @@ class SampleFragment:
     slot: int
     observations: Mapping[str, np.ndarray]
     actions: Mapping[str, np.ndarray]
-    rewards: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    faults: np.ndarray
-    first: np.ndarray
-    logprobs: np.ndarray
-    values: np.ndarray
-    weight_steps: np.ndarray
-    episodes: np.ndarray
-    final_steps: np.ndarray
+    rewards: np.ndarray = field(metadata=_array(np.float32))
+    terminated: np.ndarray = field(metadata=_array(np.bool_))
+    truncated: np.ndarray = field(metadata=_array(np.bool_))
+    faults: np.ndarray = field(metadata=_array(np.bool_))
+    first: np.ndarray = field(metadata=_array(np.bool_, more=1))
+    logprobs: np.ndarray = field(metadata=_array(np.float32))
+    values: np.ndarray = field(metadata=_array(np.float32, more=1))
+    weight_steps: np.ndarray = field(metadata=_array(np.int32))
+    episodes: np.ndarray = field(metadata=_array(np.int64))
+    final_steps: np.ndarray = field(metadata=_array(np.int32, more=None))
     final_observations: Mapping[str, np.ndarray]
     initial_state: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     metadata: RolloutMetadata | None = None
@@ -79,7 +82,7 @@ class SampleFragment:
         steps = len(self.rewards)
         if steps == 0:
             raise InvalidRolloutError("rewards is empty: a fragment has at least one step")
-        for name, (dtype, more) in _PER_STEP.items():
+        for name, dtype, more in _PER_STEP:
             array: np.ndarray = getattr(self, name)
             if array.dtype != dtype or array.shape != (steps + more,):
                 raise InvalidRolloutError(
@@ -155,3 +158,10 @@ class SampleFragment:
             if not finite.all() and not finite[~self.faults].all():
                 return f"{name} is not finite"
         return None
+
+
+_PER_STEP = [
+    (each.name, each.metadata["dtype"], each.metadata["more"])
+    for each in fields(SampleFragment)
+    if each.metadata.get("more") is not None
+]

@@ -1,7 +1,12 @@
-"""Records of one request for text: how to decode, what came back, and under which weights."""
+"""Records of one request for text: how to decode, what came back, and under which weights.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A sampling parameter is declared once, as a field of `Decoding` with a `SamplingField`. Request bodies, the engine's
+columns, their checks, stored rows and what counts as truncated follow from `SAMPLING_FIELDS`; by hand are written only
+its key in `penstock.curriculum.SamplingParams` and its arithmetic in `penstock.inference.sampling.sample`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -24,8 +29,52 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingField:
+    """What every layer must know of one sampling parameter. None, where `Decoding` allows it, means `neutral`.
+
+    Attributes:
+        dtype: Of its column on the device, one entry per slot.
+        neutral: The value that asks for nothing.
+        least: The least value allowed.
+        most: The greatest value allowed.
+        truncates: Whether any other value keeps tokens from being drawn, so that what is sampled does not follow the
+            recorded log-probabilities.
+        zero_means: What 0 asks for, which is allowed beside the range; empty where it is as any other value.
+    """
+
+    dtype: type[np.float32 | np.int32]
+    neutral: float
+    least: float
+    most: float
+    truncates: bool = True
+    zero_means: str = ""
+
+    @property
+    def kind(self) -> type[int | float]:
+        """Python's type of a value."""
+        return int if self.dtype is np.int32 else float
+
+    def allows(self, value: float | None) -> bool:
+        """Whether a value, which may be no finite number, is in range."""
+        if value is None or (self.zero_means and value == 0):
+            return True
+        return self.least <= value <= self.most
+
+    @property
+    def expected(self) -> str:
+        """What must stand there, to follow "it must be"."""
+        zero = f"0 ({self.zero_means}), or " if self.zero_means else ""
+        absent = ", or absent to keep all" if self.truncates else ""
+        least, most = (f"{bound:g}" if self.kind is float else f"{bound}" for bound in (self.least, self.most))
+        return f"{zero}from {least} to {most}{absent}"
+
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens are sampled.
+    """How tokens are sampled. Ranges are checked where requests and configurations are read, not here.
 
     Attributes:
         temperature: Divides the logits; 0 is greedy (never trained on).
@@ -34,19 +83,45 @@ class Decoding:
         max_output_tokens: Most tokens of one response (not of prompt and response together).
         stop_token_ids: Sampling any of these ends the response; the token is kept, with its log-probability.
         stop_strings: The response ends at the token that completes any of these; it is kept too.
+        min_p: Keep the tokens at least this many times as probable as the most probable one; None keeps all.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+    # Below, logits / temperature can overflow float32; all tokens are as probable as one another long before the upper
+    # bound, and beyond it float32 would overflow.
+    temperature: float = field(
+        default=1.0,
+        metadata={"sampling": SamplingField(np.float32, 1.0, 1e-3, 1e6, truncates=False, zero_means="greedy")},
+    )
+    top_k: int | None = field(
+        default=None, metadata={"sampling": SamplingField(np.int32, neutral=_INT32_MAX, least=1, most=_INT32_MAX)}
+    )
+    # Below, only the most probable token is left anyway; far below, float32 would make it zero.
+    top_p: float | None = field(
+        default=None, metadata={"sampling": SamplingField(np.float32, neutral=1.0, least=1e-6, most=1.0)}
+    )
     max_output_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    min_p: float | None = field(
+        default=None, metadata={"sampling": SamplingField(np.float32, neutral=0.0, least=0.0, most=1.0)}
+    )
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """The sampling parameters by which tokens cannot be drawn though they have a probability, with their values."""
+        given = {name: getattr(self, name) for name, each in SAMPLING_FIELDS.items() if each.truncates}
+        return {name: value for name, value in given.items() if value not in (None, SAMPLING_FIELDS[name].neutral)}
 
     @property
     def truncated(self) -> bool:
         """Whether the sampled distribution is not the one whose log-probabilities are recorded."""
-        return self.temperature == 0 or self.top_k is not None or self.top_p is not None
+        return self.temperature == 0 or bool(self.truncation)
+
+
+SAMPLING_FIELDS: Mapping[str, SamplingField] = {
+    each.name: each.metadata["sampling"] for each in fields(Decoding) if "sampling" in each.metadata
+}
+"""The sampling parameters by name, in the order of `Decoding`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

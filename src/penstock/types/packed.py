@@ -6,12 +6,19 @@ as read-only views of it, when they are asked for. It has the attributes of a `R
 again; members of one group share what is the same for all of them.
 """
 
-from typing import NamedTuple, final
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from penstock.types.generation import Decoding, FinishReason
 from penstock.types.rollouts import Rollout, RolloutMetadata, Turn, find_defect, newest_weight_step
+
+_origin = attrgetter(
+    *(field.name for field in fields(RolloutMetadata) if field.name not in ("timestamp", "weight_step"))
+)
+"""Of metadata: its fields in order, but for those that each rollout of a group has of its own."""
 
 
 class _Shared(NamedTuple):
@@ -23,8 +30,8 @@ class _Shared(NamedTuple):
     lesson_id: str
     decoding: Decoding
     has_weight_steps: bool
-    origin: tuple[str, int, int] | None
-    """Worker, lineage and schema version; None without metadata."""
+    origin: tuple[Any, ...] | None
+    """`_origin` of the metadata; None without metadata."""
 
 
 @final
@@ -70,8 +77,8 @@ class PackedRollout:
         origin = self._shared.origin
         if origin is None or self._timestamp is None or self._weight_step is None:
             return None
-        worker_id, lineage, schema_version = origin
-        return RolloutMetadata(worker_id, self._timestamp, self._weight_step, lineage, schema_version)
+        worker_id, *rest = origin
+        return RolloutMetadata(worker_id, self._timestamp, self._weight_step, *rest)
 
     @property
     def env_name(self) -> str:
@@ -185,7 +192,7 @@ def _shared(rollout: Rollout) -> _Shared:
         rollout.lesson_id,
         rollout.decoding,
         rollout.response_weight_steps is not None,
-        None if stamp is None else (stamp.worker_id, stamp.lineage, stamp.schema_version),
+        None if stamp is None else _origin(stamp),
     )
 
 

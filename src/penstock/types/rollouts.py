@@ -29,6 +29,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 class RolloutMetadata:
     """Who made a rollout, when, and under which weights.
 
+    Columns of stored rows follow from the fields. A field that is added has a default: what older rows read as.
+
     Attributes:
         worker_id: Name of the rollout worker, unique in the run.
         timestamp: Unix seconds at which the rollout was finished.
