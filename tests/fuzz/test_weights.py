@@ -11,20 +11,21 @@ from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
+from penstock.weights.checkpoint import read_tensors, write_tensors
 from penstock.weights.delta import decode_delta, encode_delta
-from penstock.weights.flight_access import Access, open_channel
+from penstock.weights.files import _SIGNATURE_CHARACTERS, Marker, Offer, _signature
 from penstock.weights.flight_messages import (
+    Access,
     FinishedRequest,
     OfferAnswer,
     OfferRequest,
     StreamTicket,
     WaitAnswer,
     WaitRequest,
+    open_channel,
     read_answer,
 )
 from penstock.weights.manifest import Manifest, describe
-from penstock.weights.marker import _SIGNATURE_CHARACTERS, Marker, Offer, _signature
-from penstock.weights.tensor_file import read_tensors, write_tensors
 
 JOB, TOKEN, MOST = "cats-1", "a fuzzer's token", 1 << 20
 VERSION = WeightVersion(0, 3)

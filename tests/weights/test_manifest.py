@@ -1,4 +1,8 @@
+"""Memory comes back exactly when nobody refers to it any more."""
+
+import gc
 import json
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -12,12 +16,87 @@ from penstock.weights import manifest as manifests
 from penstock.weights.manifest import (
     DTYPES,
     Manifest,
+    WarmMemory,
     check_layout,
     check_sendable,
     damaged_arrays,
     describe,
+    in_parallel,
+    plain_memory,
     raw_bytes,
 )
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30])
+def test_results_keep_the_order_of_the_items(nbytes: int):
+    assert in_parallel(lambda item: item * item, range(50), nbytes) == [item * item for item in range(50)]
+
+
+def test_small_work_stays_in_its_thread_and_large_work_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manifests, "THREADS", 2)
+    here = threading.get_ident()
+    assert set(in_parallel(lambda _: threading.get_ident(), range(4), 1000)) == {here}
+    assert here not in in_parallel(lambda _: threading.get_ident(), range(4), 1 << 30)
+
+
+def test_an_error_comes_through():
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(lambda item: 1 // item, [1, 0], 1 << 30)
+
+
+SIZE = 1 << 20
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_memory_is_used_again_after_the_last_view_is_gone():
+    memory = WarmMemory()
+    first = memory.take(SIZE)
+    place, view = address(first), first.view(np.float32).reshape(512, 512)[3:]
+    view.flags.writeable = False
+    del first
+    gc.collect()
+    second = memory.take(SIZE)  # the view is still there
+    assert address(second) != place and memory.free_bytes == 0
+    del view
+    gc.collect()
+    assert memory.free_bytes == SIZE
+    assert address(memory.take(SIZE)) == place
+
+
+def test_other_sizes_get_memory_of_their_own():
+    memory = WarmMemory()
+    memory.take(SIZE)
+    gc.collect()
+    assert len(memory.take(SIZE + 8)) == SIZE + 8
+    assert memory.free_bytes == SIZE + SIZE + 8
+    memory.clear()
+    assert memory.free_bytes == 0
+
+
+def test_arrays_outlive_the_memory_that_gave_them():
+    memory = WarmMemory()
+    array = memory.take(SIZE)
+    array[:] = 7
+    memory.clear()
+    del memory
+    gc.collect()
+    assert int(array.sum()) == 7 * SIZE
+
+
+def test_all_arrays_are_aligned_and_small_ones_are_not_kept():
+    memory = WarmMemory()
+    assert memory.take(0).shape == (0,)
+    for size in (1, 63, 4097, SIZE, SIZE + 1):
+        array = memory.take(size)
+        assert array.shape == (size,) and array.dtype == np.uint8 and address(array) % 64 == 0
+        del array
+    assert address(plain_memory(100)) % 64 == 0
+    gc.collect()
+    assert memory.free_bytes == 2 * SIZE + 1
+
 
 LARGE = 1 << 40
 

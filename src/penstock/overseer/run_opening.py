@@ -17,7 +17,7 @@ from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, RunDirectoryError
-from penstock.weights.job_folder import free_abandoned
+from penstock.weights.shared_memory import free_abandoned
 
 PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
 """Whose versions are recorded."""

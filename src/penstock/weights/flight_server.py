@@ -1,36 +1,251 @@
 """The root of weights over Arrow Flight, in the learner's process: arrays are sent from the learner's own host copy.
 
 It tells clients when there is a new version, and gives each of them its place in the fan-out tree.
+
+Serves one publication at a time over Arrow Flight: what the root beside the learner and every relay have in common.
+
+Arrays are sent from where they lie: each message refers to a part of an array, and Arrow writes it to the socket
+without taking the interpreter lock. A fetch that has begun is served to its end even if a newer version is put in its
+place meanwhile.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.flight as flight
 
-from penstock.types import WeightVersion
+from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
+from penstock.weights.broadcaster import Publication
 from penstock.weights.config import WeightsConfig
-from penstock.weights.fan_out import ROOT, FanOut
-from penstock.weights.flight_access import Access, join_address
+from penstock.weights.flight_connection import Piece, pieces_of
 from penstock.weights.flight_messages import (
+    MAX_RIDING_OFFER_BYTES,
+    OFFER_KEY,
+    SCHEMA,
+    Access,
     Announced,
     Content,
     FinishedAnswer,
     FinishedRequest,
     OfferAnswer,
     OfferRequest,
+    StreamTicket,
     Version,
     WaitAnswer,
     WaitRequest,
+    content_pair,
+    join_address,
+    own_address,
     pair,
+    peer_host,
     read_request,
+    serving_options,
+    wire_error,
 )
-from penstock.weights.flight_service import Served, WeightService
-from penstock.weights.own_address import own_address
-from penstock.weights.publishing import Publication
+from penstock.weights.flight_tree import ROOT, FanOut
+from penstock.weights.manifest import Manifest, compact_json, raw_bytes
+
+Action = Callable[[bytes, str], bytes]
+"""Answers a request, given its body and the host that it came from."""
+
+_CLOSE_S = 5.0
+_TELL_S = 0.25
+_PIECES_AHEAD = 1000
+"""Cut at once; one by one, in turn with the sending, a stream takes a fifth longer."""
+_BYTES = pa.uint8()
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A publication as it is served.
+
+    Attributes:
+        manifest: What it holds.
+        arrays: Its arrays by name.
+        ways: Encoded deltas from an earlier content, the oldest first.
+        values: The manifest as JSON values.
+        rides: Whether these are short enough to travel with a stream.
+    """
+
+    manifest: Manifest
+    arrays: Mapping[str, np.ndarray]
+    ways: Mapping[Content, Sequence[Any]]
+    values: dict[str, Any] = field(init=False)
+    rides: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.manifest.to_values())
+        object.__setattr__(self, "rides", len(compact_json(self.values)) <= MAX_RIDING_OFFER_BYTES)
+
+    def delta_sizes(self, base: Content | None) -> list[int] | None:
+        """Bytes of each delta of the way from `base`; None where there is none, and arrays must be sent whole."""
+        if base is None:
+            return None
+        if base == content_pair(self.manifest.content):
+            return []
+        way = self.ways.get(base)
+        return None if way is None else [memoryview(message).nbytes for message in way]
+
+    def buffers(self, base: Content | None) -> list[pa.Buffer]:
+        """What is sent, by reference. Raises WeightsError where there is no way from `base`."""
+        if base is None:
+            return [pa.py_buffer(raw_bytes(self.arrays[spec.name])) for spec in self.manifest.arrays]
+        if base not in self.ways:
+            raise WeightsError(f"there is no delta from {base} to {self.manifest.version}: ask for the whole arrays")
+        return [pa.py_buffer(message) for message in self.ways[base]]
+
+
+class WeightService(flight.FlightServerBase):
+    """A Flight server of the publication that was put last.
+
+    Args:
+        job: Requests of other jobs are refused.
+        access: Token and certificates.
+        host: Address to listen on.
+        port: 0 takes a free one; the attribute `port` says which.
+        actions: What it answers beside streams, by name.
+        on_sent: Called with a client's name while messages to it move, a few times a second.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        access: Access,
+        host: str,
+        port: int,
+        actions: Mapping[str, Action],
+        on_sent: Callable[[str], None] | None = None,
+    ) -> None:
+        self._job, self._actions, self._on_sent = job, actions, on_sent
+        self._lock = threading.Lock()
+        self._served: Served | None = None
+        self._closing = False
+        self._numbers = {"weights/bytes_served": 0.0, "weights/streams_served": 0.0}
+        try:
+            super().__init__(**serving_options(access, host, port))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"weights: {join_address(host, port)} cannot be listened on: {error}") from error
+
+    def put(self, served: Served | None) -> None:
+        """Serves this from here on."""
+        with self._lock:
+            self._served = served
+
+    def get(self, version: WeightVersion, incarnation: str | None = None) -> Served:
+        """What is served, if it is that version (of that broadcaster).
+
+        Raises:
+            SupersededVersionError: it is not.
+        """
+        with self._lock:
+            served = self._served
+        manifest = None if served is None else served.manifest
+        if served is not None and manifest is not None and manifest.version == version:
+            if incarnation in (None, manifest.incarnation):
+                return served
+            raise SupersededVersionError(
+                f"{version} of broadcaster {incarnation} is gone: {manifest.incarnation} published it anew",
+                pair(version),
+            )
+        raise SupersededVersionError(
+            f"{version} is not available: {'nothing' if manifest is None else manifest.version} is the newest and only "
+            "one kept",
+            None if manifest is None else pair(manifest.version),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of what was sent."""
+        with self._lock:
+            return dict(self._numbers)
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        """Answers a request; part of Flight."""
+        try:
+            answer = self._actions.get(action.type)
+            if answer is None:
+                raise WeightsError(f"unknown action {action.type!r:.100}: it is one of {sorted(self._actions)}")
+            return [answer(action.body, peer_host(context.peer()))]
+        except WeightsError as error:
+            raise wire_error(error) from error
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
+        """Sends one stream of a publication; part of Flight."""
+        try:
+            request = read_request(StreamTicket, ticket.ticket)
+            self.check_job(request.job)
+            served = self.get(WeightVersion(*request.version), request.incarnation)
+            buffers = served.buffers(request.base)
+            schema = self._schema(request, peer_host(context.peer())) if served.rides else SCHEMA
+        except WeightsError as error:
+            raise wire_error(error) from error
+        sizes = [buffer.size for buffer in buffers]
+        pieces = pieces_of(sizes, request.streams, request.chunk_bytes, request.stream)
+        batches = self._batches(buffers, pieces, request.client)
+        return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(schema, batches))
+
+    def check_job(self, job: str) -> None:
+        """Refuses another job's request. Raises WeightsError."""
+        if job != self._job:
+            raise WeightsError(f"job {job!r} asks the weight server of job {self._job!r}")
+
+    def close(self) -> None:
+        """Ends streams and refuses new ones; a client that takes nothing cannot hold it up for long."""
+        self._closing = True
+        ending = threading.Thread(target=self.shutdown, name="weights-close", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        if ending.is_alive():
+            _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
+
+    def _schema(self, request: StreamTicket, host: str) -> pa.Schema:
+        """Of a stream: with the answer to its question, where it asks."""
+        offer = self._actions.get("offer")
+        if not request.asks or offer is None:
+            return SCHEMA
+        question = OfferRequest(
+            job=request.job, client=request.client, version=request.version, base=request.base, timeout_s=0.0
+        )
+        return SCHEMA.with_metadata({OFFER_KEY: offer(question.to_bytes(), host)})
+
+    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Iterator[Piece], client: str) -> Iterator[pa.RecordBatch]:
+        told_at, untold_bytes = 0.0, 0
+        try:
+            while block := list(islice(pieces, _PIECES_AHEAD)):
+                for piece in block:
+                    if self._closing:
+                        raise flight.FlightUnavailableError("the weight server is closing")
+                    data = buffers[piece.index].slice(piece.offset, piece.size)
+                    column = pa.Array.from_buffers(_BYTES, piece.size, [None, data], null_count=0)
+                    yield pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+                    untold_bytes += piece.size
+                    if time.monotonic() - told_at > _TELL_S:
+                        told_at, untold_bytes = time.monotonic(), self._tell(untold_bytes, client)
+            self._count("weights/streams_served", 1)
+        finally:  # streams that end early, too
+            self._tell(untold_bytes, client)
+
+    def _tell(self, sent_bytes: int, client: str) -> int:
+        """Counts what was sent, and says that it moves; zero bytes are left to be told."""
+        self._count("weights/bytes_served", sent_bytes)
+        if self._on_sent is not None:
+            self._on_sent(client)
+        return 0
+
+    def _count(self, name: str, number: float) -> None:
+        with self._lock:
+            self._numbers[name] += number
+
 
 LEASE_S = 60.0
 """A client that was given a place and to which nothing moves loses it after so long."""

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 from penstock.inference import Server, ServerPool
 from penstock.overseer.distributed.records import Peer, View
 from penstock.overseer.distributed.roles.settings import Settings
-from penstock.weights.own_address import own_address
+from penstock.weights.flight_messages import own_address
 
 
 def make_pool(settings: Settings) -> ServerPool:

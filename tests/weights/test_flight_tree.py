@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights.fan_out import ROOT, FanOut
+from penstock.weights.flight_tree import ROOT, FanOut
 
 
 class Clock:

@@ -14,8 +14,7 @@ import numpy as np
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import decode_delta
-from penstock.weights.manifest import Layout, Manifest, check_layout, damaged_arrays
-from penstock.weights.warm_memory import WarmMemory
+from penstock.weights.manifest import Layout, Manifest, WarmMemory, check_layout, damaged_arrays
 
 ATTEMPTS = 3
 """How often a fetch is tried before damage is an error."""

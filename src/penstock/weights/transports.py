@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.types import WeightsError
+from penstock.weights.broadcaster import PublishingBroadcaster, Store, new_incarnation
+from penstock.weights.client import FetchingClient
 from penstock.weights.config import WeightsConfig
-from penstock.weights.fetching import FetchingClient
+from penstock.weights.files import ShelfReader, ShelfStore
 from penstock.weights.protocol import Broadcaster, WeightClient
-from penstock.weights.publishing import PublishingBroadcaster, Store, new_incarnation
-from penstock.weights.shelf import ShelfReader
-from penstock.weights.shelf_store import ShelfStore
 
 
 def open_broadcaster(config: WeightsConfig, job: str, token: str | None, default_url: str) -> Broadcaster:

@@ -8,7 +8,7 @@ from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of,
 
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig
-from penstock.weights.fetching import ATTEMPTS, Announcement, FetchingClient, Received
+from penstock.weights.client import ATTEMPTS, Announcement, FetchingClient, Received
 
 ENDPOINT = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
 
