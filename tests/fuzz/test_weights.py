@@ -13,7 +13,7 @@ from penstock.types import WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
 from penstock.weights.checkpoint import read_tensors, write_tensors
 from penstock.weights.delta import decode_delta, encode_delta
-from penstock.weights.files import _SIGNATURE_CHARACTERS, Marker, Offer, _signature
+from penstock.weights.files import _SIGNATURE_CHARACTERS, CurrentVersion, OfferedVersion, _signature
 from penstock.weights.flight_messages import (
     Access,
     FinishedRequest,
@@ -166,9 +166,11 @@ def test_deltas_and_files_are_read_or_refused(count):
 def test_markers_are_read_or_refused(count):
     """Half of them with a right signature, as by somebody who has the token."""
     manifest, _ = published(3)
-    good = Marker(JOB, (Offer(manifest, "full-0.safetensors", {(WeightVersion(0, 2), "ab"): ("delta-0",)}),))
+    good = CurrentVersion(
+        JOB, (OfferedVersion(manifest, "full-0.safetensors", {(WeightVersion(0, 2), "ab"): ("delta-0",)}),)
+    )
     content = good.to_bytes(TOKEN)
-    assert Marker.from_bytes(content, JOB, TOKEN, MOST) == good
+    assert CurrentVersion.from_bytes(content, JOB, TOKEN, MOST) == good
     text = content[_SIGNATURE_CHARACTERS:]
 
     def make(rng):
@@ -177,4 +179,6 @@ def test_markers_are_read_or_refused(count):
         forged = json_bytes(json.loads(text), rng)
         return _signature(forged, TOKEN) + forged
 
-    assert fuzz(lambda given: Marker.from_bytes(given, JOB, TOKEN, MOST), make, count, WeightsError) > 0.5 * count
+    assert (
+        fuzz(lambda given: CurrentVersion.from_bytes(given, JOB, TOKEN, MOST), make, count, WeightsError) > 0.5 * count
+    )

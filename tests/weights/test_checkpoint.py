@@ -13,7 +13,7 @@ from tests.weights.publications import JOB, arrays_of, manifest_of
 
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
-from penstock.weights.checkpoint import CheckpointFolder, read_tensors, write_tensors
+from penstock.weights.checkpoint import CheckpointFiles, read_tensors, write_tensors
 from penstock.weights.manifest import DTYPES, Manifest, describe
 
 
@@ -171,7 +171,7 @@ def test_a_place_that_cannot_be_written_is_a_configuration_error(tmp_path: Path)
     with pytest.raises(ConfigError):
         open_broadcaster(CONFIG, JOB, "t", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="weights.url is 'nothing://x'"):
-        CheckpointFolder("nothing://x", JOB)
+        CheckpointFiles("nothing://x", JOB)
 
 
 def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path, monkey
 
 def test_a_place_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyPatch):
     url = f"memory://{uuid.uuid4().hex}"
-    folder = CheckpointFolder(url, JOB)
+    folder = CheckpointFiles(url, JOB)
     assert folder.prepare("t", JOB, 1 << 40) is None
 
     def broken(*_: object, **__: object) -> None:
@@ -206,7 +206,7 @@ def test_a_place_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyP
 
 def test_two_jobs_have_two_folders_whatever_their_names(tmp_path: Path):
     for job in ("../a", "a/b", "a_b", "é" * 100):
-        folder = CheckpointFolder(str(tmp_path), job)
+        folder = CheckpointFiles(str(tmp_path), job)
         folder.prepare("t", job, 1 << 40)
         name = folder.begin_arrays(arrays_of(0), set())
         folder.write_arrays(name, manifest_of(0), arrays_of(0))

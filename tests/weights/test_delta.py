@@ -16,7 +16,7 @@ from penstock.weights.delta import (
     encode_block,
     encode_delta,
 )
-from penstock.weights.manifest import Manifest, WarmMemory, describe
+from penstock.weights.manifest import BufferPool, Manifest, describe
 
 WIDTHS = [np.uint8, np.uint16, np.uint32, np.uint64]
 
@@ -165,7 +165,7 @@ def test_unchanged_arrays_are_those_of_the_base_and_the_others_are_read_only():
 
 
 def test_memory_is_used_again():
-    base, memory = {"x": np.zeros(300_000, np.float32)}, WarmMemory()
+    base, memory = {"x": np.zeros(300_000, np.float32)}, BufferPool()
     new = {"x": base["x"].copy()}
     new["x"][7] = 1.0
     delta = encode_delta(manifest_of(0, base), base, manifest_of(1, new), new).to_bytes()

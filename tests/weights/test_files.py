@@ -15,20 +15,28 @@ from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of,
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, files
 from penstock.weights.broadcaster import Publication
-from penstock.weights.client import Announcement, FetchingClient
-from penstock.weights.files import MOST_LEFT_BEHIND, BoundedCalls, Marker, Offer, ShelfReader, ShelfStore, free_name
+from penstock.weights.client import FetchingClient, LatestVersion
+from penstock.weights.files import (
+    MOST_LEFT_BEHIND,
+    CurrentVersion,
+    OfferedVersion,
+    ShelfReader,
+    ShelfStore,
+    TimeLimitedCalls,
+    free_name,
+)
 from penstock.weights.manifest import Manifest
 
 
 def test_a_call_returns_or_raises_what_it_did():
-    calls = BoundedCalls()
+    calls = TimeLimitedCalls()
     assert calls("reading", lambda: 7, 30.0) == 7
     with pytest.raises(WeightsError, match="torn"):
         calls("reading", _torn, 30.0)
 
 
 def test_a_call_that_hangs_is_left_behind_at_its_limit_and_named():
-    calls, released = BoundedCalls(), threading.Event()
+    calls, released = TimeLimitedCalls(), threading.Event()
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=r"^reading step 3 was not over within 0.1 s$"):
         calls("reading step 3", released.wait, 0.1)
@@ -38,7 +46,7 @@ def test_a_call_that_hangs_is_left_behind_at_its_limit_and_named():
 
 
 def test_only_a_few_calls_hang_at_once():
-    calls, released = BoundedCalls(), threading.Event()
+    calls, released = TimeLimitedCalls(), threading.Event()
     for _ in range(MOST_LEFT_BEHIND):
         with pytest.raises(UnreachableError, match="not over"):
             calls("reading", released.wait, 0.01)
@@ -53,7 +61,7 @@ def test_only_a_few_calls_hang_at_once():
 
 
 def test_closing_ends_a_wait():
-    calls, released, raised = BoundedCalls(), threading.Event(), []
+    calls, released, raised = TimeLimitedCalls(), threading.Event(), []
 
     def read():
         try:
@@ -79,9 +87,11 @@ LARGE = 1 << 40
 TOKEN = "token"
 
 
-def marker() -> Marker:
+def marker() -> CurrentVersion:
     chains = {manifest_of(4).content: ("delta-0.bin", "delta-1.bin"), manifest_of(6).content: ()}
-    return Marker(JOB, (Offer(manifest_of(6), "file-1", chains), Offer(manifest_of(5), "file-0", {})))
+    return CurrentVersion(
+        JOB, (OfferedVersion(manifest_of(6), "file-1", chains), OfferedVersion(manifest_of(5), "file-0", {}))
+    )
 
 
 def signed(values: Any) -> bytes:
@@ -90,7 +100,7 @@ def signed(values: Any) -> bytes:
 
 
 def test_a_marker_survives_its_file():
-    assert Marker.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, LARGE) == marker()
+    assert CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, LARGE) == marker()
 
 
 @pytest.mark.parametrize("token", ["token", "other", None])
@@ -101,7 +111,7 @@ def test_the_signature_is_hmac_sha_256(token: str | None):
 
 
 def test_it_announces_the_newest_and_names_every_file():
-    assert marker().announcement == Announcement(INCARNATION, WeightVersion(0, 6))
+    assert marker().announcement == LatestVersion(INCARNATION, WeightVersion(0, 6))
     assert marker().files == {"file-0", "file-1", "delta-0.bin", "delta-1.bin"}
 
 
@@ -115,18 +125,18 @@ def test_a_version_that_is_not_offered_is_superseded():
 @pytest.mark.parametrize("token", ["other", None, ""])
 def test_another_token_is_refused(token: str | None):
     with pytest.raises(WeightsError, match="another token"):
-        Marker.from_bytes(marker().to_bytes(TOKEN), JOB, token, LARGE)
+        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, token, LARGE)
 
 
 def test_another_job_is_refused_although_the_token_fits():
     with pytest.raises(WeightsError, match="of job 'job', not 'other'"):
-        Marker.from_bytes(marker().to_bytes(TOKEN), "other", TOKEN, LARGE)
+        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), "other", TOKEN, LARGE)
 
 
 def test_an_offer_of_another_job_is_refused():
     values = json.loads(marker().to_bytes(TOKEN)[64:])
     with pytest.raises(WeightsError, match="not of job 'other'"):
-        Marker.from_bytes(signed(values | {"job": "other"}), "other", TOKEN, LARGE)
+        CurrentVersion.from_bytes(signed(values | {"job": "other"}), "other", TOKEN, LARGE)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".hidden", "x" * 200, 7, None])
@@ -134,7 +144,7 @@ def test_only_plain_file_names_are_taken(name: Any):
     values = json.loads(marker().to_bytes(TOKEN)[64:])
     values["offers"][0]["file"] = name
     with pytest.raises(WeightsError, match="plain file name"):
-        Marker.from_bytes(signed(values), JOB, TOKEN, LARGE)
+        CurrentVersion.from_bytes(signed(values), JOB, TOKEN, LARGE)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +154,7 @@ def test_only_plain_file_names_are_taken(name: Any):
 )  # fmt: skip
 def test_a_malformed_marker_is_refused_even_when_signed(values: Any):
     with pytest.raises(WeightsError):
-        Marker.from_bytes(signed(values), JOB, TOKEN, LARGE)
+        CurrentVersion.from_bytes(signed(values), JOB, TOKEN, LARGE)
 
 
 @settings(max_examples=200, deadline=None)
@@ -154,12 +164,12 @@ def test_any_damage_is_noticed(data: st.DataObject):
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(WeightsError):
-        Marker.from_bytes(bytes(content), JOB, TOKEN, LARGE)
+        CurrentVersion.from_bytes(bytes(content), JOB, TOKEN, LARGE)
 
 
 def test_a_larger_publication_than_allowed_is_refused():
     with pytest.raises(WeightsError, match="max_bytes allows 100"):
-        Marker.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, 100)
+        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, 100)
 
 
 def test_free_names_are_the_first_that_are_free():
@@ -204,8 +214,8 @@ class WrittenShelf:
     def close(self) -> None:
         self.log.append("closed")
 
-    def marker(self) -> Marker:
-        return Marker.from_bytes(self.content, JOB, "t", LARGE)
+    def marker(self) -> CurrentVersion:
+        return CurrentVersion.from_bytes(self.content, JOB, "t", LARGE)
 
 
 def offer(store: ShelfStore, publication: Publication) -> None:
@@ -323,7 +333,7 @@ def test_bytes_written_are_counted():
 
 def marker_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -> bytes:
     chains = {manifest_of(step - 1).content: ("delta-0.bin",)} if deltas else {}
-    return Marker(JOB, (Offer(manifest_of(step, incarnation), f"file-{step}", chains),)).to_bytes("t")
+    return CurrentVersion(JOB, (OfferedVersion(manifest_of(step, incarnation), f"file-{step}", chains),)).to_bytes("t")
 
 
 class FakeShelf:
@@ -415,7 +425,7 @@ def test_a_wait_ends_when_something_else_is_there():
     waiter.start()
     shelf.put(marker_of(4))
     waiter.join(30.0)
-    assert seen == [Announcement(INCARNATION, WeightVersion(0, 4))]
+    assert seen == [LatestVersion(INCARNATION, WeightVersion(0, 4))]
 
 
 def test_closing_ends_a_wait_and_every_read():

@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 from penstock.types import SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, flight_client, flight_server, open_broadcaster, open_client
-from penstock.weights.flight_client import Relay
+from penstock.weights.flight_client import PeerRelay
 from penstock.weights.flight_connection import Channel
 from penstock.weights.flight_messages import Access, OfferAnswer, OfferRequest
 from penstock.weights.manifest import describe
@@ -23,7 +23,7 @@ BASE = ((0, 1), "digest")
 
 @pytest.fixture
 def relay():
-    made = Relay("job", Access("token"), "127.0.0.1")
+    made = PeerRelay("job", Access("token"), "127.0.0.1")
     yield made
     made.close()
 
@@ -228,14 +228,14 @@ def test_a_parent_that_stalls_is_left(job, monkeypatch):
 
 
 def test_damage_on_the_way_through_a_client_is_noticed_and_mended_by_the_root(job, monkeypatch):
-    keep = Relay.keep
+    keep = PeerRelay.keep
 
     def damaging(self, manifest, arrays, base, messages):
         damaged = {name: array.copy() for name, array in arrays.items()}
         damaged["w"][5] += 1.0
         return keep(self, manifest, damaged, base, messages)
 
-    monkeypatch.setattr(Relay, "keep", damaging)
+    monkeypatch.setattr(PeerRelay, "keep", damaging)
     job.publish(1)
     job.fetch(0, 1)
     before = job.served()

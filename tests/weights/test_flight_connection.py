@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.types import UnreachableError, WeightsError
-from penstock.weights.flight_connection import Channel, Fetch, Piece, cut, pieces_of
+from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut
 from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
@@ -29,13 +29,13 @@ from penstock.weights.flight_messages import (
 
 def test_shares_are_equal_and_messages_end_with_their_buffers():
     assert cut([10, 0, 3, 7], streams=2, chunk_bytes=4) == [
-        [Piece(0, 0, 4), Piece(0, 4, 4), Piece(0, 8, 2)],
-        [Piece(2, 0, 3), Piece(3, 0, 4), Piece(3, 4, 3)],
+        [StreamChunk(0, 0, 4), StreamChunk(0, 4, 4), StreamChunk(0, 8, 2)],
+        [StreamChunk(2, 0, 3), StreamChunk(3, 0, 4), StreamChunk(3, 4, 3)],
     ]
 
 
 def test_streams_without_a_share_are_empty():
-    assert cut([2], streams=3, chunk_bytes=8) == [[Piece(0, 0, 1)], [Piece(0, 1, 1)], []]
+    assert cut([2], streams=3, chunk_bytes=8) == [[StreamChunk(0, 0, 1)], [StreamChunk(0, 1, 1)], []]
     assert cut([], streams=2, chunk_bytes=8) == [[], []]
     assert cut([0, 0], streams=2, chunk_bytes=8) == [[], []]
 
@@ -60,12 +60,12 @@ def test_every_byte_is_in_one_message_of_one_stream(sizes, streams, chunk_bytes)
 
 def test_a_plan_of_tiny_messages_takes_no_memory_before_it_is_used():
     """A client says how small; a plan of all of them at once would have sixteen million entries here."""
-    pieces = pieces_of([1 << 36], 1, 4096, 0)
-    assert next(pieces) == Piece(0, 0, 4096) and next(pieces) == Piece(0, 4096, 4096)
+    pieces = chunks_of([1 << 36], 1, 4096, 0)
+    assert next(pieces) == StreamChunk(0, 0, 4096) and next(pieces) == StreamChunk(0, 4096, 4096)
 
 
 def test_a_stream_that_is_not_there_has_nothing():
-    assert list(pieces_of([10, 20], 2, 8, 2)) == [] == list(pieces_of([], 2, 8, 0))
+    assert list(chunks_of([10, 20], 2, 8, 2)) == [] == list(chunks_of([], 2, 8, 0))
 
 
 ACCESS = Access("token")
@@ -175,7 +175,7 @@ class Forged(list):
 def test_a_message_that_says_more_than_it_holds_is_refused(body):
     fetch = Fetch("there", [np.zeros(2, np.uint8)], 0.0, threading.Event())
     with pytest.raises(WeightsError, match="sent other things than 2 bytes"):
-        fetch._place(Forged(2, body), Piece(0, 0, 2))
+        fetch._place(Forged(2, body), StreamChunk(0, 0, 2))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from penstock.weights.flight_messages import (
     local_error,
     open_channel,
 )
-from penstock.weights.flight_server import FlightStore, Served, WeightService
+from penstock.weights.flight_server import FlightServer, ServedVersion, WeightService
 from penstock.weights.manifest import describe
 
 ACCESS = Access("token")
@@ -37,7 +37,7 @@ BASE = ((0, 6), "earlier")
 
 def served(step, arrays=None, ways=None):
     arrays = arrays or {"a": np.arange(10, dtype=np.int32) + step, "b": np.ones((2, 3), np.float32)}
-    return Served(describe("job", "incarnation", WeightVersion(0, step), arrays), arrays, ways or {})
+    return ServedVersion(describe("job", "incarnation", WeightVersion(0, step), arrays), arrays, ways or {})
 
 
 def ticket(**changes):
@@ -222,7 +222,7 @@ LIMIT_S = 20.0
 class Root:
     def __init__(self, **config):
         self.now = 0.0
-        self.store = FlightStore(WeightsConfig(**config), "job", "token", "ab", clock=lambda: self.now)
+        self.store = FlightServer(WeightsConfig(**config), "job", "token", "ab", clock=lambda: self.now)
         self.channel = Channel(self.store.endpoint()["address"], False, Access("token"), 1, 4096)
 
     def put(self, step):
@@ -365,7 +365,7 @@ def test_the_lag_of_the_slowest_client_is_measured(root):
 
 def test_the_endpoint_names_where_clients_connect():
     for config, address in (({"advertise": "gateway:9000"}, "gateway:9000"), ({"host": "0.0.0.0"}, None)):
-        root = FlightStore(WeightsConfig(**config), "job", "token", "ab")
+        root = FlightServer(WeightsConfig(**config), "job", "token", "ab")
         told = root.endpoint()["address"]
         assert told == address or (address is None and not told.startswith("0.0.0.0:"))
         assert root.endpoint()["tls"] is False
@@ -374,4 +374,4 @@ def test_the_endpoint_names_where_clients_connect():
 
 def test_an_open_address_without_a_token_is_refused():
     with pytest.raises(ConfigError, match="needs a token"):
-        FlightStore(WeightsConfig(host="0.0.0.0"), "job", None, "ab")
+        FlightServer(WeightsConfig(host="0.0.0.0"), "job", None, "ab")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights.flight_tree import ROOT, FanOut
+from penstock.weights.flight_tree import ROOT, DistributionTree
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
 
 def make(fanout, clock=None):
-    tree = FanOut(fanout, lease_s=10.0, forget_s=60.0, clock=clock or Clock())
+    tree = DistributionTree(fanout, lease_s=10.0, forget_s=60.0, clock=clock or Clock())
     tree.start(1)
     return tree
 

@@ -15,8 +15,8 @@ from penstock.types import WeightsError, WeightVersion
 from penstock.weights import manifest as manifests
 from penstock.weights.manifest import (
     DTYPES,
+    BufferPool,
     Manifest,
-    WarmMemory,
     check_layout,
     check_sendable,
     damaged_arrays,
@@ -52,7 +52,7 @@ def address(array):
 
 
 def test_memory_is_used_again_after_the_last_view_is_gone():
-    memory = WarmMemory()
+    memory = BufferPool()
     first = memory.take(SIZE)
     place, view = address(first), first.view(np.float32).reshape(512, 512)[3:]
     view.flags.writeable = False
@@ -67,7 +67,7 @@ def test_memory_is_used_again_after_the_last_view_is_gone():
 
 
 def test_other_sizes_get_memory_of_their_own():
-    memory = WarmMemory()
+    memory = BufferPool()
     memory.take(SIZE)
     gc.collect()
     assert len(memory.take(SIZE + 8)) == SIZE + 8
@@ -77,7 +77,7 @@ def test_other_sizes_get_memory_of_their_own():
 
 
 def test_arrays_outlive_the_memory_that_gave_them():
-    memory = WarmMemory()
+    memory = BufferPool()
     array = memory.take(SIZE)
     array[:] = 7
     memory.clear()
@@ -87,7 +87,7 @@ def test_arrays_outlive_the_memory_that_gave_them():
 
 
 def test_all_arrays_are_aligned_and_small_ones_are_not_kept():
-    memory = WarmMemory()
+    memory = BufferPool()
     assert memory.take(0).shape == (0,)
     for size in (1, 63, 4097, SIZE, SIZE + 1):
         array = memory.take(size)

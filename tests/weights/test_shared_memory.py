@@ -17,8 +17,8 @@ from penstock.weights import WeightsConfig, open_broadcaster, open_client, share
 from penstock.weights import broadcaster as broadcasters
 from penstock.weights.manifest import Manifest, describe
 from penstock.weights.shared_memory import (
-    Copier,
-    OwnedFolder,
+    JobFolder,
+    ParallelCopier,
     Segment,
     SharedMemory,
     SharedMemoryShelf,
@@ -32,7 +32,7 @@ from penstock.weights.shared_memory import (
     segment_bytes,
 )
 
-COPIER = Copier()
+COPIER = ParallelCopier()
 
 
 def three_arrays(value: float) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ def test_pieces_shrink_so_that_threads_end_together():
 
 
 def test_a_helper_that_finds_no_core_is_not_waited_for():
-    copier, release = Copier(), threading.Event()
+    copier, release = ParallelCopier(), threading.Event()
     for _ in range(copier._helpers):
         copier._pool.submit(release.wait, 5.0)
     source = np.arange(1_000_000)
@@ -158,7 +158,7 @@ def test_a_helper_that_finds_no_core_is_not_waited_for():
 
 @pytest.mark.skipif(shared_memory._core is None, reason="the system does not tell the core")
 def test_helpers_keep_off_the_core_of_the_thread_that_begins(monkeypatch):
-    allowed, copier, seen = os.sched_getaffinity(0), Copier(), queue.SimpleQueue()
+    allowed, copier, seen = os.sched_getaffinity(0), ParallelCopier(), queue.SimpleQueue()
     core = max(allowed)
     monkeypatch.setattr(shared_memory, "_core", lambda: core)
     monkeypatch.setattr(shared_memory, "_copy", lambda pieces: seen.put(os.sched_getaffinity(0)))
@@ -173,8 +173,8 @@ def test_helpers_keep_off_the_core_of_the_thread_that_begins(monkeypatch):
 
 DIES = """
 import os, sys
-from penstock.weights.shared_memory import OwnedFolder
-folder = OwnedFolder(sys.argv[1], 5.0)
+from penstock.weights.shared_memory import JobFolder
+folder = JobFolder(sys.argv[1], 5.0)
 (folder.path / "segment").write_bytes(b"left behind")
 os.kill(os.getpid(), 9)
 """
@@ -187,7 +187,7 @@ def folder_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_folder_is_made_for_this_user_and_removed(folder_job: str):
-    folder = OwnedFolder(folder_job, 1.0)
+    folder = JobFolder(folder_job, 1.0)
     assert folder.path == job_folder(folder_job) and is_own_folder(folder.path)
     (folder.path / "segment").write_bytes(b"x")
     folder.remove()
@@ -200,11 +200,11 @@ def test_two_jobs_have_two_folders(folder_job: str):
 
 @pytest.mark.attack
 def test_a_second_broadcaster_of_the_job_is_refused_in_time(folder_job: str):
-    first = OwnedFolder(folder_job, 1.0)
+    first = JobFolder(folder_job, 1.0)
     with pytest.raises(WeightsError, match="another broadcaster of this job lives"):
-        OwnedFolder(folder_job, 0.1)
+        JobFolder(folder_job, 0.1)
     first.remove()
-    OwnedFolder(folder_job, 1.0).remove()
+    JobFolder(folder_job, 1.0).remove()
 
 
 @pytest.mark.attack
@@ -213,19 +213,19 @@ def test_the_next_broadcaster_of_the_job_frees_what_a_killed_one_left():
     died = subprocess.run([sys.executable, "-c", DIES, folder_job], timeout=60)
     assert died.returncode == -9
     assert [path.name for path in job_folder(folder_job).iterdir() if path.name == "segment"] == ["segment"]
-    folder = OwnedFolder(folder_job, 5.0)
+    folder = JobFolder(folder_job, 5.0)
     assert not (folder.path / "segment").exists()
     folder.remove()
 
 
 @pytest.mark.attack
 def test_the_next_broadcaster_of_any_job_frees_it_too_but_nothing_of_the_living(folder_job: str):
-    abandoned, alive = job_folder("abandoned"), OwnedFolder("alive", 1.0)
+    abandoned, alive = job_folder("abandoned"), JobFolder("alive", 1.0)
     abandoned.mkdir(mode=0o700)
     (abandoned / "broadcaster.lock").touch()
     (abandoned / "segment").write_bytes(b"left behind")
     (alive.path / "segment").write_bytes(b"in use")
-    OwnedFolder(folder_job, 1.0).remove()
+    JobFolder(folder_job, 1.0).remove()
     assert not abandoned.exists()
     assert (alive.path / "segment").exists()
     alive.remove()
@@ -237,7 +237,7 @@ def test_a_folder_that_others_may_write_to_is_refused(folder_job: str):
     path.mkdir()
     os.chmod(path, 0o777)
     with pytest.raises(WeightsError, match="not a folder of this user alone"):
-        OwnedFolder(folder_job, 0.1)
+        JobFolder(folder_job, 0.1)
 
 
 @pytest.mark.attack
@@ -245,7 +245,7 @@ def test_a_link_in_its_place_is_refused(folder_job: str, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     job_folder(folder_job).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WeightsError, match="not a folder of this user alone"):
-        OwnedFolder(folder_job, 0.1)
+        JobFolder(folder_job, 0.1)
 
 
 @pytest.mark.attack
@@ -262,7 +262,7 @@ def test_what_a_killed_broadcaster_left_is_found_and_freed_without_another_broad
 
 @pytest.mark.attack
 def test_nothing_of_the_living_is_freed_not_even_of_one_that_is_stopped(folder_job: str):
-    alive = OwnedFolder(folder_job, 1.0)
+    alive = JobFolder(folder_job, 1.0)
     (alive.path / "segment").write_bytes(b"in use")
     assert find_abandoned() == free_abandoned() == []
     assert (alive.path / "segment").exists()

@@ -1,6 +1,6 @@
 """The broadcaster of every transport that crosses a process: checks, host copy, digests and deltas are done here.
 
-What differs, how the bytes are offered, is a `Store`: shared memory, files, or an Arrow Flight server.
+What differs, how the bytes are offered, is a `TransportServer`: shared memory, files, or an Arrow Flight server.
 
 Which arrays travel, and how they meet those that a client has already: only what trains is sent.
 
@@ -109,7 +109,7 @@ class Publication:
     chains: Mapping[tuple[WeightVersion, str], tuple[Delta, ...]]
 
 
-class Store(Protocol):
+class TransportServer(Protocol):
     """Offers publications to other processes."""
 
     def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -151,7 +151,7 @@ class PublishingBroadcaster:
         incarnation: 32 hexadecimal digits, nobody else's; see `new_incarnation`.
     """
 
-    def __init__(self, config: WeightsConfig, job: str, store: Store, incarnation: str) -> None:
+    def __init__(self, config: WeightsConfig, job: str, store: TransportServer, incarnation: str) -> None:
         self._config, self._job, self._store, self._incarnation = config, job, store, incarnation
         self._lock = threading.Lock()
         self._version: WeightVersion | None = None

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.rundir.storage import LocalStorage, Storage, open_storage
 from penstock.types import ConfigError, UnreachableError, WeightsError
-from penstock.weights.files import Marker, free_name
+from penstock.weights.files import CurrentVersion, free_name
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest, from_raw_bytes, raw_bytes
 
 _PREFIX_BYTES = 8
@@ -101,7 +101,7 @@ _MARKER = "marker.json"
 _CHARACTERS = 64
 
 
-class CheckpointFolder:
+class CheckpointFiles:
     """A job's folder, for both sides (`shelf_store.WritableShelf` and `shelf.Shelf`).
 
     Args:
@@ -123,7 +123,7 @@ class CheckpointFolder:
             raise _about_weights(error) from error
         self.look_every_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
 
-    def prepare(self, token: str | None, job: str, max_bytes: int) -> Marker | None:
+    def prepare(self, token: str | None, job: str, max_bytes: int) -> CurrentVersion | None:
         """Makes the folder for writing.
 
         Returns:
@@ -139,7 +139,7 @@ class CheckpointFolder:
             raise _about_weights(error) from error
         content = self.marker()
         try:
-            return None if content is None else Marker.from_bytes(content, job, token, max_bytes)
+            return None if content is None else CurrentVersion.from_bytes(content, job, token, max_bytes)
         except WeightsError:
             return None  # of a life of the run with another token, or damaged: it is written over
 

@@ -1,6 +1,6 @@
 """The client of every transport that crosses a process: versions, verification, retries and deltas are done here.
 
-What differs, how the bytes come, is a `Reader`: of shared memory, files, or an Arrow Flight server.
+What differs, how the bytes come, is a `TransportReader`: of shared memory, files, or an Arrow Flight server.
 """
 
 import threading
@@ -14,7 +14,7 @@ import numpy as np
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import decode_delta
-from penstock.weights.manifest import Layout, Manifest, WarmMemory, check_layout, damaged_arrays
+from penstock.weights.manifest import BufferPool, Layout, Manifest, check_layout, damaged_arrays
 
 ATTEMPTS = 3
 """How often a fetch is tried before damage is an error."""
@@ -24,7 +24,7 @@ _RECONNECT_S = 0.2
 _MIB = 1024 * 1024
 
 
-class Announcement(NamedTuple):
+class LatestVersion(NamedTuple):
     """What a broadcaster has: who it is, and its newest version."""
 
     incarnation: str
@@ -32,7 +32,7 @@ class Announcement(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Received:
+class FetchedArrays:
     """What came of one version; not verified yet.
 
     Attributes:
@@ -49,10 +49,10 @@ class Received:
     moved_bytes: int = 0
 
 
-class Reader(Protocol):
+class TransportReader(Protocol):
     """Speaks to one broadcaster. `close` comes from another thread, and ends what runs."""
 
-    def newest(self) -> Announcement | None:
+    def newest(self) -> LatestVersion | None:
         """What is there now; None before the first publication.
 
         Raises:
@@ -61,11 +61,11 @@ class Reader(Protocol):
         """
         ...
 
-    def wait(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         """Returns when the newest differs from `known`, or at the timeout; what is there then. Raises as `newest`."""
         ...
 
-    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> Received:
+    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> FetchedArrays:
         """Gets that version.
 
         Args:
@@ -110,17 +110,17 @@ class FetchingClient:
         self,
         endpoint: Mapping[str, Any],
         config: WeightsConfig,
-        open_reader: Callable[[Mapping[str, Any]], Reader],
+        open_reader: Callable[[Mapping[str, Any]], TransportReader],
     ) -> None:
         self._config, self._open_reader = config, open_reader
         self._endpoint = dict(endpoint)
         self._reader = open_reader(endpoint)
         self._change = threading.Lock()
         self._closed = threading.Event()
-        self._newest: Announcement | None = None
+        self._newest: LatestVersion | None = None
         self._failure: str | None = None
         self._held: _Held | None = None
-        self._memory = WarmMemory()
+        self._memory = BufferPool()
         self._layout: Layout | None = None
         self._numbers: dict[str, float] = {"weights/fetches": 0.0, "weights/retries": 0.0, "weights/unreachable": 0.0}
 
@@ -140,7 +140,7 @@ class FetchingClient:
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
         """See `WeightClient.wait_for`."""
         deadline = time.monotonic() + timeout_s
-        known: Announcement | None = None
+        known: LatestVersion | None = None
         while not self._closed.is_set():
             remaining_s = deadline - time.monotonic()
             known = self._look(known, max(0.0, min(remaining_s, _SLICE_S)))
@@ -166,7 +166,7 @@ class FetchingClient:
         self._layout = layout
         self._held = _Held(manifest, arrays if self._config.encoding == "delta" else None)
         if self._newest is None:
-            self._newest = Announcement(manifest.incarnation, version)
+            self._newest = LatestVersion(manifest.incarnation, version)
         self._note(received, time.perf_counter() - began)
         return arrays
 
@@ -194,7 +194,7 @@ class FetchingClient:
             self._closed.set()
             self._reader.close()
 
-    def _look(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
+    def _look(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         try:
             self._newest, self._failure = self._reader.wait(known, timeout_s), None
         except UnreachableError as error:
@@ -207,13 +207,15 @@ class FetchingClient:
         self._failure = str(error)
         self._numbers["weights/unreachable"] += 1
 
-    def _is_new(self, announced: Announcement, newer_than: WeightVersion | None) -> bool:
+    def _is_new(self, announced: LatestVersion, newer_than: WeightVersion | None) -> bool:
         if newer_than is None or announced.version > newer_than:
             return True
         restarted = self._held is not None and self._held.manifest.incarnation != announced.incarnation
         return announced.version == newer_than and restarted
 
-    def _fetch_undamaged(self, version: WeightVersion, deadline: float) -> tuple[Received, Mapping[str, np.ndarray]]:
+    def _fetch_undamaged(
+        self, version: WeightVersion, deadline: float
+    ) -> tuple[FetchedArrays, Mapping[str, np.ndarray]]:
         base = self._held if self._held is not None and self._held.arrays is not None else None
         problems: list[str] = []
         for _ in range(ATTEMPTS):
@@ -231,7 +233,7 @@ class FetchingClient:
                 base = None
         raise WeightsError(f"{version} could not be fetched whole in {ATTEMPTS} attempts: {'; '.join(problems)}")
 
-    def _verified(self, received: Received, base: _Held | None) -> Mapping[str, np.ndarray]:
+    def _verified(self, received: FetchedArrays, base: _Held | None) -> Mapping[str, np.ndarray]:
         began = time.perf_counter()
         if received.arrays is not None:
             arrays = received.arrays
@@ -243,7 +245,7 @@ class FetchingClient:
         self._numbers["weights/verify_s"] = time.perf_counter() - began
         return arrays
 
-    def _after_deltas(self, received: Received, base: _Held | None) -> Mapping[str, np.ndarray]:
+    def _after_deltas(self, received: FetchedArrays, base: _Held | None) -> Mapping[str, np.ndarray]:
         if base is None or base.arrays is None:
             raise WeightsError("a delta came, although no base was named")
         manifest, arrays = base.manifest, base.arrays
@@ -253,7 +255,7 @@ class FetchingClient:
             raise WeightsError(f"the deltas lead to {manifest.content}, not to {received.manifest.content}")
         return arrays
 
-    def _note(self, received: Received, fetch_s: float) -> None:
+    def _note(self, received: FetchedArrays, fetch_s: float) -> None:
         transfer_s = fetch_s - self._numbers["weights/verify_s"]
         self._numbers["weights/fetches"] += 1
         self._numbers |= {

@@ -29,8 +29,8 @@ from penstock.types import WeightsError, WeightVersion
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     ArraySpec,
+    BufferPool,
     Manifest,
-    WarmMemory,
     array_digest,
     check_layout,
     from_raw_bytes,
@@ -207,7 +207,7 @@ def decode_delta(
     base_manifest: Manifest,
     base: Mapping[str, np.ndarray],
     max_bytes: int,
-    memory: WarmMemory | None = None,
+    memory: BufferPool | None = None,
 ) -> tuple[Manifest, dict[str, np.ndarray]]:
     """Applies a delta of another process.
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights.broadcaster import Publication
-from penstock.weights.client import Announcement, Received
+from penstock.weights.client import FetchedArrays, LatestVersion
 from penstock.weights.delta import Delta
 from penstock.weights.manifest import Manifest, compact_json, read_json, version_from_values
 
@@ -40,7 +40,7 @@ MOST_LEFT_BEHIND = 4
 _Result = TypeVar("_Result")
 
 
-class BoundedCalls:
+class TimeLimitedCalls:
     """Makes calls for one thread at a time; `close` comes from another."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ Chains = dict[tuple[WeightVersion, str], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedVersion:
     """One publication that can be fetched.
 
     Attributes:
@@ -116,7 +116,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class CurrentVersion:
     """What a place offers.
 
     Attributes:
@@ -125,20 +125,20 @@ class Marker:
     """
 
     job: str
-    offers: tuple[Offer, ...]
+    offers: tuple[OfferedVersion, ...]
 
     @property
-    def announcement(self) -> Announcement:
+    def announcement(self) -> LatestVersion:
         """Who published last, and which version."""
         newest = self.offers[0].manifest
-        return Announcement(newest.incarnation, newest.version)
+        return LatestVersion(newest.incarnation, newest.version)
 
     @property
     def files(self) -> set[str]:
         """Every file that is still needed."""
         return set().union(*(offer.files for offer in self.offers))
 
-    def offer(self, version: WeightVersion) -> Offer:
+    def offer(self, version: WeightVersion) -> OfferedVersion:
         """The newest publication of that version.
 
         Raises:
@@ -160,7 +160,7 @@ class Marker:
         return _signature(text, token) + text
 
     @classmethod
-    def from_bytes(cls, content: bytes, job: str, token: str | None, max_bytes: int) -> "Marker":
+    def from_bytes(cls, content: bytes, job: str, token: str | None, max_bytes: int) -> "CurrentVersion":
         """Reads a marker file.
 
         Args:
@@ -212,7 +212,7 @@ def _keyed(key: bytes) -> hmac.HMAC:
     return hmac.new(key, digestmod=hashlib.sha256)
 
 
-def _offer_values(offer: Offer) -> dict[str, Any]:
+def _offer_values(offer: OfferedVersion) -> dict[str, Any]:
     return {
         "manifest": offer.manifest.to_values(),
         "file": offer.file,
@@ -222,12 +222,12 @@ def _offer_values(offer: Offer) -> dict[str, Any]:
     }
 
 
-def _offer(values: Any, max_bytes: int) -> Offer:
+def _offer(values: Any, max_bytes: int) -> OfferedVersion:
     chains = {
         (version_from_values(version), str(digest)): tuple(_name(name) for name in _list(names))
         for version, digest, names in _list(values["chains"])
     }
-    return Offer(Manifest.from_values(values["manifest"], max_bytes), _name(values["file"]), chains)
+    return OfferedVersion(Manifest.from_values(values["manifest"], max_bytes), _name(values["file"]), chains)
 
 
 def _list(values: Any) -> Sequence[Any]:
@@ -288,7 +288,7 @@ class WritableShelf(Protocol):
 
 
 class ShelfStore:
-    """Offers the newest publications on a shelf (`publishing.Store`).
+    """Offers the newest publications on a shelf (`publishing.TransportServer`).
 
     Args:
         shelf: The place.
@@ -299,7 +299,7 @@ class ShelfStore:
     """
 
     def __init__(
-        self, shelf: WritableShelf, job: str, token: str | None, keep: int, found: Marker | None = None
+        self, shelf: WritableShelf, job: str, token: str | None, keep: int, found: CurrentVersion | None = None
     ) -> None:
         self._shelf, self._job, self._token, self._keep = shelf, job, token, keep
         self._marker = found
@@ -309,11 +309,11 @@ class ShelfStore:
         self._numbers: dict[str, float] = {}
 
     def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `Store.begin`."""
+        """See `TransportServer.begin`."""
         self._begun = self._shelf.begin_arrays(arrays, self._files)
 
     def put(self, publication: Publication) -> None:
-        """See `Store.put`."""
+        """See `TransportServer.put`."""
         manifest, taken = publication.manifest, self._files
         file, self._begun = self._begun, ""
         assert file  # it was begun
@@ -324,25 +324,25 @@ class ShelfStore:
             base: tuple(messages[delta.base, delta.manifest.content] for delta in chain)
             for base, chain in publication.chains.items()
         }
-        marker = Marker(self._job, (Offer(manifest, file, chains), *before))
+        marker = CurrentVersion(self._job, (OfferedVersion(manifest, file, chains), *before))
         self._shelf.write_marker(marker.to_bytes(self._token))
         self._marker, self._files, self._messages = marker, marker.files, messages
         self._numbers["weights/bytes_written"] = float(manifest.nbytes + written)
         self._shelf.discard(taken - self._files)
 
     def endpoint(self) -> dict[str, Any]:
-        """See `Store.endpoint`."""
+        """See `TransportServer.endpoint`."""
         return self._shelf.endpoint()
 
     def metrics(self) -> dict[str, float]:
-        """See `Store.metrics`."""
+        """See `TransportServer.metrics`."""
         return dict(self._numbers)
 
     def close(self) -> None:
-        """See `Store.close`."""
+        """See `TransportServer.close`."""
         self._shelf.close()
 
-    def _older_offers(self, manifest: Manifest) -> list[Offer]:
+    def _older_offers(self, manifest: Manifest) -> list[OfferedVersion]:
         """What is offered beside the next publication."""
         offers = self._marker.offers if self._marker is not None else ()
         if offers and manifest.version < offers[0].manifest.version:
@@ -350,7 +350,7 @@ class ShelfStore:
             raise WeightsError(f"{manifest.version} is older than {newest}, which a broadcaster of this job published")
         no_chains: Chains = {}
         older = [offer for offer in offers if offer.manifest.version != manifest.version][: self._keep - 1]
-        return [Offer(offer.manifest, offer.file, no_chains) for offer in older]
+        return [OfferedVersion(offer.manifest, offer.file, no_chains) for offer in older]
 
     def _write_messages(
         self, publication: Publication, taken: set[str]
@@ -412,7 +412,7 @@ class Shelf(Protocol):
 
 
 class ShelfReader:
-    """Reads from a shelf (`fetching.Reader`).
+    """Reads from a shelf (`fetching.TransportReader`).
 
     Args:
         shelf: The place.
@@ -424,16 +424,16 @@ class ShelfReader:
     def __init__(self, shelf: Shelf, job: str, token: str | None, max_bytes: int) -> None:
         self._shelf, self._job, self._token, self._max_bytes = shelf, job, token, max_bytes
         self._closed = threading.Event()
-        self._bounded = BoundedCalls() if shelf.may_hang else None
-        self._seen: tuple[bytes, Marker] | None = None
+        self._bounded = TimeLimitedCalls() if shelf.may_hang else None
+        self._seen: tuple[bytes, CurrentVersion] | None = None
 
-    def newest(self) -> Announcement | None:
-        """See `Reader.newest`."""
+    def newest(self) -> LatestVersion | None:
+        """See `TransportReader.newest`."""
         marker = self._within("reading the marker of weights", self._marker, MARKER_S)
         return None if marker is None else marker.announcement
 
-    def wait(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
-        """See `Reader.wait`."""
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
+        """See `TransportReader.wait`."""
         deadline = time.monotonic() + timeout_s
         while True:
             newest = self.newest()
@@ -442,18 +442,18 @@ class ShelfReader:
                 return newest
             self._closed.wait(min(self._shelf.look_every_s, remaining_s))
 
-    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> Received:
-        """See `Reader.read`; the timeout does not apply to memory, which either comes or fails."""
+    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> FetchedArrays:
+        """See `TransportReader.read`; the timeout does not apply to memory, which either comes or fails."""
         if self._closed.is_set():
             raise Stopped("the reader of weights was closed")
         return self._within(f"reading {version}", lambda: self._read(version, base), timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """See `Reader.metrics`."""
+        """See `TransportReader.metrics`."""
         return {}
 
     def close(self) -> None:
-        """See `Reader.close`."""
+        """See `TransportReader.close`."""
         self._closed.set()
         if self._bounded is not None:
             self._bounded.close()
@@ -461,16 +461,16 @@ class ShelfReader:
     def _within(self, what: str, function: Callable[[], _Result], timeout_s: float) -> _Result:
         return function() if self._bounded is None else self._bounded(what, function, timeout_s)
 
-    def _read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None) -> Received:
+    def _read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None) -> FetchedArrays:
         offer = self._offer(version)
         names = None if base is None else offer.chains.get(base)
         try:
             if names is None:
                 arrays = self._shelf.arrays(offer.file, offer.manifest)
-                received = Received(offer.manifest, arrays, moved_bytes=offer.manifest.nbytes)
+                received = FetchedArrays(offer.manifest, arrays, moved_bytes=offer.manifest.nbytes)
             else:
                 messages = [self._shelf.message(name, offer.manifest.nbytes) for name in names]
-                received = Received(offer.manifest, None, messages, sum(len(message) for message in messages))
+                received = FetchedArrays(offer.manifest, None, messages, sum(len(message) for message in messages))
         except WeightsError:
             self._offer(version)  # where the files went because the version was superseded, that is the reason
             raise
@@ -479,18 +479,18 @@ class ShelfReader:
             raise WeightsError(f"{version} was published anew while it was read")
         return received
 
-    def _offer(self, version: WeightVersion) -> Offer:
+    def _offer(self, version: WeightVersion) -> OfferedVersion:
         marker = self._marker()
         if marker is None:
             raise SupersededVersionError(f"{version} is not available: nothing is published yet")
         return marker.offer(version)
 
-    def _marker(self) -> Marker | None:
+    def _marker(self) -> CurrentVersion | None:
         content = self._shelf.marker()
         if content is None:
             return None
         seen = self._seen
         if seen is None or seen[0] != content:
             # A read that was left behind may come here too, so what it finds is not taken for this one's.
-            seen = self._seen = content, Marker.from_bytes(content, self._job, self._token, self._max_bytes)
+            seen = self._seen = content, CurrentVersion.from_bytes(content, self._job, self._token, self._max_bytes)
         return seen[1]

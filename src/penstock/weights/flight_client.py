@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.types import ConfigError, UnreachableError, WeightsError, WeightVersion
-from penstock.weights.client import Announcement, FetchingClient, Received
+from penstock.weights.client import FetchedArrays, FetchingClient, LatestVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.flight_connection import Channel, Fetch
 from penstock.weights.flight_messages import (
@@ -36,12 +36,12 @@ from penstock.weights.flight_messages import (
     pair,
     read_request,
 )
-from penstock.weights.flight_server import Served, WeightService
+from penstock.weights.flight_server import ServedVersion, WeightService
 from penstock.weights.flight_tree import ROOT
-from penstock.weights.manifest import Manifest, WarmMemory, from_raw_bytes, plain_memory
+from penstock.weights.manifest import BufferPool, Manifest, from_raw_bytes, plain_memory
 
 
-class Relay:
+class PeerRelay:
     """Serves the version that was kept last.
 
     Args:
@@ -76,7 +76,7 @@ class Relay:
             if self._service is None:
                 self._service = WeightService(self._job, self._access, self._host, 0, {"offer": self._offer})
             ways = {} if base is None or not messages else {base: messages}
-            self._service.put(Served(manifest, arrays, ways))
+            self._service.put(ServedVersion(manifest, arrays, ways))
             return self._service.port
 
     def drop(self) -> None:
@@ -129,7 +129,7 @@ class _Came:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Early:
+class PrefetchedStreams:
     """Streams that were opened before the root said where to fetch, by what it published before."""
 
     incarnation: str
@@ -139,7 +139,7 @@ class _Early:
 
 
 class FlightReader:
-    """Speaks to the root at one endpoint, and to the parents that it names (`fetching.Reader`).
+    """Speaks to the root at one endpoint, and to the parents that it names (`fetching.TransportReader`).
 
     Args:
         endpoint: ``address`` and ``tls`` of the root, and ``job``.
@@ -153,7 +153,7 @@ class FlightReader:
     """
 
     def __init__(
-        self, endpoint: Mapping[str, Any], config: WeightsConfig, access: Access, client_id: str, relay: Relay
+        self, endpoint: Mapping[str, Any], config: WeightsConfig, access: Access, client_id: str, relay: PeerRelay
     ) -> None:
         address, tls = endpoint.get("address"), endpoint.get("tls")
         if not isinstance(address, str) or not isinstance(tls, bool):
@@ -161,29 +161,29 @@ class FlightReader:
         self._who = {"job": endpoint["job"], "client": client_id}
         self._config, self._access, self._relay, self._tls = config, access, relay, tls
         self._server_name = host_of(address)
-        self._memory = WarmMemory()
+        self._memory = BufferPool()
         self._root = Channel(address, tls, access, config.streams, config.chunk_bytes)
         self._parent: Channel | None = None
         self._came: _Came | None = None
         self._direct: Manifest | None = None
         self._numbers = {"weights/bytes_received": 0.0, "weights/from_clients": 0.0, "weights/parent_failures": 0.0}
 
-    def newest(self) -> Announcement | None:
-        """See `fetching.Reader.newest`."""
+    def newest(self) -> LatestVersion | None:
+        """See `fetching.TransportReader.newest`."""
         return self.wait(None, 0.0)
 
-    def wait(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
-        """See `fetching.Reader.wait`."""
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
+        """See `fetching.TransportReader.wait`."""
         request = WaitRequest(
             **self._who,
             known=None if known is None else (known.incarnation, pair(known.version)),
             timeout_s=timeout_s,
         )
         newest = self._root.ask("wait", request, WaitAnswer, timeout_s + _ANSWER_S).newest
-        return None if newest is None else Announcement(newest[0], WeightVersion(*newest[1]))
+        return None if newest is None else LatestVersion(newest[0], WeightVersion(*newest[1]))
 
-    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> Received:
-        """See `fetching.Reader.read`."""
+    def read(self, version: WeightVersion, base: tuple[WeightVersion, str] | None, timeout_s: float) -> FetchedArrays:
+        """See `fetching.TransportReader.read`."""
         deadline = time.monotonic() + timeout_s
         again = self._came is not None and self._came.manifest.version == version  # what came was damaged
         self._came = None
@@ -225,11 +225,11 @@ class FlightReader:
         self._root.tell("finished", request, _ANSWER_S)
 
     def metrics(self) -> dict[str, float]:
-        """See `fetching.Reader.metrics`."""
+        """See `fetching.TransportReader.metrics`."""
         return self._numbers | self._relay.metrics()
 
     def close(self) -> None:
-        """See `fetching.Reader.close`."""
+        """See `fetching.TransportReader.close`."""
         self._root.close()
         if self._parent is not None:
             self._parent.close()
@@ -254,7 +254,7 @@ class FlightReader:
         base: tuple[WeightVersion, str] | None,
         offer: OfferAnswer,
         deadline: float,
-    ) -> Received:
+    ) -> FetchedArrays:
         parent = self._channel_to(address)
         request = OfferRequest(**self._who, version=pair(manifest.version), base=content_pair(base), timeout_s=0.0)
         deltas = parent.ask("offer", request, OfferAnswer, _ANSWER_S).deltas
@@ -271,8 +271,8 @@ class FlightReader:
         deltas: Sequence[int] | None,
         deadline: float,
         stall_s: float | None,
-        early: _Early | None = None,
-    ) -> Received:
+        early: PrefetchedStreams | None = None,
+    ) -> FetchedArrays:
         start = None if deltas is None else content_pair(base)
         sizes = [spec.nbytes for spec in manifest.arrays] if deltas is None else list(deltas)
         if sum(sizes) > manifest.nbytes:
@@ -290,13 +290,13 @@ class FlightReader:
         self._numbers["weights/bytes_received"] += sum(sizes)
         self._came = _Came(manifest, start, buffers if deltas is not None else (), offer.keep)
         if deltas is not None:
-            return Received(manifest, None, buffers, sum(sizes))
+            return FetchedArrays(manifest, None, buffers, sum(sizes))
         arrays = {spec.name: from_raw_bytes(spec, data) for spec, data in zip(manifest.arrays, buffers, strict=True)}
         for array in arrays.values():
             array.flags.writeable = False
-        return Received(manifest, arrays, (), sum(sizes))
+        return FetchedArrays(manifest, arrays, (), sum(sizes))
 
-    def _begin_early(self, version: WeightVersion, deadline: float) -> _Early | None:
+    def _begin_early(self, version: WeightVersion, deadline: float) -> PrefetchedStreams | None:
         """Opens the streams from the root and asks with the first of them, where it will hardly say anything else.
 
         That is so after a fetch of whole arrays from the root with no more clients than it serves itself. Where it says
@@ -308,9 +308,9 @@ class FlightReader:
         sizes = [spec.nbytes for spec in before.arrays]
         buffers = [self._memory.take(size) for size in sizes]
         ticket = self._ticket(before.incarnation, version, None).model_copy(update={"asks": True})
-        return _Early(before.incarnation, sizes, buffers, self._root.begin(ticket, buffers, deadline))
+        return PrefetchedStreams(before.incarnation, sizes, buffers, self._root.begin(ticket, buffers, deadline))
 
-    def _told(self, early: _Early | None) -> tuple[OfferAnswer | None, _Early | None]:
+    def _told(self, early: PrefetchedStreams | None) -> tuple[OfferAnswer | None, PrefetchedStreams | None]:
         """What came with the first stream, and the streams; nothing of either where that could not begin.
 
         Then the question by itself finds out why, and other streams are opened.
@@ -366,7 +366,7 @@ class FlightClient:
 
     def __init__(self, endpoint: Mapping[str, Any], config: WeightsConfig, token: str | None, client_id: str) -> None:
         access = Access.from_config(config, token or "")
-        self._relay = Relay(endpoint["job"], access, "127.0.0.1" if is_loopback(config.host) else "0.0.0.0")
+        self._relay = PeerRelay(endpoint["job"], access, "127.0.0.1" if is_loopback(config.host) else "0.0.0.0")
         self._config, self._access, self._client_id = config, access, client_id
         self._reader: FlightReader | None = None
         self._fetching = FetchingClient(endpoint, config, self._open)

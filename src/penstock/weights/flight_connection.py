@@ -28,9 +28,9 @@ from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
     Access,
-    AnyMessage,
+    AnyFlightMessage,
     FinishedAnswer,
-    Message,
+    FlightMessage,
     OfferAnswer,
     StreamTicket,
     local_error,
@@ -41,7 +41,7 @@ from penstock.weights.manifest import MAX_MANIFEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamChunk:
     """One message: `size` bytes of buffer `index`, from `offset`."""
 
     index: int
@@ -49,7 +49,7 @@ class Piece:
     size: int
 
 
-def cut(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[Piece]]:
+def cut(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[StreamChunk]]:
     """The messages of each stream, in order.
 
     Args:
@@ -60,10 +60,10 @@ def cut(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[Piece
     Returns:
         One list per stream; together they cover every byte once.
     """
-    return [list(pieces_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
+    return [list(chunks_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
 
 
-def pieces_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[Piece]:
+def chunks_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[StreamChunk]:
     """The messages of one stream, one after the other: a server keeps no plan, however small a client wants them.
 
     Args:
@@ -78,7 +78,7 @@ def pieces_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int)
     for index, size in enumerate(sizes):
         low, high = max(first - start, 0), min(end - start, size)
         for offset in range(low, high, chunk_bytes):
-            yield Piece(index, offset, min(chunk_bytes, high - offset))
+            yield StreamChunk(index, offset, min(chunk_bytes, high - offset))
         start += size
 
 
@@ -107,7 +107,9 @@ class Channel:
         self._lock = threading.Lock()
         self._users = 0
 
-    def ask(self, name: str, request: Message, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
+    def ask(
+        self, name: str, request: FlightMessage, kind: type[AnyFlightMessage], timeout_s: float
+    ) -> AnyFlightMessage:
         """Asks the server.
 
         Raises:
@@ -124,7 +126,7 @@ class Channel:
             raise WeightsError(f"the weight server at {self.address} gave {len(results)} answers to {name!r}")
         return read_answer(kind, results[0].body)
 
-    def tell(self, name: str, request: Message, timeout_s: float) -> None:
+    def tell(self, name: str, request: FlightMessage, timeout_s: float) -> None:
         """Asks without waiting for an answer; that it failed is logged, and nothing else comes of it."""
 
         def ask() -> None:
@@ -176,7 +178,7 @@ class Channel:
             self._disconnect()
 
     def _receive(
-        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]
+        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[StreamChunk]
     ) -> None:
         with self._in_use():
             fetch.receive(connection, ticket, pieces)
@@ -218,7 +220,7 @@ class Fetch:
         self._offer: Future[OfferAnswer | None] = Future()
         self.streams: Sequence[Future[None]] = ()
 
-    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]) -> None:
+    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[StreamChunk]) -> None:
         """Receives one stream into its places."""
         remaining_s = max(self._deadline - time.monotonic(), 1e-3)
         try:
@@ -294,7 +296,7 @@ class Fetch:
                 reader.cancel()
             wait(running, timeout=_LOOK_S)
 
-    def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
+    def _place(self, batch: pa.RecordBatch | None, piece: StreamChunk) -> None:
         column = None if batch is None else batch.column(0)
         data = None if column is None or len(column) != piece.size or column.null_count else column.buffers()[1]
         if column is None or data is None or data.size < column.offset + piece.size:  # Arrow looks at no buffer's size

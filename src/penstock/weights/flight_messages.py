@@ -256,13 +256,13 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 Version = tuple[Count, Count]
 """Lineage and step."""
-Announced = tuple[Text, Version]
+Latest = tuple[Text, Version]
 """Incarnation of a broadcaster, and its newest version."""
 Content = tuple[Version, Text]
 """`Manifest.content`: version and digest."""
 
 
-class Message(BaseModel):
+class FlightMessage(BaseModel):
     """Frozen, strict, and with no field but those it names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -288,7 +288,7 @@ class Message(BaseModel):
             raise WeightsError(f"not a {cls.__name__}: {'; '.join(problems):.600}") from error
 
 
-class _Request(Message):
+class _Request(FlightMessage):
     """Attributes: job: whose weights; client: who asks, the same name in every request."""
 
     job: Text
@@ -303,14 +303,14 @@ class WaitRequest(_Request):
         timeout_s: Longest wait.
     """
 
-    known: Announced | None
+    known: Latest | None
     timeout_s: float = Field(ge=0, le=MAX_WAIT_S)
 
 
-class WaitAnswer(Message):
+class WaitAnswer(FlightMessage):
     """What is there; None before the first publication."""
 
-    newest: Announced | None
+    newest: Latest | None
 
 
 class OfferRequest(_Request):
@@ -329,7 +329,7 @@ class OfferRequest(_Request):
     timeout_s: float = Field(ge=0, le=MAX_WAIT_S)
 
 
-class OfferAnswer(Message):
+class OfferAnswer(FlightMessage):
     """What there is.
 
     Attributes:
@@ -356,7 +356,7 @@ class FinishedRequest(_Request):
     port: Annotated[int, Field(ge=1, le=65535)] | None
 
 
-class FinishedAnswer(Message):
+class FinishedAnswer(FlightMessage):
     """Empty: it was noted."""
 
 
@@ -382,15 +382,15 @@ class StreamTicket(_Request):
     asks: bool = False
 
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
+AnyFlightMessage = TypeVar("AnyFlightMessage", bound=FlightMessage)
 
 
-def read_request(kind: type[AnyMessage], text: pa.Buffer | bytes) -> AnyMessage:
+def read_request(kind: type[AnyFlightMessage], text: pa.Buffer | bytes) -> AnyFlightMessage:
     """A request, of bounded size. Raises WeightsError."""
     return kind.from_bytes(text, MAX_REQUEST_BYTES)
 
 
-def read_answer(kind: type[AnyMessage], text: pa.Buffer | bytes) -> AnyMessage:
+def read_answer(kind: type[AnyFlightMessage], text: pa.Buffer | bytes) -> AnyFlightMessage:
     """An answer, of bounded size. Raises WeightsError."""
     return kind.from_bytes(text, MAX_MANIFEST_BYTES)
 

@@ -24,16 +24,16 @@ import pyarrow.flight as flight
 from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights.broadcaster import Publication
 from penstock.weights.config import WeightsConfig
-from penstock.weights.flight_connection import Piece, pieces_of
+from penstock.weights.flight_connection import StreamChunk, chunks_of
 from penstock.weights.flight_messages import (
     MAX_RIDING_OFFER_BYTES,
     OFFER_KEY,
     SCHEMA,
     Access,
-    Announced,
     Content,
     FinishedAnswer,
     FinishedRequest,
+    Latest,
     OfferAnswer,
     OfferRequest,
     StreamTicket,
@@ -49,7 +49,7 @@ from penstock.weights.flight_messages import (
     serving_options,
     wire_error,
 )
-from penstock.weights.flight_tree import ROOT, FanOut
+from penstock.weights.flight_tree import ROOT, DistributionTree
 from penstock.weights.manifest import Manifest, compact_json, raw_bytes
 
 Action = Callable[[bytes, str], bytes]
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class ServedVersion:
     """A publication as it is served.
 
     Attributes:
@@ -129,7 +129,7 @@ class WeightService(flight.FlightServerBase):
     ) -> None:
         self._job, self._actions, self._on_sent = job, actions, on_sent
         self._lock = threading.Lock()
-        self._served: Served | None = None
+        self._served: ServedVersion | None = None
         self._closing = False
         self._numbers = {"weights/bytes_served": 0.0, "weights/streams_served": 0.0}
         try:
@@ -137,12 +137,12 @@ class WeightService(flight.FlightServerBase):
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"weights: {join_address(host, port)} cannot be listened on: {error}") from error
 
-    def put(self, served: Served | None) -> None:
+    def put(self, served: ServedVersion | None) -> None:
         """Serves this from here on."""
         with self._lock:
             self._served = served
 
-    def get(self, version: WeightVersion, incarnation: str | None = None) -> Served:
+    def get(self, version: WeightVersion, incarnation: str | None = None) -> ServedVersion:
         """What is served, if it is that version (of that broadcaster).
 
         Raises:
@@ -190,7 +190,7 @@ class WeightService(flight.FlightServerBase):
         except WeightsError as error:
             raise wire_error(error) from error
         sizes = [buffer.size for buffer in buffers]
-        pieces = pieces_of(sizes, request.streams, request.chunk_bytes, request.stream)
+        pieces = chunks_of(sizes, request.streams, request.chunk_bytes, request.stream)
         batches = self._batches(buffers, pieces, request.client)
         return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(schema, batches))
 
@@ -218,7 +218,9 @@ class WeightService(flight.FlightServerBase):
         )
         return SCHEMA.with_metadata({OFFER_KEY: offer(question.to_bytes(), host)})
 
-    def _batches(self, buffers: Sequence[pa.Buffer], pieces: Iterator[Piece], client: str) -> Iterator[pa.RecordBatch]:
+    def _batches(
+        self, buffers: Sequence[pa.Buffer], pieces: Iterator[StreamChunk], client: str
+    ) -> Iterator[pa.RecordBatch]:
         told_at, untold_bytes = 0.0, 0
         try:
             while block := list(islice(pieces, _PIECES_AHEAD)):
@@ -256,8 +258,8 @@ FORGET_S = 60.0
 _TICK_S = 1.0
 
 
-class FlightStore:
-    """Serves publications to clients that fetch (`publishing.Store`).
+class FlightServer:
+    """Serves publications to clients that fetch (`publishing.TransportServer`).
 
     Args:
         config: Address, fan-out and certificates.
@@ -282,18 +284,18 @@ class FlightStore:
         self._config, self._incarnation = config, incarnation
         self._tls = access.certificate is not None
         self._changed = threading.Condition()
-        self._fan_out = FanOut(config.fanout, min(LEASE_S, config.fetch_timeout_s / 2), FORGET_S, clock)
-        self._newest: Announced | None = None
+        self._fan_out = DistributionTree(config.fanout, min(LEASE_S, config.fetch_timeout_s / 2), FORGET_S, clock)
+        self._newest: Latest | None = None
         self._held: dict[str, Version] = {}
         self._closed = False
         actions = {"wait": self._wait, "offer": self._offer, "finished": self._finished}
         self._service = WeightService(job, access, config.host, config.port, actions, self._sent)
 
     def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `publishing.Store.begin`: they are sent from where they lie."""
+        """See `publishing.TransportServer.begin`: they are sent from where they lie."""
 
     def put(self, publication: Publication) -> None:
-        """See `publishing.Store.put`."""
+        """See `publishing.TransportServer.put`."""
         messages = {id(delta): delta.to_bytes() for chain in publication.chains.values() for delta in chain}
         ways: dict[Content, list[bytes]] = {
             (pair(version), digest): [messages[id(delta)] for delta in chain]
@@ -301,17 +303,17 @@ class FlightStore:
         }
         manifest = publication.manifest
         with self._changed:
-            self._service.put(Served(manifest, publication.arrays, ways))
+            self._service.put(ServedVersion(manifest, publication.arrays, ways))
             self._newest = (manifest.incarnation, pair(manifest.version))
             self._fan_out.start(pair(manifest.version))
             self._changed.notify_all()
 
     def endpoint(self) -> dict[str, Any]:
-        """See `publishing.Store.endpoint`."""
+        """See `publishing.TransportServer.endpoint`."""
         return {"address": self._config.advertise or self._own_address(), "tls": self._tls}
 
     def metrics(self) -> dict[str, float]:
-        """See `publishing.Store.metrics`."""
+        """See `publishing.TransportServer.metrics`."""
         with self._changed:
             clients = self._fan_out.clients
             self._held = {name: version for name, version in self._held.items() if self._fan_out.knows(name)}
@@ -323,7 +325,7 @@ class FlightStore:
         }
 
     def close(self) -> None:
-        """See `publishing.Store.close`."""
+        """See `publishing.TransportServer.close`."""
         with self._changed:
             if self._closed:
                 return

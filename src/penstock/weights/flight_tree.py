@@ -13,7 +13,7 @@ ROOT = ""
 
 
 @dataclass(slots=True)
-class _Given:
+class _Assignment:
     """A place that was given: by whom, and until when it is kept for the client."""
 
     parent: str
@@ -25,11 +25,11 @@ class _Tree:
     """One version's: children given so far by every location that has it whole, and places not yet used."""
 
     copies: dict[str, int] = field(default_factory=lambda: {ROOT: 0})
-    given: dict[str, _Given] = field(default_factory=dict[str, _Given])
+    given: dict[str, _Assignment] = field(default_factory=dict[str, _Assignment])
     failed: set[str] = field(default_factory=set[str])
 
 
-class FanOut:
+class DistributionTree:
     """Gives clients their parents, version by version; only the newest version has a tree.
 
     Args:
@@ -118,10 +118,10 @@ class FanOut:
 
     def _give(self, client: str, parent: str) -> str:
         self._tree.copies[parent] += 1
-        self._tree.given[client] = _Given(parent, self._clock() + self._lease_s)
+        self._tree.given[client] = _Assignment(parent, self._clock() + self._lease_s)
         return parent
 
-    def _give_back(self, given: _Given | None) -> None:
+    def _give_back(self, given: _Assignment | None) -> None:
         if given is not None:
             self._tree.copies[given.parent] -= 1
 

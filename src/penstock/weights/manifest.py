@@ -57,7 +57,7 @@ _ALIGNMENT = 64
 """Bytes; XLA takes arrays on the host by reference only if they are aligned so."""
 
 
-class WarmMemory:
+class BufferPool:
     """Gives out memory. Arrays, and views of them, may outlive it. One thread at a time takes."""
 
     def __init__(self) -> None:

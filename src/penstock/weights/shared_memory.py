@@ -100,7 +100,7 @@ class Segment:
         """Lets others read."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def write(self, arrays: Mapping[str, np.ndarray], copier: "Copier") -> Callable[[], None]:
+    def write(self, arrays: Mapping[str, np.ndarray], copier: "ParallelCopier") -> Callable[[], None]:
         """Begins to copy the arrays in, in their order, and returns what ends that; the caller took the segment."""
         memory = np.frombuffer(self._map, np.uint8)
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -117,7 +117,7 @@ class Segment:
         os.close(self._descriptor)
 
 
-class Copier:
+class ParallelCopier:
     """Copies large memory with several threads: one core alone cannot use a machine's memory bandwidth.
 
     Where the system tells, the threads keep off the core of the thread that begins: woken there, they would wait for
@@ -246,7 +246,7 @@ def job_folder(job: str) -> Path:
     return memory_folder() / f"{_prefix()}{digest}"
 
 
-class OwnedFolder:
+class JobFolder:
     """A job's folder, emptied, with its lock held.
 
     Args:
@@ -393,9 +393,9 @@ class SharedMemory:
     """
 
     def __init__(self, job: str) -> None:
-        self._folder = OwnedFolder(job, _TAKEOVER_S)
+        self._folder = JobFolder(job, _TAKEOVER_S)
         self._segments: dict[str, Segment] = {}
-        self._copier = Copier()
+        self._copier = ParallelCopier()
         self._copying: tuple[Segment, Callable[[], None]] | None = None
         self._offered = ""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.types import WeightsError
-from penstock.weights.broadcaster import PublishingBroadcaster, Store, new_incarnation
+from penstock.weights.broadcaster import PublishingBroadcaster, TransportServer, new_incarnation
 from penstock.weights.client import FetchingClient
 from penstock.weights.config import WeightsConfig
 from penstock.weights.files import ShelfReader, ShelfStore
@@ -51,10 +51,10 @@ def open_client(endpoint: Mapping[str, Any], config: WeightsConfig, token: str |
 
         return FetchingClient(endpoint, config, lambda place: ShelfReader(SharedMemoryShelf(job), job, token, most))
     if config.transport == "checkpoint":
-        from penstock.weights.checkpoint import CheckpointFolder
+        from penstock.weights.checkpoint import CheckpointFiles
 
         return FetchingClient(
-            endpoint, config, lambda place: ShelfReader(CheckpointFolder(_url(place), job), job, token, most)
+            endpoint, config, lambda place: ShelfReader(CheckpointFiles(_url(place), job), job, token, most)
         )
     from penstock.weights.flight_client import FlightClient
 
@@ -68,16 +68,16 @@ def _url(endpoint: Mapping[str, Any]) -> str:
     return url
 
 
-def _store(config: WeightsConfig, job: str, token: str | None, default_url: str, incarnation: str) -> Store:
+def _store(config: WeightsConfig, job: str, token: str | None, default_url: str, incarnation: str) -> TransportServer:
     if config.transport == "shared_memory":
         from penstock.weights.shared_memory import SharedMemory
 
         return ShelfStore(SharedMemory(job), job, token, keep=1)
     if config.transport == "checkpoint":
-        from penstock.weights.checkpoint import CheckpointFolder
+        from penstock.weights.checkpoint import CheckpointFiles
 
-        folder = CheckpointFolder(config.url or default_url, job)
+        folder = CheckpointFiles(config.url or default_url, job)
         return ShelfStore(folder, job, token, config.keep, folder.prepare(token, job, config.max_bytes))
-    from penstock.weights.flight_server import FlightStore
+    from penstock.weights.flight_server import FlightServer
 
-    return FlightStore(config, job, token, incarnation)
+    return FlightServer(config, job, token, incarnation)
