@@ -25,7 +25,7 @@ from penstock.weights.flight_messages import (
     open_channel,
     read_answer,
 )
-from penstock.weights.manifest import Manifest, describe
+from penstock.weights.manifest import Manifest, describe, read_json
 
 JOB, TOKEN, MOST = "cats-1", "a fuzzer's token", 1 << 20
 VERSION = WeightVersion(0, 3)
@@ -126,7 +126,7 @@ def test_manifests_and_answers_are_read_or_refused(count):
         OfferAnswer: OfferAnswer(manifest=values, parent="127.0.0.1:1234", keep=True, deltas=[3, 4]),
     }
     readers = [
-        (values, lambda text: Manifest.from_json(text, MOST)),
+        (values, lambda text: Manifest.from_values(read_json(text), MOST)),
         (json.loads(answers[WaitAnswer].to_bytes()), lambda text: read_answer(WaitAnswer, text)),
         (
             json.loads(answers[OfferAnswer].to_bytes()),
@@ -163,7 +163,7 @@ def test_deltas_and_files_are_read_or_refused(count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_markers_are_read_or_refused(count):
+def test_pointers_are_read_or_refused(count):
     """Half of them with a right signature, as by somebody who has the token."""
     manifest, _ = published(3)
     good = CurrentVersion(

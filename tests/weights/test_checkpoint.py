@@ -194,20 +194,21 @@ def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path, monkey
 def test_a_place_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyPatch):
     url = f"memory://{uuid.uuid4().hex}"
     folder = CheckpointFiles(url, JOB)
-    assert folder.prepare("t", JOB, 1 << 40) is None
+    folder.prepare()
+    assert folder.read_pointer() is None
 
     def broken(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "open", broken)
     with pytest.raises(UnreachableError, match="cannot be read: ConnectionError: no route"):
-        folder.marker()
+        folder.read_pointer()
 
 
 def test_two_jobs_have_two_folders_whatever_their_names(tmp_path: Path):
     for job in ("../a", "a/b", "a_b", "é" * 100):
         folder = CheckpointFiles(str(tmp_path), job)
-        folder.prepare("t", job, 1 << 40)
+        folder.prepare()
         name = folder.begin_arrays(arrays_of(0), set())
         folder.write_arrays(name, manifest_of(0), arrays_of(0))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 4

@@ -17,11 +17,10 @@ from penstock.weights import WeightsConfig, files
 from penstock.weights.broadcaster import Publication
 from penstock.weights.client import FetchingClient, LatestVersion
 from penstock.weights.files import (
-    MOST_LEFT_BEHIND,
+    MAX_HUNG_CALLS,
     CurrentVersion,
+    FileTransport,
     OfferedVersion,
-    ShelfReader,
-    ShelfStore,
     TimeLimitedCalls,
     free_name,
 )
@@ -47,7 +46,7 @@ def test_a_call_that_hangs_is_left_behind_at_its_limit_and_named():
 
 def test_only_a_few_calls_hang_at_once():
     calls, released = TimeLimitedCalls(), threading.Event()
-    for _ in range(MOST_LEFT_BEHIND):
+    for _ in range(MAX_HUNG_CALLS):
         with pytest.raises(UnreachableError, match="not over"):
             calls("reading", released.wait, 0.01)
     threads = threading.active_count()
@@ -111,7 +110,7 @@ def test_the_signature_is_hmac_sha_256(token: str | None):
 
 
 def test_it_announces_the_newest_and_names_every_file():
-    assert marker().announcement == LatestVersion(INCARNATION, WeightVersion(0, 6))
+    assert marker().latest == LatestVersion(INCARNATION, WeightVersion(0, 6))
     assert marker().files == {"file-0", "file-1", "delta-0.bin", "delta-1.bin"}
 
 
@@ -177,8 +176,10 @@ def test_free_names_are_the_first_that_are_free():
     assert free_name("delta", ".bin", {"delta-0.bin", "delta-2.bin"}) == "delta-1.bin"
 
 
-class WrittenShelf:
+class RecordedFiles:
     """Keeps files in a dict, and writes down what happens in which order."""
+
+    may_hang, poll_s = False, 0.001
 
     def __init__(self) -> None:
         self.files: dict[str, Any] = {}
@@ -193,11 +194,11 @@ class WrittenShelf:
         self.files[name] = manifest
         self.log.append(name)
 
-    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
+    def write_delta(self, name: str, buffers: Iterable[bytes]) -> None:
         self.files[name] = b"".join(buffers)
         self.log.append(name)
 
-    def write_marker(self, content: bytes) -> None:
+    def write_pointer(self, content: bytes) -> None:
         if self.full:
             raise WeightsError("no room")
         self.content = content
@@ -211,24 +212,37 @@ class WrittenShelf:
     def endpoint(self) -> dict[str, Any]:
         return {"place": "here"}
 
+    def prepare(self) -> None:
+        self.log.append("prepared")
+
     def close(self) -> None:
         self.log.append("closed")
 
-    def marker(self) -> CurrentVersion:
+    def read_pointer(self) -> bytes | None:
+        return self.content or None
+
+    def current(self) -> CurrentVersion:
         return CurrentVersion.from_bytes(self.content, JOB, "t", LARGE)
 
 
-def offer(store: ShelfStore, publication: Publication) -> None:
-    store.begin(publication.arrays)
-    store.put(publication)
+def resumed(place: RecordedFiles, keep: int) -> FileTransport:
+    """As a broadcaster that is started anew finds the place."""
+    transport = FileTransport(place, JOB, "t", LARGE, keep)
+    transport.prepare()
+    return transport
+
+
+def offer(transport: FileTransport, publication: Publication) -> None:
+    transport.begin(publication.arrays)
+    transport.put(publication)
 
 
 def test_the_marker_comes_after_the_files_and_what_is_superseded_goes_last():
-    shelf = WrittenShelf()
-    store = ShelfStore(shelf, JOB, "t", keep=1)
+    place = RecordedFiles()
+    transport = FileTransport(place, JOB, "t", LARGE, keep=1)
     for publication in publications(3):
-        offer(store, publication)
-    assert shelf.log == [
+        offer(transport, publication)
+    assert place.log == [
         "weights-0",
         "marker",
         "weights-1",
@@ -238,97 +252,97 @@ def test_the_marker_comes_after_the_files_and_what_is_superseded_goes_last():
         "marker",
         "-weights-1",
     ]
-    assert shelf.marker().announcement.version == WeightVersion(0, 2)
+    assert place.current().latest.version == WeightVersion(0, 2)
 
 
 def test_as_many_versions_are_kept_as_asked():
-    shelf = WrittenShelf()
-    store = ShelfStore(shelf, JOB, "t", keep=3)
+    place = RecordedFiles()
+    transport = FileTransport(place, JOB, "t", LARGE, keep=3)
     for publication in publications(5):
-        offer(store, publication)
-    assert [offer.manifest.version.step for offer in shelf.marker().offers] == [4, 3, 2]
-    assert len(shelf.files) == 3
+        offer(transport, publication)
+    assert [offer.manifest.version.step for offer in place.current().offers] == [4, 3, 2]
+    assert len(place.files) == 3
 
 
 def test_where_the_marker_cannot_be_written_the_version_before_stays():
-    shelf = WrittenShelf()
-    store = ShelfStore(shelf, JOB, "t", keep=1)
+    place = RecordedFiles()
+    transport = FileTransport(place, JOB, "t", LARGE, keep=1)
     first, second, third = publications(3, deltas=True)
-    offer(store, first)
-    shelf.full = True
+    offer(transport, first)
+    place.full = True
     with pytest.raises(WeightsError, match="no room"):
-        offer(store, second)
-    offered = shelf.marker().offer(WeightVersion(0, 0))
-    assert shelf.files[offered.file] == first.manifest
-    shelf.full = False
-    offer(store, third)
-    newest = shelf.marker().offers[0]
-    assert shelf.files[newest.file] == third.manifest
-    assert shelf.files.keys() >= newest.files
+        offer(transport, second)
+    offered = place.current().offer(WeightVersion(0, 0))
+    assert place.files[offered.file] == first.manifest
+    place.full = False
+    offer(transport, third)
+    newest = place.current().offers[0]
+    assert place.files[newest.file] == third.manifest
+    assert place.files.keys() >= newest.files
 
 
 def test_no_file_that_is_offered_is_written_over():
-    shelf = WrittenShelf()
-    store = ShelfStore(shelf, JOB, "t", keep=2)
+    place = RecordedFiles()
+    transport = FileTransport(place, JOB, "t", LARGE, keep=2)
     for publication in publications(9, deltas=True):
-        before = dict(shelf.files)
-        offered = shelf.marker().files if shelf.content else set()
-        shelf.full = True
+        before = dict(place.files)
+        offered = place.current().files if place.content else set()
+        place.full = True
         with pytest.raises(WeightsError, match="no room"):
-            offer(store, publication)
-        assert {name: shelf.files[name] for name in offered} == {name: before[name] for name in offered}
-        shelf.full = False
-        offer(store, publication)
+            offer(transport, publication)
+        assert {name: place.files[name] for name in offered} == {name: before[name] for name in offered}
+        place.full = False
+        offer(transport, publication)
 
 
 def test_each_delta_is_written_once_and_goes_when_no_way_needs_it():
-    shelf = WrittenShelf()
-    store = ShelfStore(shelf, JOB, "t", keep=1)
+    place = RecordedFiles()
+    transport = FileTransport(place, JOB, "t", LARGE, keep=1)
     for publication in publications(8, deltas=True):
-        offer(store, publication)
-        assert shelf.files.keys() == shelf.marker().files
-    written = [name for name in shelf.log if name.startswith("delta")]
+        offer(transport, publication)
+        assert place.files.keys() == place.current().files
+    written = [name for name in place.log if name.startswith("delta")]
     assert len(written) == 7
-    newest = shelf.marker().offers[0]
+    newest = place.current().offers[0]
     assert sorted(version.step for version, _ in newest.chains) == [3, 4, 5, 6, 7]
     assert len(newest.chains[manifest_of(4).content]) == 3
 
 
 def test_what_a_broadcaster_before_offers_is_kept_and_its_files_are_not_written_over():
-    shelf = WrittenShelf()
-    offer(ShelfStore(shelf, JOB, "t", keep=2), publications(1)[0])
-    again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
+    place = RecordedFiles()
+    offer(FileTransport(place, JOB, "t", LARGE, keep=2), publications(1)[0])
+    again = resumed(place, keep=2)
     offer(again, publications(2)[1])
-    assert [(offer.manifest.version.step, offer.file) for offer in shelf.marker().offers] == [
+    assert [(offer.manifest.version.step, offer.file) for offer in place.current().offers] == [
         (1, "weights-1"),
         (0, "weights-0"),
     ]
 
 
 def test_the_same_version_of_a_broadcaster_before_is_replaced_and_an_older_one_refused():
-    shelf = WrittenShelf()
-    old = ShelfStore(shelf, JOB, "t", keep=2)
+    place = RecordedFiles()
+    old = FileTransport(place, JOB, "t", LARGE, keep=2)
     for publication in publications(4):
         offer(old, publication)
-    again = ShelfStore(shelf, JOB, "t", keep=2, found=shelf.marker())
+    again = resumed(place, keep=2)
     with pytest.raises(WeightsError, match="older than"):
         offer(again, publications(3)[2])
     same = publications(4)[3]
     offer(again, type(same)(manifest_of(3, "b" * 32), arrays_of(3), {}))
-    assert [(offer.manifest.version.step, offer.manifest.incarnation[0]) for offer in shelf.marker().offers] == [
+    assert [(offer.manifest.version.step, offer.manifest.incarnation[0]) for offer in place.current().offers] == [
         (3, "b"),
         (2, "a"),
     ]
 
 
 def test_bytes_written_are_counted():
-    store = ShelfStore(WrittenShelf(), JOB, "t", keep=1)
+    transport = FileTransport(RecordedFiles(), JOB, "t", LARGE, keep=1)
     first, second = publications(2, deltas=True)
-    offer(store, first)
-    assert store.metrics() == {"weights/bytes_written": 20_004.0}
-    offer(store, second)
+    offer(transport, first)
+    assert transport.metrics() == {"weights/bytes_written": 20_004.0}
+    offer(transport, second)
     delta = second.chains[first.manifest.content][0]
-    assert store.metrics() == {"weights/bytes_written": 20_004.0 + delta.nbytes}
+    assert transport.metrics() == {"weights/bytes_written": 20_004.0 + delta.nbytes}
 
 
 def marker_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -> bytes:
@@ -336,8 +350,8 @@ def marker_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -
     return CurrentVersion(JOB, (OfferedVersion(manifest_of(step, incarnation), f"file-{step}", chains),)).to_bytes("t")
 
 
-class FakeShelf:
-    look_every_s = 0.001
+class PublishedFiles:
+    poll_s = 0.001
     may_hang = False
 
     def __init__(self, content: bytes | None) -> None:
@@ -345,44 +359,47 @@ class FakeShelf:
         self.while_reading: Callable[[], object] = lambda: None
         self.missing = False
 
-    def marker(self) -> bytes | None:
+    def read_pointer(self) -> bytes | None:
         return self.content
 
-    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
+    def read_arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
         self.while_reading()
         if self.missing:
             raise WeightsError(f"{name} is gone")
         return arrays_of(manifest.version.step)
 
-    def message(self, name: str, most_bytes: int) -> Any:
+    def read_delta(self, name: str, max_bytes: int) -> Any:
         delta = publications(2, deltas=True)[1].chains[manifest_of(0).content][0].to_bytes()
-        assert name == "delta-0.bin" and most_bytes == manifest_of(1).nbytes
+        assert name == "delta-0.bin" and max_bytes == manifest_of(1).nbytes
         return delta
 
     def put(self, content: bytes) -> None:
         self.content = content
 
+    def close(self) -> None:
+        pass
 
-def reader_of(shelf: FakeShelf) -> ShelfReader:
-    return ShelfReader(shelf, JOB, "t", LARGE)
+
+def reader_of(place: PublishedFiles) -> FileTransport:
+    return FileTransport(place, JOB, "t", LARGE)
 
 
-def test_an_empty_shelf_has_nothing():
-    reader = reader_of(FakeShelf(None))
+def test_an_empty_place_has_nothing():
+    reader = reader_of(PublishedFiles(None))
     assert reader.newest() is None
     with pytest.raises(SupersededVersionError, match="nothing is published"):
         reader.read(WeightVersion(0, 0), None, 1.0)
 
 
 def test_a_version_is_read_whole():
-    received = reader_of(FakeShelf(marker_of(3))).read(WeightVersion(0, 3), None, 1.0)
+    received = reader_of(PublishedFiles(marker_of(3))).read(WeightVersion(0, 3), None, 1.0)
     assert received.manifest == manifest_of(3)
     assert received.arrays is not None and received.arrays["step"][0] == 3
     assert received.moved_bytes == manifest_of(3).nbytes
 
 
 def test_a_delta_is_read_where_one_leads_from_the_base():
-    reader = reader_of(FakeShelf(marker_of(1, deltas=True)))
+    reader = reader_of(PublishedFiles(marker_of(1, deltas=True)))
     received = reader.read(WeightVersion(0, 1), manifest_of(0).content, 1.0)
     assert received.arrays is None and len(received.deltas) == 1
     assert received.moved_bytes == len(received.deltas[0])
@@ -390,46 +407,46 @@ def test_a_delta_is_read_where_one_leads_from_the_base():
 
 
 def test_a_version_that_goes_while_it_is_read_is_superseded_not_damaged():
-    shelf = FakeShelf(marker_of(3))
-    shelf.while_reading = lambda: shelf.put(marker_of(4))
+    place = PublishedFiles(marker_of(3))
+    place.while_reading = lambda: place.put(marker_of(4))
     with pytest.raises(SupersededVersionError) as refusal:
-        reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+        reader_of(place).read(WeightVersion(0, 3), None, 1.0)
     assert refusal.value.newest == (0, 4)
-    shelf.put(marker_of(3))
-    shelf.missing = True
+    place.put(marker_of(3))
+    place.missing = True
     with pytest.raises(SupersededVersionError):
-        reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+        reader_of(place).read(WeightVersion(0, 3), None, 1.0)
 
 
 def test_a_file_that_is_gone_although_it_is_offered_is_damage():
-    shelf = FakeShelf(marker_of(3))
-    shelf.missing = True
+    place = PublishedFiles(marker_of(3))
+    place.missing = True
     with pytest.raises(WeightsError, match="file-3 is gone") as refusal:
-        reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+        reader_of(place).read(WeightVersion(0, 3), None, 1.0)
     assert not isinstance(refusal.value, SupersededVersionError)
 
 
 def test_a_version_that_is_published_anew_while_it_is_read_is_read_again():
-    shelf = FakeShelf(marker_of(3))
-    shelf.while_reading = lambda: shelf.put(marker_of(3, "b" * 32))
+    place = PublishedFiles(marker_of(3))
+    place.while_reading = lambda: place.put(marker_of(3, "b" * 32))
     with pytest.raises(WeightsError, match="published anew"):
-        reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+        reader_of(place).read(WeightVersion(0, 3), None, 1.0)
 
 
 def test_a_wait_ends_when_something_else_is_there():
-    shelf, seen = FakeShelf(marker_of(3)), []
-    reader = reader_of(shelf)
+    place, seen = PublishedFiles(marker_of(3)), []
+    reader = reader_of(place)
     known = reader.newest()
     assert reader.wait(known, 0.0) == known
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
-    shelf.put(marker_of(4))
+    place.put(marker_of(4))
     waiter.join(30.0)
     assert seen == [LatestVersion(INCARNATION, WeightVersion(0, 4))]
 
 
 def test_closing_ends_a_wait_and_every_read():
-    reader, seen = reader_of(FakeShelf(marker_of(3))), []
+    reader, seen = reader_of(PublishedFiles(marker_of(3))), []
     known = reader.newest()
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
@@ -440,16 +457,16 @@ def test_closing_ends_a_wait_and_every_read():
         reader.read(WeightVersion(0, 3), None, 1.0)
 
 
-def hanging_shelf(released: threading.Event) -> FakeShelf:
-    shelf = FakeShelf(marker_of(3))
-    shelf.may_hang = True
-    shelf.while_reading = lambda: released.wait(30.0)
-    return shelf
+def hanging_place(released: threading.Event) -> PublishedFiles:
+    place = PublishedFiles(marker_of(3))
+    place.may_hang = True
+    place.while_reading = lambda: released.wait(30.0)
+    return place
 
 
 def test_a_read_that_hangs_ends_at_the_fetchs_limit():
     released = threading.Event()
-    reader = reader_of(hanging_shelf(released))
+    reader = reader_of(hanging_place(released))
     with pytest.raises(UnreachableError, match=r"reading WeightVersion\(lineage=0, step=3\) was not over within 0.1 s"):
         reader.read(WeightVersion(0, 3), None, 0.1)
     released.set()
@@ -458,11 +475,11 @@ def test_a_read_that_hangs_ends_at_the_fetchs_limit():
 
 def test_a_marker_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.MonkeyPatch):
     released = threading.Event()
-    shelf = hanging_shelf(released)
-    monkeypatch.setattr(shelf, "marker", lambda: released.wait(30.0) and None)
-    monkeypatch.setattr("penstock.weights.files.MARKER_S", 0.05)
+    place = hanging_place(released)
+    monkeypatch.setattr(place, "read_pointer", lambda: released.wait(30.0) and None)
+    monkeypatch.setattr("penstock.weights.files.POINTER_S", 0.05)
     endpoint = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
-    client = FetchingClient(endpoint, WeightsConfig(transport="checkpoint"), lambda _: reader_of(shelf))
+    client = FetchingClient(endpoint, WeightsConfig(transport="checkpoint"), lambda _: reader_of(place))
     assert client.wait_for(None, 0.0) is None
     assert client.failure == "reading the marker of weights was not over within 0.05 s"
     monkeypatch.undo()
@@ -472,7 +489,7 @@ def test_a_marker_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_hang_is_read_in_the_callers_thread():
-    shelf, threads = FakeShelf(marker_of(3)), []
-    shelf.while_reading = lambda: threads.append(threading.current_thread())
-    reader_of(shelf).read(WeightVersion(0, 3), None, 1.0)
+    place, threads = PublishedFiles(marker_of(3)), []
+    place.while_reading = lambda: threads.append(threading.current_thread())
+    reader_of(place).read(WeightVersion(0, 3), None, 1.0)
     assert threads == [threading.current_thread()]

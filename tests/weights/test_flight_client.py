@@ -178,7 +178,7 @@ def test_deltas_pass_through_the_tree(job):
 
 def kill(client):
     """What a dead process looks like from outside: nobody listens at its address."""
-    client._relay._service.close()
+    client._reader._relay._service.close()
 
 
 def test_a_dead_parent_leads_to_the_root(job):
@@ -205,7 +205,7 @@ def test_a_root_that_leads_nowhere_ends_the_fetch_at_its_limit(job, monkeypatch,
 
     monkeypatch.setattr(Channel, "ask", ask)
     monkeypatch.setattr(job.clients[0]._reader, "_direct", None)
-    monkeypatch.setattr(job.clients[0]._fetching, "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
+    monkeypatch.setattr(job.clients[0], "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
     job.publish(1)
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=rf"no place in the fan-out tree .* in 0.5 s: .*{why}"):
@@ -218,7 +218,7 @@ def test_a_parent_that_stalls_is_left(job, monkeypatch):
     release = threading.Event()
     job.publish(1)
     job.fetch(0, 1)
-    service = job.clients[0]._relay._service
+    service = job.clients[0]._reader._relay._service
     monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
     before, began = job.served(), time.monotonic()
     job.fetch(1, 1)
@@ -246,7 +246,7 @@ def test_damage_on_the_way_through_a_client_is_noticed_and_mended_by_the_root(jo
 def test_a_parent_that_moved_on_leads_to_the_root(job, monkeypatch):
     job.publish(1)
     job.fetch(0, 1)
-    job.clients[0]._relay.drop()
+    job.clients[0]._reader._relay.drop()
     job.fetch(1, 1)
     assert job.number(1, "parent_failures") == 1
 
@@ -257,13 +257,13 @@ def test_with_few_clients_nobody_relays(job):
         job.publish(step)
         for index in range(2):
             job.fetch(index, step)
-    assert [client._relay._service for client in job.clients] == [None, None]
+    assert [client._reader._relay._service for client in job.clients] == [None, None]
     assert job.served() == 6 * (SIZE * 4 + 4)
 
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
-    service, opened, early = job.root._store._service, threading.Event(), []
+    service, opened, early = job.root._server._service, threading.Event(), []
     batches, offer = service._batches, service._actions["offer"]
 
     def noted(buffers, pieces, client):
@@ -285,7 +285,7 @@ def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 @pytest.mark.parametrize("longest", [flight_server.MAX_RIDING_OFFER_BYTES, 10], ids=["rides", "too long"])
 def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, monkeypatch):
-    service, asked = job.root._store._service, []
+    service, asked = job.root._server._service, []
     do_action = type(service).do_action
     monkeypatch.setattr(flight_server, "MAX_RIDING_OFFER_BYTES", longest)
     monkeypatch.setattr(
@@ -299,7 +299,7 @@ def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, mo
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 def test_a_first_stream_that_fails_is_opened_anew(job, monkeypatch):
-    service, refused = job.root._store._service, []
+    service, refused = job.root._server._service, []
     do_get = type(service).do_get
 
     def once(self, context, ticket):
@@ -320,7 +320,7 @@ def test_streams_that_were_opened_in_vain_are_given_up(job, monkeypatch):
     job.clients[1].wait_for(None, LIMIT_S)  # now there are more clients than the root serves
     job.publish(1)
     job.fetch(1, 1)
-    release, service = threading.Event(), job.root._store._service
+    release, service = threading.Event(), job.root._server._service
     monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
     began = time.monotonic()
     job.fetch(0, 1)  # from client 1
@@ -380,7 +380,7 @@ def test_a_client_without_a_certificate_fetches_and_serves_nobody(tls_config):
             job.publish(step)
             for index in (1, 2, 0):
                 job.fetch(index, step)
-        assert [job.clients[index]._relay._service for index in (1, 2)] == [None, None]
+        assert [job.clients[index]._reader._relay._service for index in (1, 2)] == [None, None]
     finally:
         job.close()
 

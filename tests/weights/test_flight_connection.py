@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.types import UnreachableError, WeightsError
-from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut
+from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut_streams
 from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
@@ -28,16 +28,16 @@ from penstock.weights.flight_messages import (
 
 
 def test_shares_are_equal_and_messages_end_with_their_buffers():
-    assert cut([10, 0, 3, 7], streams=2, chunk_bytes=4) == [
+    assert cut_streams([10, 0, 3, 7], streams=2, chunk_bytes=4) == [
         [StreamChunk(0, 0, 4), StreamChunk(0, 4, 4), StreamChunk(0, 8, 2)],
         [StreamChunk(2, 0, 3), StreamChunk(3, 0, 4), StreamChunk(3, 4, 3)],
     ]
 
 
 def test_streams_without_a_share_are_empty():
-    assert cut([2], streams=3, chunk_bytes=8) == [[StreamChunk(0, 0, 1)], [StreamChunk(0, 1, 1)], []]
-    assert cut([], streams=2, chunk_bytes=8) == [[], []]
-    assert cut([0, 0], streams=2, chunk_bytes=8) == [[], []]
+    assert cut_streams([2], streams=3, chunk_bytes=8) == [[StreamChunk(0, 0, 1)], [StreamChunk(0, 1, 1)], []]
+    assert cut_streams([], streams=2, chunk_bytes=8) == [[], []]
+    assert cut_streams([0, 0], streams=2, chunk_bytes=8) == [[], []]
 
 
 @given(
@@ -46,7 +46,7 @@ def test_streams_without_a_share_are_empty():
     st.integers(1, 64),
 )
 def test_every_byte_is_in_one_message_of_one_stream(sizes, streams, chunk_bytes):
-    plan = cut(sizes, streams, chunk_bytes)
+    plan = cut_streams(sizes, streams, chunk_bytes)
     assert len(plan) == streams
     covered = [set() for _ in sizes]
     for piece in (piece for pieces in plan for piece in pieces):

@@ -107,9 +107,9 @@ def test_a_new_version_begins_a_new_tree():
 def test_clients_are_counted_while_they_are_heard_of():
     clock = Clock()
     tree = make(1, clock)
-    tree.hear("a")
+    tree.note("a")
     assert (tree.clients, tree.has_relays, tree.knows("a")) == (1, False, True)
-    tree.hear("b")
+    tree.note("b")
     assert (tree.clients, tree.has_relays) == (2, True)
     clock.now += 61.0
     assert (tree.clients, tree.knows("a")) == (0, False)

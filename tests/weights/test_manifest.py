@@ -19,11 +19,13 @@ from penstock.weights.manifest import (
     Manifest,
     check_layout,
     check_sendable,
+    compact_json,
     damaged_arrays,
     describe,
     in_parallel,
     plain_memory,
     raw_bytes,
+    read_json,
 )
 
 
@@ -72,15 +74,12 @@ def test_other_sizes_get_memory_of_their_own():
     gc.collect()
     assert len(memory.take(SIZE + 8)) == SIZE + 8
     assert memory.free_bytes == SIZE + SIZE + 8
-    memory.clear()
-    assert memory.free_bytes == 0
 
 
 def test_arrays_outlive_the_memory_that_gave_them():
     memory = BufferPool()
     array = memory.take(SIZE)
     array[:] = 7
-    memory.clear()
     del memory
     gc.collect()
     assert int(array.sum()) == 7 * SIZE
@@ -128,7 +127,7 @@ def test_digests_are_crc_32():
 
 
 def test_a_manifest_survives_its_text():
-    assert Manifest.from_json(described().to_json(), LARGE) == described()
+    assert Manifest.from_values(read_json(compact_json(described().to_values())), LARGE) == described()
 
 
 def test_equal_content_has_one_digest_whoever_published_it():
@@ -163,7 +162,7 @@ def test_a_dtype_that_does_not_travel_is_refused_by_name():
 
 
 def change(path: list[Any], value: Any) -> bytes:
-    values = json.loads(described().to_json())
+    values = described().to_values()
     place = values
     for key in path[:-1]:
         place = place[key]
@@ -194,25 +193,25 @@ def change(path: list[Any], value: Any) -> bytes:
 )
 def test_a_malformed_manifest_is_refused(text: bytes, message: str):
     with pytest.raises(WeightsError, match=message):
-        Manifest.from_json(text, LARGE)
+        Manifest.from_values(read_json(text), LARGE)
 
 
 @pytest.mark.attack
 def test_a_manifest_of_too_many_bytes_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10)
     with pytest.raises(WeightsError, match="at most 10 are read"):
-        Manifest.from_json(described().to_json(), LARGE)
+        Manifest.from_values(read_json(compact_json(described().to_values())), LARGE)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 @pytest.mark.attack
 def test_any_damage_to_the_text_is_noticed_or_harmless(data: st.DataObject):
-    text = bytearray(described().to_json())
+    text = bytearray(compact_json(described().to_values()))
     for _ in range(data.draw(st.integers(1, 3))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:
-        read = Manifest.from_json(bytes(text), LARGE)
+        read = Manifest.from_values(read_json(bytes(text)), LARGE)
     except WeightsError:
         return
     assert read.arrays == described().arrays

@@ -15,13 +15,12 @@ import pytest
 from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client, shared_memory
 from penstock.weights import broadcaster as broadcasters
-from penstock.weights.manifest import Manifest, describe
+from penstock.weights.manifest import Manifest, compact_json, describe
 from penstock.weights.shared_memory import (
     JobFolder,
     ParallelCopier,
     Segment,
-    SharedMemory,
-    SharedMemoryShelf,
+    SharedMemoryFiles,
     _cut,
     find_abandoned,
     free_abandoned,
@@ -279,11 +278,11 @@ def test_what_was_killed_as_it_came_or_went_leaves_no_folder(folder_job: str):
 
 
 HOLDS = """
-import sys
+import json, sys
 from penstock.weights.manifest import Manifest
-from penstock.weights.shared_memory import SharedMemoryShelf
+from penstock.weights.shared_memory import SharedMemoryFiles
 job, name = sys.argv[1:]
-held = SharedMemoryShelf(job).arrays(name, Manifest.from_json(sys.stdin.buffer.readline(), 1 << 40))
+held = SharedMemoryFiles(job).read_arrays(name, Manifest.from_values(json.loads(sys.stdin.buffer.readline()), 1 << 40))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -295,8 +294,9 @@ def job() -> str:
 
 
 @pytest.fixture
-def memory(job: str) -> Iterator[SharedMemory]:
-    memory = SharedMemory(job)
+def memory(job: str) -> Iterator[SharedMemoryFiles]:
+    memory = SharedMemoryFiles(job)
+    memory.prepare()
     yield memory
     memory.close()
 
@@ -313,15 +313,15 @@ def segments(job: str) -> list[str]:
     return sorted(path.name for path in job_folder(job).glob("segment-*"))
 
 
-def publish(memory: SharedMemory, value: float, taken: set[str]) -> str:
+def publish(memory: SharedMemoryFiles, value: float, taken: set[str]) -> str:
     name = memory.begin_arrays(arrays(value), taken)
     memory.write_arrays(name, described(value), arrays(value))
-    memory.write_marker(name.encode())
+    memory.write_pointer(name.encode())
     memory.discard(taken - {name})
     return name
 
 
-def test_two_segments_are_used_in_turn(memory: SharedMemory, job: str):
+def test_two_segments_are_used_in_turn(memory: SharedMemoryFiles, job: str):
     names, offered = [], set[str]()
     for value in range(6):
         names.append(publish(memory, value, offered))
@@ -330,9 +330,9 @@ def test_two_segments_are_used_in_turn(memory: SharedMemory, job: str):
     assert segments(job) == ["segment-0.weights", "segment-1.weights"]
 
 
-def test_a_version_that_somebody_holds_costs_one_more_until_it_is_let_go(memory: SharedMemory, job: str):
+def test_a_version_that_somebody_holds_costs_one_more_until_it_is_let_go(memory: SharedMemoryFiles, job: str):
     first = publish(memory, 0, set())
-    held = SharedMemoryShelf(job).arrays(first, described(0))
+    held = SharedMemoryFiles(job).read_arrays(first, described(0))
     offered = {first}
     for value in range(1, 5):
         offered = {publish(memory, value, offered)}
@@ -345,11 +345,11 @@ def test_a_version_that_somebody_holds_costs_one_more_until_it_is_let_go(memory:
 
 
 @pytest.mark.attack
-def test_a_reader_that_is_killed_holds_nothing(memory: SharedMemory, job: str):
+def test_a_reader_that_is_killed_holds_nothing(memory: SharedMemoryFiles, job: str):
     first = publish(memory, 0, set())
     reader = subprocess.Popen([sys.executable, "-c", HOLDS, job, first], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert reader.stdin is not None and reader.stdout is not None
-    reader.stdin.write(described(0).to_json() + b"\n")
+    reader.stdin.write(compact_json(described(0).to_values()) + b"\n")
     reader.stdin.flush()
     assert reader.stdout.readline() == b"held\n"
     second = publish(memory, 1, {first})
@@ -362,47 +362,48 @@ def test_a_reader_that_is_killed_holds_nothing(memory: SharedMemory, job: str):
     assert len(segments(job)) == 2
 
 
-def test_arrays_of_another_size_get_another_segment(memory: SharedMemory, job: str):
+def test_arrays_of_another_size_get_another_segment(memory: SharedMemoryFiles, job: str):
     first = publish(memory, 0, set())
     larger = {"x": np.zeros(50_000, np.float32)}
     assert memory.begin_arrays(larger, {first}) == "segment-1.weights"
 
 
-def test_a_publication_that_was_given_up_holds_nothing(memory: SharedMemory, job: str):
+def test_a_publication_that_was_given_up_holds_nothing(memory: SharedMemoryFiles, job: str):
     first = publish(memory, 0, set())
     given_up = memory.begin_arrays(arrays(1), {first})  # and then, say, its digests could not be reckoned
     assert publish(memory, 2, {first}) == given_up
-    np.testing.assert_array_equal(SharedMemoryShelf(job).arrays(given_up, described(2))["x"], arrays(2)["x"])
+    np.testing.assert_array_equal(SharedMemoryFiles(job).read_arrays(given_up, described(2))["x"], arrays(2)["x"])
 
 
-def test_the_marker_is_seen_when_it_changes(memory: SharedMemory, job: str):
-    shelf = SharedMemoryShelf(job)
-    assert shelf.marker() is None
-    memory.write_marker(b"one")
-    assert shelf.marker() == b"one"
-    memory.write_marker(b"two")
-    assert shelf.marker() == b"two"
+def test_the_pointer_is_seen_when_it_changes(memory: SharedMemoryFiles, job: str):
+    reader = SharedMemoryFiles(job)
+    assert reader.read_pointer() is None
+    memory.write_pointer(b"one")
+    assert reader.read_pointer() == b"one"
+    memory.write_pointer(b"two")
+    assert reader.read_pointer() == b"two"
 
 
-def test_messages_are_bounded_and_discarded(memory: SharedMemory, job: str):
-    shelf = SharedMemoryShelf(job)
-    memory.write_message("delta-0.bin", [b"abc", b"def"])
-    assert shelf.message("delta-0.bin", 6) == b"abcdef"
+def test_messages_are_bounded_and_discarded(memory: SharedMemoryFiles, job: str):
+    reader = SharedMemoryFiles(job)
+    memory.write_delta("delta-0.bin", [b"abc", b"def"])
+    assert reader.read_delta("delta-0.bin", 6) == b"abcdef"
     with pytest.raises(WeightsError, match="at most 5"):
-        shelf.message("delta-0.bin", 5)
+        reader.read_delta("delta-0.bin", 5)
     memory.discard({"delta-0.bin"})
     with pytest.raises(WeightsError, match="gone"):
-        shelf.message("delta-0.bin", 6)
+        reader.read_delta("delta-0.bin", 6)
 
 
 def test_closing_frees_everything(job: str):
-    memory = SharedMemory(job)
-    held = SharedMemoryShelf(job).arrays(publish(memory, 3, set()), described(3))
+    memory = SharedMemoryFiles(job)
+    memory.prepare()
+    held = SharedMemoryFiles(job).read_arrays(publish(memory, 3, set()), described(3))
     memory.close()
     assert not job_folder(job).exists()
     assert float(held["x"][0]) == 3.0
     with pytest.raises(UnreachableError, match="no broadcaster"):
-        SharedMemoryShelf(job).marker()
+        SharedMemoryFiles(job).read_pointer()
 
 
 def test_a_version_whose_digests_fail_leaves_the_one_before_and_the_next_arrives(job: str, monkeypatch):

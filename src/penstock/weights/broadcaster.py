@@ -1,10 +1,7 @@
 """The broadcaster of every transport that crosses a process: checks, host copy, digests and deltas are done here.
 
-What differs, how the bytes are offered, is a `TransportServer`: shared memory, files, or an Arrow Flight server.
-
-Which arrays travel, and how they meet those that a client has already: only what trains is sent.
-
-Published arrays on their way to the host: cast on the device where asked, then copied, or referred to, once.
+What differs, how the bytes are offered, is a `TransportServer`: files (`files`) or a Flight server
+(`flight_server`). Which arrays are published, and how a client puts them beside its own, is here too.
 """
 
 import threading
@@ -17,11 +14,151 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+from typing_extensions import override
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.delta import Delta, DeltaHistory
-from penstock.weights.manifest import Layout, Manifest, check_layout, check_sendable, describe, layout_of
+from penstock.weights.manifest import Content, Layout, Manifest, check_layout, check_sendable, describe, layout_of
+from penstock.weights.protocol import Broadcaster
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication:
+    """One version, ready to be offered.
+
+    Attributes:
+        manifest: What it holds.
+        arrays: Host arrays by name, C-contiguous; never changed again.
+        chains: Ways to it from earlier contents (`Manifest.content`): deltas, the oldest first. Empty without
+            ``encoding: delta``.
+    """
+
+    manifest: Manifest
+    arrays: Mapping[str, np.ndarray]
+    chains: Mapping[Content, tuple[Delta, ...]]
+
+
+class TransportServer(Protocol):
+    """Offers publications to other processes."""
+
+    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Begins what can be done for the next publication before its digests are known.
+
+        Raises:
+            WeightsError: there is no room for them.
+        """
+        ...
+
+    def put(self, publication: Publication) -> None:
+        """Offers what was begun, whole, in place of the one before; where it raises, that one is still offered.
+
+        Raises:
+            WeightsError: there is no room for it.
+        """
+        ...
+
+    def endpoint(self) -> dict[str, Any]:
+        """What a client needs to connect, beside transport, job and incarnation; JSON values."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Its own numbers, as ``weights/<name>``."""
+        ...
+
+    def close(self) -> None:
+        """Stops offering."""
+        ...
+
+
+class PublishingBroadcaster(Broadcaster):
+    """Publishes through a transport.
+
+    Args:
+        config: Encoding and dtype.
+        job: The run.
+        server: Offers what is published; closed with this.
+        incarnation: 32 hexadecimal digits, nobody else's (`new_incarnation`).
+    """
+
+    def __init__(self, config: WeightsConfig, job: str, server: TransportServer, incarnation: str) -> None:
+        self._config, self._job, self._server, self._incarnation = config, job, server, incarnation
+        self._lock = threading.Lock()
+        self._version: WeightVersion | None = None
+        self._layout: Layout | None = None
+        self._history = DeltaHistory() if config.encoding == "delta" else None
+        self._numbers: dict[str, float] = {}
+        self._closed = False
+
+    @override
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        with self._lock:
+            layout = layout_of(arrays)
+            self._check(version, layout)
+            began = time.perf_counter()
+            host = host_arrays(arrays, self._config.bfloat16)
+            copied = time.perf_counter()
+            check_sendable(host)
+            self._server.begin(host)
+            begun = time.perf_counter()
+            manifest = describe(self._job, self._incarnation, version, host)
+            digested = time.perf_counter()
+            publication = Publication(manifest, host, self._chains(manifest, host))
+            encoded = time.perf_counter()
+            self._server.put(publication)
+            ended = time.perf_counter()
+            self._version, self._layout = version, layout
+            self._numbers |= {
+                "weights/publish_s": ended - began,
+                "weights/host_copy_s": copied - began,
+                "weights/digest_s": digested - begun,
+                "weights/encode_s": encoded - digested,
+                "weights/serialise_s": ended - encoded + begun - copied,
+                "weights/bytes_published": float(manifest.nbytes),
+            }
+
+    @override
+    def latest(self) -> WeightVersion | None:
+        return self._version
+
+    @override
+    def endpoint(self) -> dict[str, Any]:
+        common = {"transport": self._config.transport, "job": self._job, "incarnation": self._incarnation}
+        return common | self._server.endpoint()
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return dict(self._numbers) | self._server.metrics()
+
+    @override
+    def close(self) -> None:
+        """Waits for a publication that is under way."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._server.close()
+
+    def _check(self, version: WeightVersion, layout: Layout) -> None:
+        if self._closed:
+            raise WeightsError("the broadcaster was closed: nothing can be published")
+        if self._version is not None and version <= self._version:
+            raise WeightsError(f"{version} is not newer than the published {self._version}")
+        if self._layout is not None:
+            check_layout(self._layout, layout, "published arrays")
+
+    def _chains(self, manifest: Manifest, host: Mapping[str, np.ndarray]) -> dict[Content, tuple[Delta, ...]]:
+        if self._history is None:
+            return {}
+        delta = self._history.add(manifest, host)
+        if delta is not None:
+            self._numbers["weights/changed_share"] = delta.changed_elements / max(delta.elements, 1)
+        self._numbers["weights/bytes_delta"] = float(delta.nbytes if delta is not None else manifest.nbytes)
+        return self._history.chains()
+
+
+def new_incarnation() -> str:
+    """32 hexadecimal digits that nobody had before."""
+    return uuid.uuid4().hex
 
 
 def trained_arrays(arrays: Mapping[str, Any], frozen: Sequence[str]) -> dict[str, Any]:
@@ -91,142 +228,3 @@ def host_arrays(arrays: Mapping[str, Any], bfloat16: bool) -> dict[str, np.ndarr
 
 def _cast(array: Any) -> Any:
     return array.astype(ml_dtypes.bfloat16) if str(array.dtype) == "float32" else array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Publication:
-    """One version, ready to be offered.
-
-    Attributes:
-        manifest: What it holds.
-        arrays: Host arrays by name, C-contiguous; never changed again.
-        chains: Ways to it from earlier contents (`Manifest.content`): deltas, the oldest first. Empty without
-            ``encoding: delta``.
-    """
-
-    manifest: Manifest
-    arrays: Mapping[str, np.ndarray]
-    chains: Mapping[tuple[WeightVersion, str], tuple[Delta, ...]]
-
-
-class TransportServer(Protocol):
-    """Offers publications to other processes."""
-
-    def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Told of the next publication's arrays before their digests are known: what can be done, begins.
-
-        Raises:
-            WeightsError: there is no room for them.
-        """
-        ...
-
-    def put(self, publication: Publication) -> None:
-        """Offers what was begun, whole, in place of the one before; where it raises, that one is still offered.
-
-        Raises:
-            WeightsError: there is no room for it.
-        """
-        ...
-
-    def endpoint(self) -> dict[str, Any]:
-        """What a client needs to reach it, beside transport, job and incarnation."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Its own numbers, as ``weights/<name>``."""
-        ...
-
-    def close(self) -> None:
-        """Stops offering."""
-        ...
-
-
-class PublishingBroadcaster:
-    """Publishes through a store (`protocol.Broadcaster`).
-
-    Args:
-        config: How.
-        job: The run.
-        store: Where; closed with this.
-        incarnation: 32 hexadecimal digits, nobody else's; see `new_incarnation`.
-    """
-
-    def __init__(self, config: WeightsConfig, job: str, store: TransportServer, incarnation: str) -> None:
-        self._config, self._job, self._store, self._incarnation = config, job, store, incarnation
-        self._lock = threading.Lock()
-        self._version: WeightVersion | None = None
-        self._layout: Layout | None = None
-        self._history = DeltaHistory() if config.encoding == "delta" else None
-        self._numbers: dict[str, float] = {}
-        self._closed = False
-
-    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """See `Broadcaster.publish`."""
-        with self._lock:
-            layout = layout_of(arrays)
-            self._check(version, layout)
-            began = time.perf_counter()
-            host = host_arrays(arrays, self._config.bfloat16)
-            copied = time.perf_counter()
-            check_sendable(host)
-            self._store.begin(host)
-            begun = time.perf_counter()
-            manifest = describe(self._job, self._incarnation, version, host)
-            digested = time.perf_counter()
-            publication = Publication(manifest, host, self._chains(manifest, host))
-            encoded = time.perf_counter()
-            self._store.put(publication)
-            ended = time.perf_counter()
-            self._version, self._layout = version, layout
-            self._numbers |= {
-                "weights/publish_s": ended - began,
-                "weights/host_copy_s": copied - began,
-                "weights/digest_s": digested - begun,
-                "weights/encode_s": encoded - digested,
-                "weights/serialise_s": ended - encoded + begun - copied,
-                "weights/bytes_published": float(manifest.nbytes),
-            }
-
-    def latest(self) -> WeightVersion | None:
-        """See `Broadcaster.latest`."""
-        return self._version
-
-    def endpoint(self) -> dict[str, Any]:
-        """See `Broadcaster.endpoint`."""
-        common = {"transport": self._config.transport, "job": self._job, "incarnation": self._incarnation}
-        return common | self._store.endpoint()
-
-    def metrics(self) -> dict[str, float]:
-        """See `Broadcaster.metrics`."""
-        return dict(self._numbers) | self._store.metrics()
-
-    def close(self) -> None:
-        """See `Broadcaster.close`; waits for a publication that is under way."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._store.close()
-
-    def _check(self, version: WeightVersion, layout: Layout) -> None:
-        if self._closed:
-            raise WeightsError("the broadcaster was closed: nothing can be published")
-        if self._version is not None and version <= self._version:
-            raise WeightsError(f"{version} is not newer than the published {self._version}")
-        if self._layout is not None:
-            check_layout(self._layout, layout, "published arrays")
-
-    def _chains(
-        self, manifest: Manifest, host: Mapping[str, np.ndarray]
-    ) -> dict[tuple[WeightVersion, str], tuple[Delta, ...]]:
-        if self._history is None:
-            return {}
-        delta = self._history.add(manifest, host)
-        if delta is not None:
-            self._numbers["weights/changed_share"] = delta.changed_elements / max(delta.elements, 1)
-        self._numbers["weights/bytes_delta"] = float(delta.nbytes if delta is not None else manifest.nbytes)
-        return self._history.chains()
-
-
-def new_incarnation() -> str:
-    """32 hexadecimal digits that nobody had before."""
-    return uuid.uuid4().hex

@@ -1,11 +1,13 @@
 """Weights as safetensors files in a directory, or under any fsspec URL, that both sides reach.
 
-Files appear whole (`rundir.Storage`); the marker is replaced last. Each job has a folder of its own. Slow, but it needs
-no connection between the two sides, and its files can be read by everybody who reads safetensors.
+Files appear whole (`rundir.Storage`); the pointer is replaced last. Each job has a folder of its own. Slow, but it
+needs no connection between the two sides, and its files can be read by everybody who reads safetensors: 8 bytes with
+the length of a JSON header, the header, the arrays.
 
-A publication as one safetensors file: 8 bytes with the length of a JSON header, the header, the arrays.
-
-Readers that have the manifest know where each array lies from the file's end, so the header is for everybody else.
+They are read here without the library of safetensors, because a file may be a stream from a remote URL, and the library
+reads those from bytes, which is a second copy: for 480 MiB of arrays a fetch took 480 MiB at its peak, with
+`safetensors.numpy.load` (0.8) 960 MiB and 1.3 to 5 times as long. The header that a reader compares is then all that
+writing takes.
 """
 
 import hashlib
@@ -17,31 +19,144 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.rundir.storage import LocalStorage, Storage, open_storage
 from penstock.types import ConfigError, UnreachableError, WeightsError
-from penstock.weights.files import CurrentVersion, free_name
+from penstock.weights.files import POINTER, VersionFiles, free_name
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest, from_raw_bytes, raw_bytes
 
+_FOLDER_CHARACTERS = 64
 _PREFIX_BYTES = 8
 _ALIGNMENT = 8
-_NAMES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+_NAMES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"} | {
+    f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)
 }
+"""Of dtypes, in safetensors."""
+
+
+class CheckpointFiles(VersionFiles):
+    """A job's folder, for both sides.
+
+    Args:
+        url: Directory or fsspec URL.
+        job: The run; its folder in there.
+
+    Raises:
+        ConfigError: the URL cannot be opened.
+    """
+
+    may_hang = True
+
+    def __init__(self, url: str, job: str) -> None:
+        self._url = url
+        self._folder = _folder_name(job)
+        try:
+            self._storage: Storage = open_storage(Path(url), url)
+        except ConfigError as error:
+            raise _about_weights(error) from error
+        self.poll_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
+
+    @override
+    def prepare(self) -> None:
+        try:
+            self._storage.prepare([self._folder])
+            self._storage.remove_unfinished([self._folder])
+        except (ConfigError, OSError) as error:
+            raise _about_weights(error) from error
+
+    @override
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """A name alone, since the file begins with the digests of all arrays."""
+        return free_name("weights", ".safetensors", taken)
+
+    @override
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+        with self._writing(name) as path, path.open("wb") as file:
+            write_tensors(file, manifest, arrays)
+
+    @override
+    def write_delta(self, name: str, buffers: Iterable[bytes]) -> None:
+        with self._writing(name) as path, path.open("wb") as file:
+            file.writelines(buffers)
+
+    @override
+    def write_pointer(self, content: bytes) -> None:
+        self.write_delta(POINTER, [content])
+
+    @override
+    def discard(self, names: set[str]) -> None:
+        for name in names:
+            self._storage.delete(f"{self._folder}/{name}")
+
+    @override
+    def endpoint(self) -> dict[str, Any]:
+        return {"url": self._url}
+
+    @override
+    def read_pointer(self) -> bytes | None:
+        try:
+            return self.read_delta(POINTER, MAX_MANIFEST_BYTES)
+        except _MissingFile:
+            return None
+
+    @override
+    def read_arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
+        with self._reading(name) as file:
+            return read_tensors(file, manifest)
+
+    @override
+    def read_delta(self, name: str, max_bytes: int) -> bytes:
+        with self._reading(name) as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise WeightsError(f"{self._where(name)} has more than {max_bytes} bytes")
+        return content
+
+    @override
+    def close(self) -> None:
+        """The files stay."""
+
+    @contextmanager
+    def _writing(self, name: str) -> Generator[Path, None, None]:
+        try:
+            with self._storage.writing(f"{self._folder}/{name}") as path:
+                yield path
+        except Exception as error:  # every remote file system raises errors of its own
+            raise WeightsError(f"{self._where(name)} cannot be written: {type(error).__name__}: {error}") from error
+
+    @contextmanager
+    def _reading(self, name: str) -> Generator[BinaryIO, None, None]:
+        try:
+            with self._storage.opened(f"{self._folder}/{name}") as place:
+                if isinstance(place, Path):
+                    with place.open("rb") as file:
+                        yield file
+                else:
+                    yield place
+        except WeightsError:
+            raise
+        except FileNotFoundError as error:
+            raise _MissingFile(f"{self._where(name)} is gone") from error
+        except Exception as error:  # as above
+            raise UnreachableError(f"{self._where(name)} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _where(self, name: str) -> str:
+        return self._storage.locate(f"{self._folder}/{name}")
+
+
+class _MissingFile(WeightsError):
+    """A file is not there: superseded meanwhile, or never written."""
+
+
+def _folder_name(job: str) -> str:
+    """A folder for a job: readable, and nobody else's."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", job)[:_FOLDER_CHARACTERS]
+    return f"{readable}-{hashlib.blake2b(job.encode(), digest_size=4).hexdigest()}"
+
+
+def _about_weights(error: Exception) -> ConfigError:
+    return ConfigError(str(error).replace("replay.store.url", "weights.url"))
 
 
 def write_tensors(file: BinaryIO, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
@@ -95,141 +210,3 @@ def _fill(file: BinaryIO, data: np.ndarray, name: str) -> None:
         if not count:
             raise WeightsError(f"a file of weights is cut short within {name}")
         at += count
-
-
-_MARKER = "marker.json"
-_CHARACTERS = 64
-
-
-class CheckpointFiles:
-    """A job's folder, for both sides (`shelf_store.WritableShelf` and `shelf.Shelf`).
-
-    Args:
-        url: Directory or fsspec URL.
-        job: The run; its folder in there.
-
-    Raises:
-        ConfigError: the URL cannot be opened.
-    """
-
-    may_hang = True
-
-    def __init__(self, url: str, job: str) -> None:
-        self._url = url
-        self._folder = _folder_name(job)
-        try:
-            self._storage: Storage = open_storage(Path(url), url)
-        except ConfigError as error:
-            raise _about_weights(error) from error
-        self.look_every_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
-
-    def prepare(self, token: str | None, job: str, max_bytes: int) -> CurrentVersion | None:
-        """Makes the folder for writing.
-
-        Returns:
-            What a broadcaster before offers there; None where there is nothing, or nothing of this token.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        try:
-            self._storage.prepare([self._folder])
-            self._storage.remove_unfinished([self._folder])
-        except (ConfigError, OSError) as error:
-            raise _about_weights(error) from error
-        content = self.marker()
-        try:
-            return None if content is None else CurrentVersion.from_bytes(content, job, token, max_bytes)
-        except WeightsError:
-            return None  # of a life of the run with another token, or damaged: it is written over
-
-    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        """See `WritableShelf.begin_arrays`: a name, since the file begins with what is known of all arrays."""
-        return free_name("weights", ".safetensors", taken)
-
-    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `WritableShelf.write_arrays`."""
-        with self._writing(name) as path, path.open("wb") as file:
-            write_tensors(file, manifest, arrays)
-
-    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
-        """See `WritableShelf.write_message`."""
-        with self._writing(name) as path, path.open("wb") as file:
-            file.writelines(buffers)
-
-    def write_marker(self, content: bytes) -> None:
-        """See `WritableShelf.write_marker`."""
-        self.write_message(_MARKER, [content])
-
-    def discard(self, names: set[str]) -> None:
-        """See `WritableShelf.discard`."""
-        for name in names:
-            self._storage.delete(f"{self._folder}/{name}")
-
-    def endpoint(self) -> dict[str, Any]:
-        """See `WritableShelf.endpoint`."""
-        return {"url": self._url}
-
-    def close(self) -> None:
-        """Nothing to free: the files stay."""
-
-    def marker(self) -> bytes | None:
-        """See `Shelf.marker`."""
-        try:
-            return self.message(_MARKER, MAX_MANIFEST_BYTES)
-        except _MissingFile:
-            return None
-
-    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
-        """See `Shelf.arrays`."""
-        with self._reading(name) as file:
-            return read_tensors(file, manifest)
-
-    def message(self, name: str, most_bytes: int) -> bytes:
-        """See `Shelf.message`."""
-        with self._reading(name) as file:
-            content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise WeightsError(f"{self._where(name)} has more than {most_bytes} bytes")
-        return content
-
-    @contextmanager
-    def _writing(self, name: str) -> Generator[Path, None, None]:
-        try:
-            with self._storage.writing(f"{self._folder}/{name}") as path:
-                yield path
-        except Exception as error:  # every remote file system raises errors of its own
-            raise WeightsError(f"{self._where(name)} cannot be written: {type(error).__name__}: {error}") from error
-
-    @contextmanager
-    def _reading(self, name: str) -> Generator[BinaryIO, None, None]:
-        try:
-            with self._storage.opened(f"{self._folder}/{name}") as place:
-                if isinstance(place, Path):
-                    with place.open("rb") as file:
-                        yield file
-                else:
-                    yield place
-        except WeightsError:
-            raise
-        except FileNotFoundError as error:
-            raise _MissingFile(f"{self._where(name)} is gone") from error
-        except Exception as error:  # as above
-            raise UnreachableError(f"{self._where(name)} cannot be read: {type(error).__name__}: {error}") from error
-
-    def _where(self, name: str) -> str:
-        return self._storage.locate(f"{self._folder}/{name}")
-
-
-class _MissingFile(WeightsError):
-    """A file is not there: superseded meanwhile, or never written."""
-
-
-def _folder_name(job: str) -> str:
-    """A folder for a job: readable, and nobody else's."""
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", job)[:_CHARACTERS]
-    return f"{readable}-{hashlib.blake2b(job.encode(), digest_size=4).hexdigest()}"
-
-
-def _about_weights(error: Exception) -> ConfigError:
-    return ConfigError(str(error).replace("replay.store.url", "weights.url"))

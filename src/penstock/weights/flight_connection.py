@@ -1,13 +1,11 @@
-"""A client's connections to one Flight server of weights: one for questions, one for each stream of a fetch.
+"""A client's connections to one Flight server of weights: one for requests, one for each stream of a fetch.
 
 Every call has a deadline. A stream that delivers nothing for too long is given up long before it, where the caller asks
 for that. Connections are closed by whoever uses them last: Arrow crashes where one is closed under a call.
 
-How a payload is cut into the messages of several parallel streams; both ends compute the same plan.
-
-A payload is a row of buffers (the arrays, or one encoded difference). Every stream gets an equal, contiguous share of
-its bytes, cut at the buffers' ends and at the largest message: so each message lies in one buffer, and is sent from
-there and received into there without any other copy of ours.
+A payload is a row of buffers (the arrays, or encoded differences). Every stream gets an equal, contiguous share of its
+bytes, cut at the buffers' ends and at the largest message: so each message lies in one buffer, and is sent from there
+and received into there without any other copy of ours. Both ends compute the same plan (`chunks_of`).
 """
 
 import logging
@@ -39,6 +37,9 @@ from penstock.weights.flight_messages import (
 )
 from penstock.weights.manifest import MAX_MANIFEST_BYTES
 
+_log = logging.getLogger(__name__)
+_CHECK_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
@@ -47,43 +48,6 @@ class StreamChunk:
     index: int
     offset: int
     size: int
-
-
-def cut(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[StreamChunk]]:
-    """The messages of each stream, in order.
-
-    Args:
-        sizes: Bytes of every buffer.
-        streams: How many streams; those for which there is nothing left get an empty list.
-        chunk_bytes: Most bytes of a message.
-
-    Returns:
-        One list per stream; together they cover every byte once.
-    """
-    return [list(chunks_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
-
-
-def chunks_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[StreamChunk]:
-    """The messages of one stream, one after the other: a server keeps no plan, however small a client wants them.
-
-    Args:
-        sizes: As for `cut`, with the next two.
-        streams: How many there are.
-        chunk_bytes: Most bytes of a message.
-        stream: Which; one that is not among them has nothing.
-    """
-    share = -(-sum(sizes) // streams)
-    first, end = stream * share, (stream + 1) * share if stream < streams else 0
-    start = 0
-    for index, size in enumerate(sizes):
-        low, high = max(first - start, 0), min(end - start, size)
-        for offset in range(low, high, chunk_bytes):
-            yield StreamChunk(index, offset, min(chunk_bytes, high - offset))
-        start += size
-
-
-_log = logging.getLogger(__name__)
-_LOOK_S = 0.25
 
 
 class Channel:
@@ -152,7 +116,7 @@ class Channel:
         Raises:
             UnreachableError: this was closed.
         """
-        plan = cut([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
+        plan = cut_streams([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
         fetch = Fetch(self.address, buffers, deadline, self._closed)
         tickets = [
@@ -161,14 +125,14 @@ class Channel:
         ]
         with self._in_use():
             fetch.streams = [
-                self._pool.submit(self._receive, fetch, connection, stream_ticket, pieces)
-                for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
-                if pieces
+                self._pool.submit(self._receive, fetch, connection, stream_ticket, chunks)
+                for connection, stream_ticket, chunks in zip(self._connections, tickets, plan, strict=True)
+                if chunks
             ]
         return fetch
 
     def close(self) -> None:
-        """Ends fetches that run, and lets no call begin; a question that runs ends in its own time. May come twice."""
+        """Ends fetches that run, and lets no call begin; a request that runs ends in its own time. May come twice."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -178,10 +142,10 @@ class Channel:
             self._disconnect()
 
     def _receive(
-        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[StreamChunk]
+        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, chunks: Sequence[StreamChunk]
     ) -> None:
         with self._in_use():
-            fetch.receive(connection, ticket, pieces)
+            fetch.receive(connection, ticket, chunks)
 
     @contextmanager
     def _in_use(self) -> Generator[None]:
@@ -220,7 +184,7 @@ class Fetch:
         self._offer: Future[OfferAnswer | None] = Future()
         self.streams: Sequence[Future[None]] = ()
 
-    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[StreamChunk]) -> None:
+    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, chunks: Sequence[StreamChunk]) -> None:
         """Receives one stream into its places."""
         remaining_s = max(self._deadline - time.monotonic(), 1e-3)
         try:
@@ -231,10 +195,10 @@ class Fetch:
             if not schema.equals(SCHEMA):
                 raise WeightsError(f"the weight server at {self._address} sent other things than bytes")
             if ticket.asks:
-                told = (schema.metadata or {}).get(OFFER_KEY)
-                self._offer.set_result(None if told is None else read_answer(OfferAnswer, told))
-            for piece in pieces:
-                self._place(reader.read_chunk().data, piece)
+                offer = (schema.metadata or {}).get(OFFER_KEY)
+                self._offer.set_result(None if offer is None else read_answer(OfferAnswer, offer))
+            for chunk in chunks:
+                self._place(reader.read_chunk().data, chunk)
             if next(iter(reader), None) is not None:
                 raise WeightsError(f"the weight server at {self._address} sent more than the arrays have")
         except StopIteration as error:
@@ -253,7 +217,7 @@ class Fetch:
             return None
         either: list[Future[Any]] = [self._offer, self.streams[0]]
         limit = min(time.monotonic() + timeout_s, self._deadline)
-        while not wait(either, max(0.0, min(_LOOK_S, limit - time.monotonic())), FIRST_COMPLETED).done:
+        while not wait(either, max(0.0, min(_CHECK_S, limit - time.monotonic())), FIRST_COMPLETED).done:
             if self._closed.is_set():
                 raise UnreachableError("the connection was closed")
             if time.monotonic() >= limit:
@@ -276,7 +240,7 @@ class Fetch:
         pending = set(self.streams)
         try:
             while pending:
-                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                done, pending = wait(pending, timeout=_CHECK_S, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 if pending:
@@ -294,15 +258,15 @@ class Fetch:
         if running:
             for reader in readers:
                 reader.cancel()
-            wait(running, timeout=_LOOK_S)
+            wait(running, timeout=_CHECK_S)
 
-    def _place(self, batch: pa.RecordBatch | None, piece: StreamChunk) -> None:
+    def _place(self, batch: pa.RecordBatch | None, chunk: StreamChunk) -> None:
         column = None if batch is None else batch.column(0)
-        data = None if column is None or len(column) != piece.size or column.null_count else column.buffers()[1]
-        if column is None or data is None or data.size < column.offset + piece.size:  # Arrow looks at no buffer's size
-            raise WeightsError(f"the weight server at {self._address} sent other things than {piece.size} bytes")
-        received = np.frombuffer(data, np.uint8, piece.size, column.offset)
-        self._buffers[piece.index][piece.offset : piece.offset + piece.size] = received
+        data = None if column is None or len(column) != chunk.size or column.null_count else column.buffers()[1]
+        if column is None or data is None or data.size < column.offset + chunk.size:  # Arrow looks at no buffer's size
+            raise WeightsError(f"the weight server at {self._address} sent other things than {chunk.size} bytes")
+        received = np.frombuffer(data, np.uint8, chunk.size, column.offset)
+        self._buffers[chunk.index][chunk.offset : chunk.offset + chunk.size] = received
         self._moved_at = time.monotonic()
 
     def _register(self, reader: flight.FlightStreamReader) -> None:
@@ -318,3 +282,36 @@ class Fetch:
         still_s = time.monotonic() - self._moved_at
         if stall_s is not None and still_s > stall_s:
             raise UnreachableError(f"the weight server at {self._address} sent nothing for {still_s:.0f} s")
+
+
+def cut_streams(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[StreamChunk]]:
+    """The messages of each stream, in order.
+
+    Args:
+        sizes: Bytes of every buffer.
+        streams: How many streams; those for which there is nothing left get an empty list.
+        chunk_bytes: Most bytes of a message.
+
+    Returns:
+        One list per stream; together they cover every byte once.
+    """
+    return [list(chunks_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
+
+
+def chunks_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[StreamChunk]:
+    """The messages of one stream, one after the other: a server keeps no plan, however small a client wants them.
+
+    Args:
+        sizes: Bytes of every buffer.
+        streams: How many there are.
+        chunk_bytes: Most bytes of a message.
+        stream: Which; one that is not among them has nothing.
+    """
+    share = -(-sum(sizes) // streams)
+    first, end = stream * share, (stream + 1) * share if stream < streams else 0
+    start = 0
+    for index, size in enumerate(sizes):
+        low, high = max(first - start, 0), min(end - start, size)
+        for offset in range(low, high, chunk_bytes):
+            yield StreamChunk(index, offset, min(chunk_bytes, high - offset))
+        start += size

@@ -1,12 +1,9 @@
-"""The root of weights over Arrow Flight, in the learner's process: arrays are sent from the learner's own host copy.
+"""Serves weights over Arrow Flight: `WeightService` sends one publication at a time, for the root and every relay.
 
-It tells clients when there is a new version, and gives each of them its place in the fan-out tree.
-
-Serves one publication at a time over Arrow Flight: what the root beside the learner and every relay have in common.
-
-Arrays are sent from where they lie: each message refers to a part of an array, and Arrow writes it to the socket
-without taking the interpreter lock. A fetch that has begun is served to its end even if a newer version is put in its
-place meanwhile.
+The root (`FlightServer`) is in the learner's process, answers when there is a new version, and gives each client its
+place in the distribution tree. Arrays are sent from where they lie: each message refers to a part of an array of the
+learner's own host copy, and Arrow writes it to the socket without taking the interpreter lock. A fetch that has begun
+is served to its end even if a newer version is put in its place meanwhile.
 """
 
 import logging
@@ -20,9 +17,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
+from typing_extensions import override
 
 from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
-from penstock.weights.broadcaster import Publication
+from penstock.weights.broadcaster import Publication, TransportServer
 from penstock.weights.config import WeightsConfig
 from penstock.weights.flight_connection import StreamChunk, chunks_of
 from penstock.weights.flight_messages import (
@@ -30,7 +28,6 @@ from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
     Access,
-    Content,
     FinishedAnswer,
     FinishedRequest,
     Latest,
@@ -40,6 +37,7 @@ from penstock.weights.flight_messages import (
     Version,
     WaitAnswer,
     WaitRequest,
+    WireContent,
     content_pair,
     join_address,
     own_address,
@@ -56,8 +54,8 @@ Action = Callable[[bytes, str], bytes]
 """Answers a request, given its body and the host that it came from."""
 
 _CLOSE_S = 5.0
-_TELL_S = 0.25
-_PIECES_AHEAD = 1000
+_PROGRESS_S = 0.25
+_CHUNKS_AHEAD = 1000
 """Cut at once; one by one, in turn with the sending, a stream takes a fifth longer."""
 _BYTES = pa.uint8()
 _log = logging.getLogger(__name__)
@@ -77,7 +75,7 @@ class ServedVersion:
 
     manifest: Manifest
     arrays: Mapping[str, np.ndarray]
-    ways: Mapping[Content, Sequence[Any]]
+    ways: Mapping[WireContent, Sequence[Any]]
     values: dict[str, Any] = field(init=False)
     rides: bool = field(init=False)
 
@@ -85,7 +83,7 @@ class ServedVersion:
         object.__setattr__(self, "values", self.manifest.to_values())
         object.__setattr__(self, "rides", len(compact_json(self.values)) <= MAX_RIDING_OFFER_BYTES)
 
-    def delta_sizes(self, base: Content | None) -> list[int] | None:
+    def delta_sizes(self, base: WireContent | None) -> list[int] | None:
         """Bytes of each delta of the way from `base`; None where there is none, and arrays must be sent whole."""
         if base is None:
             return None
@@ -94,7 +92,7 @@ class ServedVersion:
         way = self.ways.get(base)
         return None if way is None else [memoryview(message).nbytes for message in way]
 
-    def buffers(self, base: Content | None) -> list[pa.Buffer]:
+    def buffers(self, base: WireContent | None) -> list[pa.Buffer]:
         """What is sent, by reference. Raises WeightsError where there is no way from `base`."""
         if base is None:
             return [pa.py_buffer(raw_bytes(self.arrays[spec.name])) for spec in self.manifest.arrays]
@@ -170,7 +168,7 @@ class WeightService(flight.FlightServerBase):
             return dict(self._numbers)
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
-        """Answers a request; part of Flight."""
+        """Answers a request; called by Flight."""
         try:
             answer = self._actions.get(action.type)
             if answer is None:
@@ -180,7 +178,7 @@ class WeightService(flight.FlightServerBase):
             raise wire_error(error) from error
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
-        """Sends one stream of a publication; part of Flight."""
+        """Sends one stream of a publication; called by Flight."""
         try:
             request = read_request(StreamTicket, ticket.ticket)
             self.check_job(request.job)
@@ -190,8 +188,8 @@ class WeightService(flight.FlightServerBase):
         except WeightsError as error:
             raise wire_error(error) from error
         sizes = [buffer.size for buffer in buffers]
-        pieces = chunks_of(sizes, request.streams, request.chunk_bytes, request.stream)
-        batches = self._batches(buffers, pieces, request.client)
+        chunks = chunks_of(sizes, request.streams, request.chunk_bytes, request.stream)
+        batches = self._batches(buffers, chunks, request.client)
         return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(schema, batches))
 
     def check_job(self, job: str) -> None:
@@ -219,26 +217,26 @@ class WeightService(flight.FlightServerBase):
         return SCHEMA.with_metadata({OFFER_KEY: offer(question.to_bytes(), host)})
 
     def _batches(
-        self, buffers: Sequence[pa.Buffer], pieces: Iterator[StreamChunk], client: str
+        self, buffers: Sequence[pa.Buffer], chunks: Iterator[StreamChunk], client: str
     ) -> Iterator[pa.RecordBatch]:
-        told_at, untold_bytes = 0.0, 0
+        counted_at, uncounted_bytes = 0.0, 0
         try:
-            while block := list(islice(pieces, _PIECES_AHEAD)):
-                for piece in block:
+            while block := list(islice(chunks, _CHUNKS_AHEAD)):
+                for chunk in block:
                     if self._closing:
                         raise flight.FlightUnavailableError("the weight server is closing")
-                    data = buffers[piece.index].slice(piece.offset, piece.size)
-                    column = pa.Array.from_buffers(_BYTES, piece.size, [None, data], null_count=0)
+                    data = buffers[chunk.index].slice(chunk.offset, chunk.size)
+                    column = pa.Array.from_buffers(_BYTES, chunk.size, [None, data], null_count=0)
                     yield pa.RecordBatch.from_arrays([column], schema=SCHEMA)
-                    untold_bytes += piece.size
-                    if time.monotonic() - told_at > _TELL_S:
-                        told_at, untold_bytes = time.monotonic(), self._tell(untold_bytes, client)
+                    uncounted_bytes += chunk.size
+                    if time.monotonic() - counted_at > _PROGRESS_S:
+                        counted_at, uncounted_bytes = time.monotonic(), self._count_sent(uncounted_bytes, client)
             self._count("weights/streams_served", 1)
         finally:  # streams that end early, too
-            self._tell(untold_bytes, client)
+            self._count_sent(uncounted_bytes, client)
 
-    def _tell(self, sent_bytes: int, client: str) -> int:
-        """Counts what was sent, and says that it moves; zero bytes are left to be told."""
+    def _count_sent(self, sent_bytes: int, client: str) -> int:
+        """Counts what was sent, and reports that it moves; returns zero, the bytes that are not counted yet."""
         self._count("weights/bytes_served", sent_bytes)
         if self._on_sent is not None:
             self._on_sent(client)
@@ -249,17 +247,17 @@ class WeightService(flight.FlightServerBase):
             self._numbers[name] += number
 
 
-LEASE_S = 60.0
+_LEASE_S = 60.0
 """A client that was given a place and to which nothing moves loses it after so long."""
 
-FORGET_S = 60.0
+_FORGET_S = 60.0
 """A client that asked nothing for so long is counted no more."""
 
 _TICK_S = 1.0
 
 
-class FlightServer:
-    """Serves publications to clients that fetch (`publishing.TransportServer`).
+class FlightServer(TransportServer):
+    """Serves publications to clients that fetch.
 
     Args:
         config: Address, fan-out and certificates.
@@ -284,20 +282,21 @@ class FlightServer:
         self._config, self._incarnation = config, incarnation
         self._tls = access.certificate is not None
         self._changed = threading.Condition()
-        self._fan_out = DistributionTree(config.fanout, min(LEASE_S, config.fetch_timeout_s / 2), FORGET_S, clock)
+        self._tree = DistributionTree(config.fanout, min(_LEASE_S, config.fetch_timeout_s / 2), _FORGET_S, clock)
         self._newest: Latest | None = None
         self._held: dict[str, Version] = {}
         self._closed = False
         actions = {"wait": self._wait, "offer": self._offer, "finished": self._finished}
         self._service = WeightService(job, access, config.host, config.port, actions, self._sent)
 
+    @override
     def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `publishing.TransportServer.begin`: they are sent from where they lie."""
+        """They are sent from where they lie."""
 
+    @override
     def put(self, publication: Publication) -> None:
-        """See `publishing.TransportServer.put`."""
         messages = {id(delta): delta.to_bytes() for chain in publication.chains.values() for delta in chain}
-        ways: dict[Content, list[bytes]] = {
+        ways: dict[WireContent, list[bytes]] = {
             (pair(version), digest): [messages[id(delta)] for delta in chain]
             for (version, digest), chain in publication.chains.items()
         }
@@ -305,18 +304,18 @@ class FlightServer:
         with self._changed:
             self._service.put(ServedVersion(manifest, publication.arrays, ways))
             self._newest = (manifest.incarnation, pair(manifest.version))
-            self._fan_out.start(pair(manifest.version))
+            self._tree.start(pair(manifest.version))
             self._changed.notify_all()
 
+    @override
     def endpoint(self) -> dict[str, Any]:
-        """See `publishing.TransportServer.endpoint`."""
         return {"address": self._config.advertise or self._own_address(), "tls": self._tls}
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """See `publishing.TransportServer.metrics`."""
         with self._changed:
-            clients = self._fan_out.clients
-            self._held = {name: version for name, version in self._held.items() if self._fan_out.knows(name)}
+            clients = self._tree.clients
+            self._held = {name: version for name, version in self._held.items() if self._tree.knows(name)}
             newest = None if self._newest is None else self._newest[1]
             behind = [newest[1] - held[1] for held in self._held.values() if newest is not None]
         return self._service.metrics() | {
@@ -324,8 +323,8 @@ class FlightServer:
             "weights/slowest_lag": float(max(behind, default=0)),
         }
 
+    @override
     def close(self) -> None:
-        """See `publishing.TransportServer.close`."""
         with self._changed:
             if self._closed:
                 return
@@ -344,7 +343,7 @@ class FlightServer:
         self._service.check_job(request.job)
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
-            self._fan_out.hear(request.client)
+            self._tree.note(request.client)
             self._changed.wait_for(
                 lambda: self._closed or self._newest != request.known, max(0.0, deadline - time.monotonic())
             )
@@ -356,13 +355,13 @@ class FlightServer:
         self._service.check_job(request.job)
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
-            self._fan_out.hear(request.client)
+            self._tree.note(request.client)
             if request.failed:
-                self._fan_out.failed(request.version, request.client)
+                self._tree.failed(request.version, request.client)
                 self._changed.notify_all()
             parent = self._place(request, deadline)
             served = self._service.get(WeightVersion(*request.version))
-            keep = self._fan_out.has_relays
+            keep = self._tree.has_relays
         deltas = served.delta_sizes(request.base) if parent == ROOT else None
         return OfferAnswer(manifest=served.values, parent=parent, keep=keep, deltas=deltas).to_bytes()
 
@@ -370,7 +369,7 @@ class FlightServer:
         """Where the client shall fetch; None where no place came free until the deadline."""
         while True:
             self._check_open()
-            parent = self._fan_out.parent(request.version, request.client)
+            parent = self._tree.parent(request.version, request.client)
             remaining_s = deadline - time.monotonic()
             if parent is not None or remaining_s <= 0:
                 return parent
@@ -380,16 +379,16 @@ class FlightServer:
         request = read_request(FinishedRequest, body)
         self._service.check_job(request.job)
         with self._changed:
-            self._fan_out.hear(request.client)
+            self._tree.note(request.client)
             location = None if request.port is None else join_address(host, request.port)
             self._held[request.client] = request.version
-            if self._fan_out.finished(request.version, request.client, location):
+            if self._tree.finished(request.version, request.client, location):
                 self._changed.notify_all()
         return FinishedAnswer().to_bytes()
 
     def _sent(self, client: str) -> None:
         with self._changed:
-            self._fan_out.moves(client)
+            self._tree.moves(client)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,23 +1,18 @@
 """Weights in memory that the processes of one machine share: one copy in, none out.
 
-Each version is copied into a segment that nobody reads; readers map it. Segments are used again in turn, since memory
-that was touched before is written many times as fast as fresh memory: two of them suffice while every client has let
-the version before go, and each version that a client keeps longer costs one more. Only the newest is offered.
+Each version is copied into a *segment*, a file on a memory file system, that nobody reads; readers map it. Segments are
+used again in turn, since memory that was touched before is written many times as fast as fresh memory: two of them
+suffice while every client has let the version before go, and each version that a client keeps longer costs one more.
+Only the newest is offered.
 
-Access is by the file system's rights (this user alone) and the signed marker. Not covered: other machines. On machines
+Nobody counts readers. Who maps a segment holds a shared lock on it until the last of the arrays is gone, and a job's
+broadcaster holds a lock in the job's folder for as long as it lives. The system gives locks back when a process dies,
+however it dies: so the writer sees whether it may write over a segment, and anybody sees whose folder is abandoned.
+Such folders are freed by the next run of this user on the machine, whatever it trains and however it moves its weights,
+and by ``penstock doctor --clean``.
+
+Access is by the file system's rights (this user alone) and the signed pointer. Not covered: other machines. On machines
 without a memory file system the segments are temporary files.
-
-Named memory of this machine: files on a memory file system that several processes map.
-
-A segment has one writer and any number of readers. Who maps it holds a shared lock on it until the last of the arrays
-is gone, and the system gives that lock back when a process dies, however it dies. So the writer sees, without counting,
-whether it may write over a segment.
-
-The folder in this machine's memory that one job's broadcaster owns, and how it gets one that nobody else has.
-
-Its broadcaster holds a lock in it for as long as it lives, and the system gives that back however it dies: so there is
-never doubt who is dead. Memory of the dead is freed by the next run of this user on the machine, whatever it trains and
-however it moves its weights, and by ``penstock doctor --clean``.
 """
 
 import ctypes
@@ -38,15 +33,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.types import UnreachableError, WeightsError
-from penstock.weights.files import free_name
+from penstock.weights.files import POINTER, VersionFiles, free_name
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest, from_raw_bytes, raw_bytes
 
 _MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
-_MOST_COPIERS = 4
-_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 1 << 20, 1 << 23
+_LOCK = "broadcaster.lock"
+_TAKEOVER_S = 10.0
+"""Longest wait for a broadcaster of the same job to end."""
+
+_LOCK_POLL_S = 0.02
+_MAX_COPIERS = 4
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 20, 1 << 23
 _Piece = tuple[np.ndarray, np.ndarray, int, int]
 """To, from, first byte, last byte + 1."""
 
@@ -55,6 +56,149 @@ _core = getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "lin
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once: touching fresh ones one by one takes ten times as long."""
+
+
+class SharedMemoryFiles(VersionFiles):
+    """A job's folder in memory: of a broadcaster after `prepare`, else of a client.
+
+    Args:
+        job: The run.
+    """
+
+    poll_s = 0.002
+    may_hang = False
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._path = job_folder(job)
+        self._pointer_path = f"{self._path}/{POINTER}"
+        self._seen: tuple[tuple[int, int, int], bytes] | None = None
+        self._owned: JobFolder | None = None
+        self._copier = ParallelCopier()
+        self._segments: dict[str, Segment] = {}
+        self._copying: tuple[Segment, Callable[[], None]] | None = None
+        self._offered = ""
+
+    @override
+    def prepare(self) -> None:
+        self._owned = JobFolder(self._job, _TAKEOVER_S)
+
+    @override
+    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
+        """They are copied while their digests are computed."""
+        self._finish_copying()
+        name, segment = self._free_segment(segment_bytes(array.nbytes for array in arrays.values()), taken)
+        self._copying = segment, segment.write(arrays, self._copier)
+        self._offered = name
+        return name
+
+    @override
+    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+        """They are being copied since `begin_arrays`."""
+
+    @override
+    def write_delta(self, name: str, buffers: Iterable[bytes]) -> None:
+        self._write(name, b"".join(buffers))
+
+    @override
+    def write_pointer(self, content: bytes) -> None:
+        self._finish_copying()  # first: once this thread gives the interpreter up, it waits long to be woken
+        self._write(POINTER, content)
+
+    @override
+    def discard(self, names: set[str]) -> None:
+        """One segment that nobody reads stays for the next version."""
+        for name in names - self._segments.keys():
+            (self._path / name).unlink(missing_ok=True)
+        others = [name for name in sorted(self._segments) if name != self._offered]
+        if len(others) < 2:
+            return
+        for name in [name for name in others if self._is_idle(name)][1:]:
+            self._segments.pop(name).remove()
+
+    @override
+    def endpoint(self) -> dict[str, Any]:
+        return {"folder": str(self._path)}
+
+    @override
+    def read_pointer(self) -> bytes | None:
+        try:
+            status = os.stat(self._pointer_path)
+            identity = status.st_ino, status.st_mtime_ns, status.st_size
+            if self._seen is None or self._seen[0] != identity:
+                if not is_own_folder(self._path):
+                    raise WeightsError(f"{self._path} is not a folder of this user alone")
+                self._seen = identity, _read_bounded(self._pointer_path, MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            if self._path.is_dir():
+                return None
+            raise UnreachableError(
+                f"no broadcaster of this job runs on this machine: {self._path} is missing (shared memory reaches "
+                "one machine only: where the learner runs on another, set weights.transport to arrow_flight)"
+            ) from None
+        return self._seen[1]
+
+    @override
+    def read_arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
+        return mapped_arrays(f"{self._path}/{name}", manifest)
+
+    @override
+    def read_delta(self, name: str, max_bytes: int) -> bytes:
+        try:
+            return _read_bounded(f"{self._path}/{name}", max_bytes)
+        except FileNotFoundError as error:
+            raise WeightsError(f"the delta {name} of weights is gone") from error
+
+    @override
+    def close(self) -> None:
+        """Frees the memory, as far as nobody reads it any more."""
+        self._finish_copying()
+        self._copier.close()
+        for segment in self._segments.values():
+            segment.remove()
+        self._segments.clear()
+        if self._owned is not None:
+            self._owned.remove()
+
+    def _is_idle(self, name: str) -> bool:
+        idle = self._segments[name].take()
+        if idle:
+            self._segments[name].give()
+        return idle
+
+    def _free_segment(self, nbytes: int, offered: set[str]) -> "tuple[str, Segment]":
+        """A segment that nobody reads, locked for writing; a new one where there is none."""
+        for name, segment in self._segments.items():
+            if name not in offered and segment.nbytes == nbytes and segment.take():
+                return name, segment
+        name = free_name("segment", ".weights", set(self._segments))
+        segment = Segment(self._path / name, nbytes)
+        segment.take()
+        self._segments[name] = segment
+        return name, segment
+
+    def _finish_copying(self) -> None:
+        if self._copying is not None:
+            (segment, finish), self._copying = self._copying, None
+            try:
+                finish()
+            finally:
+                segment.give()
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
+        path = f"{self._path}/{name}"
+        aside = f"{path}.tmp"
+        try:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(descriptor, content)
+            finally:
+                os.close(descriptor)
+            os.replace(aside, path)
+        except OSError as error:
+            Path(aside).unlink(missing_ok=True)
+            raise WeightsError(f"shared memory cannot be written: {error}") from error
 
 
 def memory_folder() -> Path:
@@ -125,7 +269,7 @@ class ParallelCopier:
     """
 
     def __init__(self) -> None:
-        self._helpers = min(_MOST_COPIERS, os.cpu_count() or 1) - 1
+        self._helpers = min(_MAX_COPIERS, os.cpu_count() or 1) - 1
         self._pool = ThreadPoolExecutor(max(self._helpers, 1), thread_name_prefix="weights-copy")
 
     def begin(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Callable[[], None]:
@@ -154,7 +298,7 @@ def _cut(pairs: Iterable[tuple[np.ndarray, np.ndarray]], threads: int) -> deque[
     """What there is to copy, in pieces that shrink towards the end.
 
     A thread that has done a piece needs the interpreter for the next one, while the publishing thread is at work with
-    digests and the marker: so the first ones are large. The last ones are small, so that all threads end together.
+    digests and the pointer: so the first ones are large. The last ones are small, so that all threads end together.
     """
     listed = list(pairs)
     left = sum(to.size for to, _ in listed)
@@ -162,7 +306,7 @@ def _cut(pairs: Iterable[tuple[np.ndarray, np.ndarray]], threads: int) -> deque[
     for to, source in listed:
         start = 0
         while start < to.size:
-            size = min(max(left // (2 * threads), _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES, to.size - start)
+            size = min(max(left // (2 * threads), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES, to.size - start)
             pieces.append((to, source, start, start + size))
             start += size
             left -= size
@@ -234,10 +378,6 @@ def _locked(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-_LOCK = "broadcaster.lock"
-_LOOK_EVERY_S = 0.02
 
 
 def job_folder(job: str) -> Path:
@@ -323,7 +463,7 @@ def _lock_of(path: Path, deadline: float) -> int:
             return descriptor
         if time.monotonic() >= deadline:
             raise WeightsError(f"another broadcaster of this job lives: it holds {path / _LOCK}; end it first")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_LOCK_POLL_S)
 
 
 def _try_lock(path: Path, flags: int) -> int | None:
@@ -378,169 +518,18 @@ def _empty(path: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-_MARKER = "marker.json"
-_TAKEOVER_S = 10.0
-
-
-class SharedMemory:
-    """A job's folder as its broadcaster has it (`shelf_store.WritableShelf`).
-
-    Args:
-        job: The run.
-
-    Raises:
-        WeightsError: another broadcaster of the job lives.
-    """
-
-    def __init__(self, job: str) -> None:
-        self._folder = JobFolder(job, _TAKEOVER_S)
-        self._segments: dict[str, Segment] = {}
-        self._copier = ParallelCopier()
-        self._copying: tuple[Segment, Callable[[], None]] | None = None
-        self._offered = ""
-
-    def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        """See `WritableShelf.begin_arrays`. They are copied while their digests are reckoned."""
-        self._finish_copying()
-        name, segment = self._taken_segment(segment_bytes(array.nbytes for array in arrays.values()), taken)
-        self._copying = segment, segment.write(arrays, self._copier)
-        self._offered = name
-        return name
-
-    def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `WritableShelf.write_arrays`: they are on their way."""
-
-    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
-        """See `WritableShelf.write_message`."""
-        self._write(name, b"".join(buffers))
-
-    def write_marker(self, content: bytes) -> None:
-        """See `WritableShelf.write_marker`."""
-        self._finish_copying()  # first: once this thread gives the interpreter up, it waits long to be woken
-        self._write(_MARKER, content)
-
-    def discard(self, names: set[str]) -> None:
-        """See `WritableShelf.discard`. One segment that nobody reads stays for the next version."""
-        for name in names - self._segments.keys():
-            (self._folder.path / name).unlink(missing_ok=True)
-        others = [name for name in sorted(self._segments) if name != self._offered]
-        if len(others) < 2:
-            return
-        for name in [name for name in others if self._is_idle(name)][1:]:
-            self._segments.pop(name).remove()
-
-    def endpoint(self) -> dict[str, Any]:
-        """See `WritableShelf.endpoint`."""
-        return {"folder": str(self._folder.path)}
-
-    def close(self) -> None:
-        """Frees the memory, as far as nobody reads it any more."""
-        self._finish_copying()
-        self._copier.close()
-        for segment in self._segments.values():
-            segment.remove()
-        self._segments.clear()
-        self._folder.remove()
-
-    def _is_idle(self, name: str) -> bool:
-        idle = self._segments[name].take()
-        if idle:
-            self._segments[name].give()
-        return idle
-
-    def _taken_segment(self, nbytes: int, offered: set[str]) -> tuple[str, Segment]:
-        """A segment that nobody reads, claimed; a new one where there is none."""
-        for name, segment in self._segments.items():
-            if name not in offered and segment.nbytes == nbytes and segment.take():
-                return name, segment
-        name = free_name("segment", ".weights", set(self._segments))
-        segment = Segment(self._folder.path / name, nbytes)
-        segment.take()
-        self._segments[name] = segment
-        return name, segment
-
-    def _finish_copying(self) -> None:
-        if self._copying is not None:
-            (segment, finish), self._copying = self._copying, None
-            try:
-                finish()
-            finally:
-                segment.give()
-
-    def _write(self, name: str, content: bytes) -> None:
-        """Replaces a file in one move; memory needs no flush, and the folder has one writer."""
-        path = f"{self._folder.path}/{name}"
-        aside = f"{path}.tmp"
-        try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                _write_all(descriptor, content)
-            finally:
-                os.close(descriptor)
-            os.replace(aside, path)
-        except OSError as error:
-            Path(aside).unlink(missing_ok=True)
-            raise WeightsError(f"shared memory cannot be written: {error}") from error
-
-
-class SharedMemoryShelf:
-    """A job's folder as clients have it (`shelf.Shelf`).
-
-    Args:
-        job: The run.
-    """
-
-    look_every_s = 0.002
-    may_hang = False
-
-    def __init__(self, job: str) -> None:
-        self._folder = job_folder(job)
-        self._marker_path = f"{self._folder}/{_MARKER}"
-        self._seen: tuple[tuple[int, int, int], bytes] | None = None
-
-    def marker(self) -> bytes | None:
-        """See `Shelf.marker`."""
-        path = self._marker_path
-        try:
-            status = os.stat(path)
-            identity = status.st_ino, status.st_mtime_ns, status.st_size
-            if self._seen is None or self._seen[0] != identity:
-                if not is_own_folder(self._folder):
-                    raise WeightsError(f"{self._folder} is not a folder of this user alone")
-                self._seen = identity, _read_bounded(path, MAX_MANIFEST_BYTES)
-        except FileNotFoundError:
-            if self._folder.is_dir():
-                return None
-            raise UnreachableError(
-                f"no broadcaster of this job runs on this machine: {self._folder} is missing (shared memory reaches "
-                "one machine only: where the learner runs on another, set weights.transport to arrow_flight)"
-            ) from None
-        return self._seen[1]
-
-    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
-        """See `Shelf.arrays`."""
-        return mapped_arrays(f"{self._folder}/{name}", manifest)
-
-    def message(self, name: str, most_bytes: int) -> bytes:
-        """See `Shelf.message`."""
-        try:
-            return _read_bounded(f"{self._folder}/{name}", most_bytes)
-        except FileNotFoundError as error:
-            raise WeightsError(f"the delta {name} of weights is gone") from error
-
-
 def _write_all(descriptor: int, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
-def _read_bounded(path: str, most_bytes: int) -> bytes:
+def _read_bounded(path: str, max_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         nbytes = os.fstat(descriptor).st_size
-        if nbytes > most_bytes:
-            raise WeightsError(f"{path} has {nbytes} bytes, at most {most_bytes} are read")
+        if nbytes > max_bytes:
+            raise WeightsError(f"{path} has {nbytes} bytes, at most {max_bytes} are read")
         parts: list[bytes] = []
         while nbytes > 0 and (part := os.read(descriptor, nbytes)):
             parts.append(part)
