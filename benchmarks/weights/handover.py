@@ -26,7 +26,8 @@ import numpy as np
 from benchmarks.weights.fetching_process import TOKEN, Fetcher
 from benchmarks.weights.raw_flight import RawServer
 from penstock.types import WeightVersion
-from penstock.weights import Broadcaster, InProcessBroadcaster, WeightsConfig, open_broadcaster, publishing
+from penstock.weights import Broadcaster, InProcessBroadcaster, WeightsConfig, open_broadcaster
+from penstock.weights import broadcaster as broadcasting
 from penstock.weights.manifest import Manifest, array_digest, describe
 
 WARM_UP_ROUNDS = 3
@@ -172,7 +173,7 @@ def _cross_ready(
     def ready(job: str, incarnation: str, version: WeightVersion, _: Any) -> Manifest:
         return replace(manifest, job=job, incarnation=incarnation, version=version)
 
-    with mock.patch.object(publishing, "describe", ready):
+    with mock.patch.object(broadcasting, "describe", ready):
         publish_s, fetched = _hand_over(name, broadcaster, fetcher, steps, arrays)
     measured.add(f"{name}: digests ready", publish_s + fetched["weights/transfer_s"])
 

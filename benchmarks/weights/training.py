@@ -17,7 +17,7 @@ import numpy as np
 from penstock import load_config, train
 from penstock.types import WeightVersion
 from penstock.weights import InProcessBroadcaster
-from penstock.weights.host import host_arrays
+from penstock.weights.broadcaster import host_arrays
 
 
 @dataclass(frozen=True)

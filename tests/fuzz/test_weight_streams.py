@@ -16,9 +16,8 @@ from tests.fuzz.fuzzing import COUNTS, LIMIT_S, altered, damaged, fuzz, json_byt
 
 from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_client
-from penstock.weights.fan_out import ROOT
-from penstock.weights.flight_access import local_error
-from penstock.weights.flight_messages import OFFER_KEY, SCHEMA, OfferAnswer
+from penstock.weights.flight_messages import OFFER_KEY, SCHEMA, OfferAnswer, local_error
+from penstock.weights.flight_tree import ROOT
 from penstock.weights.manifest import describe
 
 JOB, TOKEN, MOST, INCARNATION = "cats-1", "a fuzzer's token", 1 << 20, "0" * 32

@@ -11,20 +11,21 @@ from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 from penstock.types import WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
+from penstock.weights.checkpoint import read_tensors, write_tensors
 from penstock.weights.delta import decode_delta, encode_delta
-from penstock.weights.flight_access import Access, open_channel
+from penstock.weights.files import _SIGNATURE_CHARACTERS, CurrentVersion, OfferedVersion, _signature
 from penstock.weights.flight_messages import (
+    Access,
     FinishedRequest,
     OfferAnswer,
     OfferRequest,
     StreamTicket,
     WaitAnswer,
     WaitRequest,
+    open_channel,
     read_answer,
 )
-from penstock.weights.manifest import Manifest, describe
-from penstock.weights.marker import _SIGNATURE_CHARACTERS, Marker, Offer, _signature
-from penstock.weights.tensor_file import read_tensors, write_tensors
+from penstock.weights.manifest import Manifest, describe, read_json
 
 JOB, TOKEN, MOST = "cats-1", "a fuzzer's token", 1 << 20
 VERSION = WeightVersion(0, 3)
@@ -125,7 +126,7 @@ def test_manifests_and_answers_are_read_or_refused(count):
         OfferAnswer: OfferAnswer(manifest=values, parent="127.0.0.1:1234", keep=True, deltas=[3, 4]),
     }
     readers = [
-        (values, lambda text: Manifest.from_json(text, MOST)),
+        (values, lambda text: Manifest.from_values(read_json(text), MOST)),
         (json.loads(answers[WaitAnswer].to_bytes()), lambda text: read_answer(WaitAnswer, text)),
         (
             json.loads(answers[OfferAnswer].to_bytes()),
@@ -162,12 +163,14 @@ def test_deltas_and_files_are_read_or_refused(count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_markers_are_read_or_refused(count):
+def test_pointers_are_read_or_refused(count):
     """Half of them with a right signature, as by somebody who has the token."""
     manifest, _ = published(3)
-    good = Marker(JOB, (Offer(manifest, "full-0.safetensors", {(WeightVersion(0, 2), "ab"): ("delta-0",)}),))
+    good = CurrentVersion(
+        JOB, (OfferedVersion(manifest, "full-0.safetensors", {(WeightVersion(0, 2), "ab"): ("delta-0",)}),)
+    )
     content = good.to_bytes(TOKEN)
-    assert Marker.from_bytes(content, JOB, TOKEN, MOST) == good
+    assert CurrentVersion.from_bytes(content, JOB, TOKEN, MOST) == good
     text = content[_SIGNATURE_CHARACTERS:]
 
     def make(rng):
@@ -176,4 +179,6 @@ def test_markers_are_read_or_refused(count):
         forged = json_bytes(json.loads(text), rng)
         return _signature(forged, TOKEN) + forged
 
-    assert fuzz(lambda given: Marker.from_bytes(given, JOB, TOKEN, MOST), make, count, WeightsError) > 0.5 * count
+    assert (
+        fuzz(lambda given: CurrentVersion.from_bytes(given, JOB, TOKEN, MOST), make, count, WeightsError) > 0.5 * count
+    )

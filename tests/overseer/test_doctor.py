@@ -8,7 +8,7 @@ from rich.console import Console
 from penstock.cli import main
 from penstock.overseer import doctor
 from penstock.overseer.doctor import Check, examine, free_memory_bytes, judge_disk, judge_memory, print_checks
-from penstock.weights import job_folder
+from penstock.weights import shared_memory
 
 GIB = 2**30
 
@@ -87,9 +87,9 @@ def test_programs_from_a_cache_are_refused_on_a_cpu(monkeypatch):
 
 @pytest.mark.attack
 def test_memory_of_killed_runs_is_named_and_cleaned(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(job_folder, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_memory, "memory_folder", lambda: tmp_path)
     assert doctor.check_abandoned_memory() == Check("memory of killed runs", "ok", "none")
-    left = job_folder.job_folder("killed")
+    left = shared_memory.job_folder("killed")
     left.mkdir(mode=0o700)
     (left / "broadcaster.lock").touch()
     (left / "segment").write_bytes(bytes(8192))

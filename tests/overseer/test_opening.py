@@ -11,7 +11,7 @@ from penstock.overseer.opening import Damages, resume_point
 from penstock.replay import RolloutStore
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed
-from penstock.weights import job_folder
+from penstock.weights import shared_memory
 from tests.overseer.conftest import tiny
 from tests.overseer.test_fleet_training import tiny as tiny_control
 
@@ -100,8 +100,8 @@ def test_rewards_beyond_the_limit_cost_their_groups_and_are_named(run_dir: Path)
 def test_memory_of_killed_runs_is_freed_by_any_run(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr(job_folder, "memory_folder", lambda: memory)
-    left = job_folder.job_folder("killed")
+    monkeypatch.setattr(shared_memory, "memory_folder", lambda: memory)
+    left = shared_memory.job_folder("killed")
     left.mkdir(mode=0o700)
     (left / "broadcaster.lock").touch()
     (left / "segment").write_bytes(bytes(8192))

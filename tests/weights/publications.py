@@ -3,9 +3,9 @@
 import numpy as np
 
 from penstock.types import WeightVersion
-from penstock.weights.delta_history import DeltaHistory
+from penstock.weights.broadcaster import Publication
+from penstock.weights.delta import DeltaHistory
 from penstock.weights.manifest import Manifest, describe
-from penstock.weights.publishing import Publication
 
 JOB = "job"
 INCARNATION = "a" * 32

@@ -1,15 +1,83 @@
+import io
 import uuid
 from pathlib import Path
 
 import fsspec
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from tests.weights.publications import JOB, arrays_of, manifest_of
 
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig, open_broadcaster, open_client
-from penstock.weights.checkpoint import CheckpointFolder
+from penstock.weights.checkpoint import CheckpointFiles, read_tensors, write_tensors
+from penstock.weights.manifest import DTYPES, Manifest, describe
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {
+        "odd": np.arange(3, dtype=np.int8),
+        "kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "half": np.ones(5, ml_dtypes.bfloat16),
+        "empty": np.zeros((0, 2), np.float64),
+        "scalar": np.array(7, np.int64),
+    }
+
+
+def described() -> Manifest:
+    return describe("job", "a" * 32, WeightVersion(2, 3), arrays())
+
+
+def content() -> bytes:
+    file = io.BytesIO()
+    write_tensors(file, described(), arrays())
+    return file.getvalue()
+
+
+def test_what_is_written_is_read():
+    found = read_tensors(io.BytesIO(content()), described())
+    assert {name: (array.dtype, array.shape, array.tobytes()) for name, array in found.items()} == {
+        name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays().items()
+    }
+    assert not any(array.flags.writeable for array in found.values())
+
+
+def test_it_is_a_safetensors_file(tmp_path: Path):
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(content())
+    with safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"lineage": "2", "step": "3"}
+        assert sorted(file.keys()) == sorted(arrays())
+        np.testing.assert_array_equal(file.get_tensor("kernel"), arrays()["kernel"])
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_safetensors_knows_every_dtype(dtype: str):
+    array = {"x": np.zeros(8, DTYPES[dtype])}
+    file = io.BytesIO()
+    write_tensors(file, describe("job", "a" * 32, WeightVersion(0, 0), array), array)
+    assert [name for name, _ in safetensors.deserialize(file.getvalue())] == ["x"]
+
+
+@pytest.mark.parametrize("length", [0, 7, 20, -1])
+def test_a_file_cut_short_is_refused(length: int):
+    with pytest.raises(WeightsError, match="damaged|cut short within scalar"):
+        read_tensors(io.BytesIO(content()[:length]), described())
+
+
+def test_a_header_that_says_it_is_huge_is_not_read():
+    with pytest.raises(WeightsError, match="header differs"):
+        read_tensors(io.BytesIO((1 << 60).to_bytes(8, "little") + b"{}"), described())
+
+
+def test_a_file_of_another_version_is_refused():
+    other = describe("job", "a" * 32, WeightVersion(2, 4), arrays())
+    with pytest.raises(WeightsError, match="not of .*step=4"):
+        read_tensors(io.BytesIO(content()), other)
+
 
 CONFIG = WeightsConfig(transport="checkpoint", keep=2)
 
@@ -103,7 +171,7 @@ def test_a_place_that_cannot_be_written_is_a_configuration_error(tmp_path: Path)
     with pytest.raises(ConfigError):
         open_broadcaster(CONFIG, JOB, "t", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="weights.url is 'nothing://x'"):
-        CheckpointFolder("nothing://x", JOB)
+        CheckpointFiles("nothing://x", JOB)
 
 
 def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -125,21 +193,22 @@ def test_a_full_disk_is_told_and_the_version_before_stays(tmp_path: Path, monkey
 
 def test_a_place_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyPatch):
     url = f"memory://{uuid.uuid4().hex}"
-    folder = CheckpointFolder(url, JOB)
-    assert folder.prepare("t", JOB, 1 << 40) is None
+    folder = CheckpointFiles(url, JOB)
+    folder.prepare()
+    assert folder.read_pointer() is None
 
     def broken(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "open", broken)
     with pytest.raises(UnreachableError, match="cannot be read: ConnectionError: no route"):
-        folder.marker()
+        folder.read_pointer()
 
 
 def test_two_jobs_have_two_folders_whatever_their_names(tmp_path: Path):
     for job in ("../a", "a/b", "a_b", "é" * 100):
-        folder = CheckpointFolder(str(tmp_path), job)
-        folder.prepare("t", job, 1 << 40)
+        folder = CheckpointFiles(str(tmp_path), job)
+        folder.prepare()
         name = folder.begin_arrays(arrays_of(0), set())
         folder.write_arrays(name, manifest_of(0), arrays_of(0))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 4

@@ -1,4 +1,7 @@
-"""Clients in a tree: who fetches from whom, and how every failure of a parent leads back to the root."""
+"""Clients in a tree: who fetches from whom, and how every failure of a parent leads back to the root.
+
+A client that serves others: from the first version that it is asked to keep, to its end.
+"""
 
 import threading
 import time
@@ -8,11 +11,76 @@ import pyarrow.flight as flight
 import pytest
 from tests.waiting import wait_until
 
-from penstock.types import UnreachableError, WeightsError, WeightVersion
-from penstock.weights import WeightsConfig, flight_client, flight_service, open_broadcaster, open_client
-from penstock.weights.flight_channel import Channel
-from penstock.weights.flight_messages import OfferAnswer
-from penstock.weights.relay import Relay
+from penstock.types import SupersededVersionError, UnreachableError, WeightsError, WeightVersion
+from penstock.weights import WeightsConfig, flight_client, flight_server, open_broadcaster, open_client
+from penstock.weights.flight_client import PeerRelay
+from penstock.weights.flight_connection import Channel
+from penstock.weights.flight_messages import Access, OfferAnswer, OfferRequest
+from penstock.weights.manifest import describe
+
+BASE = ((0, 1), "digest")
+
+
+@pytest.fixture
+def relay():
+    made = PeerRelay("job", Access("token"), "127.0.0.1")
+    yield made
+    made.close()
+
+
+def keep(relay, step, base=None, messages=()):
+    arrays = {"x": np.full(3, step, np.int32)}
+    return relay.keep(describe("job", "ab", WeightVersion(0, step), arrays), arrays, base, messages)
+
+
+def offer(port, step, base=None, job="job", token="token"):
+    channel = Channel(f"127.0.0.1:{port}", False, Access(token), 1, 4096)
+    try:
+        request = OfferRequest(job=job, client="c", version=(0, step), base=base, timeout_s=0.0)
+        return channel.ask("offer", request, OfferAnswer, 20.0)
+    finally:
+        channel.close()
+
+
+def test_the_version_kept_last_is_offered(relay):
+    port = keep(relay, 1)
+    assert keep(relay, 2) == port
+    assert offer(port, 2) == OfferAnswer()
+    with pytest.raises(SupersededVersionError) as refusal:
+        offer(port, 1)
+    assert refusal.value.newest == (0, 2)
+
+
+def test_deltas_are_offered_as_they_came(relay):
+    port = keep(relay, 2, BASE, [b"123", b"45"])
+    assert offer(port, 2, BASE).deltas == [3, 2]
+    assert offer(port, 2, ((0, 0), "digest")).deltas is None
+
+
+def test_others_jobs_and_tokens_get_nothing(relay):
+    port = keep(relay, 1)
+    with pytest.raises(WeightsError, match="job 'other'"):
+        offer(port, 1, job="other")
+    with pytest.raises(WeightsError, match="token"):
+        offer(port, 1, token="wrong")
+
+
+def test_what_was_dropped_is_offered_no_more(relay):
+    relay.drop()
+    port = keep(relay, 1)
+    relay.drop()
+    with pytest.raises(SupersededVersionError):
+        offer(port, 1)
+
+
+def test_after_its_end_nothing_is_kept(relay):
+    port = keep(relay, 1)
+    relay.close()
+    relay.close()
+    assert keep(relay, 2) is None and relay.metrics() == {"weights/bytes_relayed": 0.0}
+    with pytest.raises(UnreachableError):
+        offer(port, 1)
+
 
 SIZE = 300_000
 LIMIT_S = 20.0
@@ -110,7 +178,7 @@ def test_deltas_pass_through_the_tree(job):
 
 def kill(client):
     """What a dead process looks like from outside: nobody listens at its address."""
-    client._relay._service.close()
+    client._reader._relay._service.close()
 
 
 def test_a_dead_parent_leads_to_the_root(job):
@@ -137,7 +205,7 @@ def test_a_root_that_leads_nowhere_ends_the_fetch_at_its_limit(job, monkeypatch,
 
     monkeypatch.setattr(Channel, "ask", ask)
     monkeypatch.setattr(job.clients[0]._reader, "_direct", None)
-    monkeypatch.setattr(job.clients[0]._fetching, "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
+    monkeypatch.setattr(job.clients[0], "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
     job.publish(1)
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=rf"no place in the fan-out tree .* in 0.5 s: .*{why}"):
@@ -150,7 +218,7 @@ def test_a_parent_that_stalls_is_left(job, monkeypatch):
     release = threading.Event()
     job.publish(1)
     job.fetch(0, 1)
-    service = job.clients[0]._relay._service
+    service = job.clients[0]._reader._relay._service
     monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
     before, began = job.served(), time.monotonic()
     job.fetch(1, 1)
@@ -160,14 +228,14 @@ def test_a_parent_that_stalls_is_left(job, monkeypatch):
 
 
 def test_damage_on_the_way_through_a_client_is_noticed_and_mended_by_the_root(job, monkeypatch):
-    keep = Relay.keep
+    keep = PeerRelay.keep
 
     def damaging(self, manifest, arrays, base, messages):
         damaged = {name: array.copy() for name, array in arrays.items()}
         damaged["w"][5] += 1.0
         return keep(self, manifest, damaged, base, messages)
 
-    monkeypatch.setattr(Relay, "keep", damaging)
+    monkeypatch.setattr(PeerRelay, "keep", damaging)
     job.publish(1)
     job.fetch(0, 1)
     before = job.served()
@@ -178,7 +246,7 @@ def test_damage_on_the_way_through_a_client_is_noticed_and_mended_by_the_root(jo
 def test_a_parent_that_moved_on_leads_to_the_root(job, monkeypatch):
     job.publish(1)
     job.fetch(0, 1)
-    job.clients[0]._relay.drop()
+    job.clients[0]._reader._relay.drop()
     job.fetch(1, 1)
     assert job.number(1, "parent_failures") == 1
 
@@ -189,13 +257,13 @@ def test_with_few_clients_nobody_relays(job):
         job.publish(step)
         for index in range(2):
             job.fetch(index, step)
-    assert [client._relay._service for client in job.clients] == [None, None]
+    assert [client._reader._relay._service for client in job.clients] == [None, None]
     assert job.served() == 6 * (SIZE * 4 + 4)
 
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
-    service, opened, early = job.root._store._service, threading.Event(), []
+    service, opened, early = job.root._server._service, threading.Event(), []
     batches, offer = service._batches, service._actions["offer"]
 
     def noted(buffers, pieces, client):
@@ -215,11 +283,11 @@ def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
 
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
-@pytest.mark.parametrize("longest", [flight_service.MAX_RIDING_OFFER_BYTES, 10], ids=["rides", "too long"])
+@pytest.mark.parametrize("longest", [flight_server.MAX_RIDING_OFFER_BYTES, 10], ids=["rides", "too long"])
 def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, monkeypatch):
-    service, asked = job.root._store._service, []
+    service, asked = job.root._server._service, []
     do_action = type(service).do_action
-    monkeypatch.setattr(flight_service, "MAX_RIDING_OFFER_BYTES", longest)
+    monkeypatch.setattr(flight_server, "MAX_RIDING_OFFER_BYTES", longest)
     monkeypatch.setattr(
         type(service), "do_action", lambda self, c, action: asked.append(action.type) or do_action(self, c, action)
     )
@@ -231,7 +299,7 @@ def test_the_first_stream_brings_the_answer_where_that_is_short(job, longest, mo
 
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 def test_a_first_stream_that_fails_is_opened_anew(job, monkeypatch):
-    service, refused = job.root._store._service, []
+    service, refused = job.root._server._service, []
     do_get = type(service).do_get
 
     def once(self, context, ticket):
@@ -252,7 +320,7 @@ def test_streams_that_were_opened_in_vain_are_given_up(job, monkeypatch):
     job.clients[1].wait_for(None, LIMIT_S)  # now there are more clients than the root serves
     job.publish(1)
     job.fetch(1, 1)
-    release, service = threading.Event(), job.root._store._service
+    release, service = threading.Event(), job.root._server._service
     monkeypatch.setattr(service, "_batches", lambda buffers, pieces, client: iter(lambda: release.wait(LIMIT_S), True))
     began = time.monotonic()
     job.fetch(0, 1)  # from client 1
@@ -312,7 +380,7 @@ def test_a_client_without_a_certificate_fetches_and_serves_nobody(tls_config):
             job.publish(step)
             for index in (1, 2, 0):
                 job.fetch(index, step)
-        assert [job.clients[index]._relay._service for index in (1, 2)] == [None, None]
+        assert [job.clients[index]._reader._relay._service for index in (1, 2)] == [None, None]
     finally:
         job.close()
 

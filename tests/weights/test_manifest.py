@@ -1,4 +1,8 @@
+"""Memory comes back exactly when nobody refers to it any more."""
+
+import gc
 import json
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -11,13 +15,87 @@ from penstock.types import WeightsError, WeightVersion
 from penstock.weights import manifest as manifests
 from penstock.weights.manifest import (
     DTYPES,
+    BufferPool,
     Manifest,
     check_layout,
     check_sendable,
+    compact_json,
     damaged_arrays,
     describe,
+    in_parallel,
+    plain_memory,
     raw_bytes,
+    read_json,
 )
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 30])
+def test_results_keep_the_order_of_the_items(nbytes: int):
+    assert in_parallel(lambda item: item * item, range(50), nbytes) == [item * item for item in range(50)]
+
+
+def test_small_work_stays_in_its_thread_and_large_work_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manifests, "THREADS", 2)
+    here = threading.get_ident()
+    assert set(in_parallel(lambda _: threading.get_ident(), range(4), 1000)) == {here}
+    assert here not in in_parallel(lambda _: threading.get_ident(), range(4), 1 << 30)
+
+
+def test_an_error_comes_through():
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(lambda item: 1 // item, [1, 0], 1 << 30)
+
+
+SIZE = 1 << 20
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def test_memory_is_used_again_after_the_last_view_is_gone():
+    memory = BufferPool()
+    first = memory.take(SIZE)
+    place, view = address(first), first.view(np.float32).reshape(512, 512)[3:]
+    view.flags.writeable = False
+    del first
+    gc.collect()
+    second = memory.take(SIZE)  # the view is still there
+    assert address(second) != place and memory.free_bytes == 0
+    del view
+    gc.collect()
+    assert memory.free_bytes == SIZE
+    assert address(memory.take(SIZE)) == place
+
+
+def test_other_sizes_get_memory_of_their_own():
+    memory = BufferPool()
+    memory.take(SIZE)
+    gc.collect()
+    assert len(memory.take(SIZE + 8)) == SIZE + 8
+    assert memory.free_bytes == SIZE + SIZE + 8
+
+
+def test_arrays_outlive_the_memory_that_gave_them():
+    memory = BufferPool()
+    array = memory.take(SIZE)
+    array[:] = 7
+    del memory
+    gc.collect()
+    assert int(array.sum()) == 7 * SIZE
+
+
+def test_all_arrays_are_aligned_and_small_ones_are_not_kept():
+    memory = BufferPool()
+    assert memory.take(0).shape == (0,)
+    for size in (1, 63, 4097, SIZE, SIZE + 1):
+        array = memory.take(size)
+        assert array.shape == (size,) and array.dtype == np.uint8 and address(array) % 64 == 0
+        del array
+    assert address(plain_memory(100)) % 64 == 0
+    gc.collect()
+    assert memory.free_bytes == 2 * SIZE + 1
+
 
 LARGE = 1 << 40
 
@@ -49,7 +127,7 @@ def test_digests_are_crc_32():
 
 
 def test_a_manifest_survives_its_text():
-    assert Manifest.from_json(described().to_json(), LARGE) == described()
+    assert Manifest.from_values(read_json(compact_json(described().to_values())), LARGE) == described()
 
 
 def test_equal_content_has_one_digest_whoever_published_it():
@@ -84,7 +162,7 @@ def test_a_dtype_that_does_not_travel_is_refused_by_name():
 
 
 def change(path: list[Any], value: Any) -> bytes:
-    values = json.loads(described().to_json())
+    values = described().to_values()
     place = values
     for key in path[:-1]:
         place = place[key]
@@ -115,25 +193,25 @@ def change(path: list[Any], value: Any) -> bytes:
 )
 def test_a_malformed_manifest_is_refused(text: bytes, message: str):
     with pytest.raises(WeightsError, match=message):
-        Manifest.from_json(text, LARGE)
+        Manifest.from_values(read_json(text), LARGE)
 
 
 @pytest.mark.attack
 def test_a_manifest_of_too_many_bytes_is_not_parsed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manifests, "MAX_MANIFEST_BYTES", 10)
     with pytest.raises(WeightsError, match="at most 10 are read"):
-        Manifest.from_json(described().to_json(), LARGE)
+        Manifest.from_values(read_json(compact_json(described().to_values())), LARGE)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 @pytest.mark.attack
 def test_any_damage_to_the_text_is_noticed_or_harmless(data: st.DataObject):
-    text = bytearray(described().to_json())
+    text = bytearray(compact_json(described().to_values()))
     for _ in range(data.draw(st.integers(1, 3))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:
-        read = Manifest.from_json(bytes(text), LARGE)
+        read = Manifest.from_values(read_json(bytes(text)), LARGE)
     except WeightsError:
         return
     assert read.arrays == described().arrays

@@ -1,13 +1,52 @@
 """What holds for every transport, hand-over by reference included."""
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.weights.transports import CROSSING, LONG_S, Rig, arrays, assert_arrays_of, rig_of
 
 from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
-from penstock.weights import WeightClient
+from penstock.weights import (
+    Broadcaster,
+    InProcessBroadcaster,
+    WeightClient,
+    WeightsConfig,
+    open_broadcaster,
+    open_client,
+)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "checkpoint", "arrow_flight"])
+def test_what_is_opened_keeps_the_protocols(transport: str, tmp_path: Path):
+    config = WeightsConfig.model_validate({"transport": transport})
+    broadcaster = open_broadcaster(config, f"job of {tmp_path}", "t", str(tmp_path))
+    client = open_client(broadcaster.endpoint(), config, "t", "c")
+    assert isinstance(broadcaster, Broadcaster) and isinstance(client, WeightClient)
+    assert broadcaster.endpoint()["transport"] == transport
+    client.close()
+    broadcaster.close()
+
+
+def test_the_local_one_is_both():
+    assert isinstance(InProcessBroadcaster(), Broadcaster) and isinstance(InProcessBroadcaster(), WeightClient)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        {},
+        {"transport": "checkpoint"},
+        {"transport": "arrow_flight", "job": "j"},
+        {"transport": "checkpoint", "job": "j"},
+    ],
+)
+def test_an_endpoint_of_another_configuration_is_refused(endpoint: dict[str, Any]):
+    with pytest.raises(WeightsError, match="endpoint"):
+        open_client(endpoint, WeightsConfig(transport="checkpoint"), "t", "c")
+
 
 rig = pytest.fixture(params=[("local", "full"), *CROSSING], ids="-".join)(rig_of)
 

@@ -130,7 +130,7 @@ def judge_disk(free_bytes: int, folder: Path) -> Check:
 
 def check_abandoned_memory() -> Check:
     """What drivers that were killed left in this machine's memory (``weights.transport: shared_memory``)."""
-    from penstock.weights.job_folder import find_abandoned
+    from penstock.weights.shared_memory import find_abandoned
 
     found = find_abandoned()
     if not found:
@@ -141,7 +141,7 @@ def check_abandoned_memory() -> Check:
 
 def clean() -> list[str]:
     """Removes what killed runs left behind, and says what it was, a line each."""
-    from penstock.weights.job_folder import free_abandoned
+    from penstock.weights.shared_memory import free_abandoned
 
     freed = [f"removed {folder.path}: {bytes_text(folder.nbytes)} of memory" for folder in free_abandoned()]
     return freed or ["nothing to remove: no killed run left memory behind"]

@@ -24,7 +24,7 @@ from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, PenstockError, RunDirectoryError
-from penstock.weights.job_folder import free_abandoned
+from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:
     from penstock.overseer.fleet_config import FleetRunConfig

@@ -4,21 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.weights.broadcaster import merged_arrays, trained_arrays
     from penstock.weights.config import WeightsConfig
-    from penstock.weights.local import InProcessBroadcaster
-    from penstock.weights.opening import open_broadcaster, open_client
+    from penstock.weights.in_process import InProcessBroadcaster
     from penstock.weights.protocol import Broadcaster, WeightClient
-    from penstock.weights.selection import merged_arrays, trained_arrays
+    from penstock.weights.transports import open_broadcaster, open_client
 
 _EXPORTS = {
     "Broadcaster": "protocol",
-    "InProcessBroadcaster": "local",
+    "InProcessBroadcaster": "in_process",
     "WeightClient": "protocol",
     "WeightsConfig": "config",
-    "merged_arrays": "selection",
-    "open_broadcaster": "opening",
-    "open_client": "opening",
-    "trained_arrays": "selection",
+    "merged_arrays": "broadcaster",
+    "open_broadcaster": "transports",
+    "open_client": "transports",
+    "trained_arrays": "broadcaster",
 }
 
 __all__ = [

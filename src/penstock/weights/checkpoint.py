@@ -1,10 +1,17 @@
 """Weights as safetensors files in a directory, or under any fsspec URL, that both sides reach.
 
-Files appear whole (`rundir.Storage`); the marker is replaced last. Each job has a folder of its own. Slow, but it needs
-no connection between the two sides, and its files can be read by everybody who reads safetensors.
+Files appear whole (`rundir.Storage`); the pointer is replaced last. Each job has a folder of its own. Slow, but it
+needs no connection between the two sides, and its files can be read by everybody who reads safetensors: 8 bytes with
+the length of a JSON header, the header, the arrays.
+
+They are read here without the library of safetensors, because a file may be a stream from a remote URL, and the library
+reads those from bytes, which is a second copy: for 480 MiB of arrays a fetch took 480 MiB at its peak, with
+`safetensors.numpy.load` (0.8) 960 MiB and 1.3 to 5 times as long. The header that a reader compares is then all that
+writing takes.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -12,19 +19,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.rundir.storage import LocalStorage, Storage, open_storage
 from penstock.types import ConfigError, UnreachableError, WeightsError
-from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest
-from penstock.weights.marker import Marker, free_name
-from penstock.weights.tensor_file import read_tensors, write_tensors
+from penstock.weights.files import POINTER, VersionFiles, free_name
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, Manifest, from_raw_bytes, raw_bytes
 
-_MARKER = "marker.json"
-_CHARACTERS = 64
+_FOLDER_CHARACTERS = 64
+_PREFIX_BYTES = 8
+_ALIGNMENT = 8
+_NAMES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"} | {
+    f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)
+}
+"""Of dtypes, in safetensors."""
 
 
-class CheckpointFolder:
-    """A job's folder, for both sides (`shelf_store.WritableShelf` and `shelf.Shelf`).
+class CheckpointFiles(VersionFiles):
+    """A job's folder, for both sides.
 
     Args:
         url: Directory or fsspec URL.
@@ -43,77 +55,67 @@ class CheckpointFolder:
             self._storage: Storage = open_storage(Path(url), url)
         except ConfigError as error:
             raise _about_weights(error) from error
-        self.look_every_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
+        self.poll_s = 0.05 if isinstance(self._storage, LocalStorage) else 0.5
 
-    def prepare(self, token: str | None, job: str, max_bytes: int) -> Marker | None:
-        """Makes the folder for writing.
-
-        Returns:
-            What a broadcaster before offers there; None where there is nothing, or nothing of this token.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+    @override
+    def prepare(self) -> None:
         try:
             self._storage.prepare([self._folder])
             self._storage.remove_unfinished([self._folder])
         except (ConfigError, OSError) as error:
             raise _about_weights(error) from error
-        content = self.marker()
-        try:
-            return None if content is None else Marker.from_bytes(content, job, token, max_bytes)
-        except WeightsError:
-            return None  # of a life of the run with another token, or damaged: it is written over
 
+    @override
     def begin_arrays(self, arrays: Mapping[str, np.ndarray], taken: set[str]) -> str:
-        """See `WritableShelf.begin_arrays`: a name, since the file begins with what is known of all arrays."""
+        """A name alone, since the file begins with the digests of all arrays."""
         return free_name("weights", ".safetensors", taken)
 
+    @override
     def write_arrays(self, name: str, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
-        """See `WritableShelf.write_arrays`."""
         with self._writing(name) as path, path.open("wb") as file:
             write_tensors(file, manifest, arrays)
 
-    def write_message(self, name: str, buffers: Iterable[bytes]) -> None:
-        """See `WritableShelf.write_message`."""
+    @override
+    def write_delta(self, name: str, buffers: Iterable[bytes]) -> None:
         with self._writing(name) as path, path.open("wb") as file:
             file.writelines(buffers)
 
-    def write_marker(self, content: bytes) -> None:
-        """See `WritableShelf.write_marker`."""
-        self.write_message(_MARKER, [content])
+    @override
+    def write_pointer(self, content: bytes) -> None:
+        self.write_delta(POINTER, [content])
 
+    @override
     def discard(self, names: set[str]) -> None:
-        """See `WritableShelf.discard`."""
         for name in names:
             self._storage.delete(f"{self._folder}/{name}")
 
+    @override
     def endpoint(self) -> dict[str, Any]:
-        """See `WritableShelf.endpoint`."""
         return {"url": self._url}
 
-    def close(self) -> None:
-        """Nothing to free: the files stay."""
-
-    def marker(self) -> bytes | None:
-        """See `Shelf.marker`."""
+    @override
+    def read_pointer(self) -> bytes | None:
         try:
-            return self.message(_MARKER, MAX_MANIFEST_BYTES)
+            return self.read_delta(POINTER, MAX_MANIFEST_BYTES)
         except _MissingFile:
             return None
 
-    def arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
-        """See `Shelf.arrays`."""
+    @override
+    def read_arrays(self, name: str, manifest: Manifest) -> Mapping[str, np.ndarray]:
         with self._reading(name) as file:
             return read_tensors(file, manifest)
 
-    def message(self, name: str, most_bytes: int) -> bytes:
-        """See `Shelf.message`."""
+    @override
+    def read_delta(self, name: str, max_bytes: int) -> bytes:
         with self._reading(name) as file:
-            content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise WeightsError(f"{self._where(name)} has more than {most_bytes} bytes")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise WeightsError(f"{self._where(name)} has more than {max_bytes} bytes")
         return content
+
+    @override
+    def close(self) -> None:
+        """The files stay."""
 
     @contextmanager
     def _writing(self, name: str) -> Generator[Path, None, None]:
@@ -149,9 +151,62 @@ class _MissingFile(WeightsError):
 
 def _folder_name(job: str) -> str:
     """A folder for a job: readable, and nobody else's."""
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", job)[:_CHARACTERS]
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", job)[:_FOLDER_CHARACTERS]
     return f"{readable}-{hashlib.blake2b(job.encode(), digest_size=4).hexdigest()}"
 
 
 def _about_weights(error: Exception) -> ConfigError:
     return ConfigError(str(error).replace("replay.store.url", "weights.url"))
+
+
+def write_tensors(file: BinaryIO, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the file; copies nothing."""
+    header = _header(manifest)
+    file.write(len(header).to_bytes(_PREFIX_BYTES, "little"))
+    file.write(header)
+    for spec in manifest.arrays:
+        file.write(raw_bytes(arrays[spec.name]).data)
+
+
+def read_tensors(file: BinaryIO, manifest: Manifest) -> dict[str, np.ndarray]:
+    """The arrays of a file that `write_tensors` wrote for this manifest, read-only; not verified.
+
+    Raises:
+        WeightsError: the file is cut short, or not of this manifest.
+    """
+    length = int.from_bytes(file.read(_PREFIX_BYTES), "little")
+    if length > MAX_MANIFEST_BYTES or file.read(length) != _header(manifest):
+        raise WeightsError(f"a file of weights is damaged, or not of {manifest.version}: its header differs")
+    arrays: dict[str, np.ndarray] = {}
+    for spec in manifest.arrays:
+        data = np.empty(spec.nbytes, np.uint8)
+        _fill(file, data, spec.name)
+        data.flags.writeable = False
+        arrays[spec.name] = from_raw_bytes(spec, data)
+    return arrays
+
+
+def _header(manifest: Manifest) -> bytes:
+    entries: dict[str, object] = {
+        "__metadata__": {"lineage": str(manifest.version.lineage), "step": str(manifest.version.step)}
+    }
+    offset = 0
+    for spec in manifest.arrays:
+        entries[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)
+
+
+def _fill(file: BinaryIO, data: np.ndarray, name: str) -> None:
+    """Reads exactly as many bytes as the array has."""
+    memory, at = data.data, 0
+    while at < len(memory):
+        count = file.readinto(memory[at:])  # type: ignore[attr-defined]
+        if not count:
+            raise WeightsError(f"a file of weights is cut short within {name}")
+        at += count

@@ -19,7 +19,7 @@ class WeightsConfig(BaseModel):
             samples from rounded weights, and `mismatch_kl` says by how much that differs.
         host: Address that a server listens on; anything but loopback needs a token, which a run makes itself.
         port: 0 takes a free one.
-        advertise: ``host:port`` that clients are told, where it is not the one listened on (a proxy, a NAT).
+        advertise: ``host:port`` that clients connect to, where it is not the one listened on (a proxy, a NAT).
         streams: Parallel streams of one fetch over sockets.
         chunk_bytes: Largest message of a stream.
         fanout: Most clients that fetch from the server itself; further ones fetch from those that have the version.

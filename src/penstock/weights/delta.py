@@ -1,35 +1,49 @@
-"""The lossless difference between two publications, as one message.
+"""The lossless difference between two publications, as one message, and those that a broadcaster keeps.
 
-Elements are compared by their bits, so that NaN and negative zero are right. Arrays are cut into blocks (see
-`delta_blocks`), on which several threads work. A delta applies to one content only (`Manifest.content`), and every
-array that it makes is verified by the new manifest's digests.
+Elements are compared by their bits, so that NaN and negative zero are right. Arrays are cut into blocks, on which
+several threads work. A delta applies to one content only (`Manifest.content`), and every array that it makes is
+verified by the new manifest's digests.
+
+Of a block is sent, as two zstd frames, which of its elements changed and by how much. A change is the difference of two
+bit patterns taken as integers: training moves most floats by one unit in the last place, up or down, so it is small. It
+is folded to be small without a sign, and sent as planes of one byte each, of which all but the lowest are then mostly
+zero.
 
 The message: 8 bytes, little-endian, with the length of a JSON description (base, manifest, sizes of all frames); the
 description; the frames, one after the other.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from penstock.types import WeightsError, WeightVersion
-from penstock.weights.delta_blocks import bits, blocks_of, decode_block, encode_block
+from penstock.types import WeightsError
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     ArraySpec,
+    BufferPool,
+    Content,
     Manifest,
     array_digest,
     check_layout,
     from_raw_bytes,
+    in_parallel,
+    plain_memory,
     read_json,
     version_from_values,
 )
-from penstock.weights.threads import in_parallel
-from penstock.weights.warm_memory import WarmMemory, plain_memory
 
+BLOCK_ELEMENTS = 1 << 20
+"""Elements of one block; the last of an array has fewer."""
+
+_ZSTD_LEVEL = 1
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _FORMAT = 1
 _PREFIX_BYTES = 8
 
@@ -46,7 +60,7 @@ class Delta:
         elements: Elements of all arrays.
     """
 
-    base: tuple[WeightVersion, str]
+    base: Content
     manifest: Manifest
     buffers: tuple[bytes, ...]
     changed_elements: int
@@ -100,7 +114,7 @@ def decode_delta(
     base_manifest: Manifest,
     base: Mapping[str, np.ndarray],
     max_bytes: int,
-    memory: WarmMemory | None = None,
+    memory: BufferPool | None = None,
 ) -> tuple[Manifest, dict[str, np.ndarray]]:
     """Applies a delta of another process.
 
@@ -124,7 +138,8 @@ def decode_delta(
     held = {spec.name: spec.digest for spec in base_manifest.arrays}
     take = plain_memory if memory is None else memory.take
     arrays = {
-        spec.name: _room(spec, blocks[spec.name], held[spec.name], base[spec.name], take) for spec in manifest.arrays
+        spec.name: _new_or_held(spec, blocks[spec.name], held[spec.name], base[spec.name], take)
+        for spec in manifest.arrays
     }
     changed = [spec for spec in manifest.arrays if arrays[spec.name] is not base[spec.name]]
     work = [
@@ -135,6 +150,50 @@ def decode_delta(
     in_parallel(lambda arguments: decode_block(*arguments), work, sum(spec.nbytes for spec in changed))
     _verify(changed, arrays)
     return manifest, arrays
+
+
+class DeltaHistory:
+    """The last few deltas, from which a client that is some versions behind gets its way to the newest.
+
+    Encodes each publication against the one before it. Not thread-safe; keeps the newest arrays by reference.
+
+    Args:
+        most: Deltas that are kept.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._deltas: deque[Delta] = deque(maxlen=most)
+        self._newest: tuple[Manifest, Mapping[str, np.ndarray]] | None = None
+
+    def add(self, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> Delta | None:
+        """Takes the next publication.
+
+        Returns:
+            Its delta to the one before; None for the first, and where the delta is not smaller than the arrays. From
+            then on nobody who has an older version gets a delta.
+        """
+        previous, self._newest = self._newest, (manifest, arrays)
+        if previous is None:
+            return None
+        delta = encode_delta(*previous, manifest, arrays)
+        if delta.nbytes >= manifest.nbytes:
+            self._deltas.clear()
+            return None
+        self._deltas.append(delta)
+        return delta
+
+    def chains(self) -> dict[Content, tuple[Delta, ...]]:
+        """For each content (`Manifest.content`) from which the newest can be reached: the deltas, the oldest first.
+
+        Ways that are not smaller than the arrays are left out. The newest content has an empty one.
+        """
+        if self._newest is None:
+            return {}
+        manifest = self._newest[0]
+        deltas = tuple(self._deltas)
+        chains = {delta.base: deltas[start:] for start, delta in enumerate(deltas)}
+        chains[manifest.content] = ()
+        return {base: chain for base, chain in chains.items() if sum(each.nbytes for each in chain) < manifest.nbytes}
 
 
 class _PlacedBlock(NamedTuple):
@@ -202,7 +261,7 @@ def _elements(spec: ArraySpec) -> int:
     return int(np.prod(spec.shape, dtype=np.int64))
 
 
-def _room(
+def _new_or_held(
     spec: ArraySpec,
     blocks: Iterable[_PlacedBlock],
     held_digest: str,
@@ -224,3 +283,92 @@ def _verify(specs: Sequence[ArraySpec], arrays: Mapping[str, np.ndarray]) -> Non
         raise WeightsError(f"arrays are damaged after a delta was applied: {damaged}")
     for spec in specs:
         arrays[spec.name].flags.writeable = False
+
+
+class EncodedBlock(NamedTuple):
+    """What is sent of a block.
+
+    Attributes:
+        changed: Elements that differ.
+        mask: zstd frame of which those are, bit-packed; empty where all or none do.
+        changes: zstd frame of their changes; empty where none do.
+    """
+
+    changed: int
+    mask: bytes
+    changes: bytes
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Unsigned integers [elements] of the array's own width: its bit patterns, by reference."""
+    return array.reshape(-1).view(_UNSIGNED[array.dtype.itemsize])
+
+
+def blocks_of(elements: int) -> Iterator[slice]:
+    """Where the blocks of an array of so many elements lie."""
+    return (slice(start, min(start + BLOCK_ELEMENTS, elements)) for start in range(0, elements, BLOCK_ELEMENTS))
+
+
+def encode_block(old: np.ndarray, new: np.ndarray) -> EncodedBlock:
+    """What leads from one block of bit patterns to another of the same size."""
+    differs = old != new
+    changed = int(np.count_nonzero(differs))
+    if changed == 0:
+        return EncodedBlock(0, b"", b"")
+    if changed == new.size:
+        return EncodedBlock(changed, b"", _compress(_planes(new - old)))
+    places = np.flatnonzero(differs)  # sooner than by the mask itself where few differ
+    return EncodedBlock(changed, _compress(np.packbits(differs)), _compress(_planes(new[places] - old[places])))
+
+
+def decode_block(old: np.ndarray, new: np.ndarray, changed: int, mask: np.ndarray, changes: np.ndarray) -> None:
+    """Makes the new block of bit patterns.
+
+    Args:
+        old: The block that the base has.
+        new: Written to; same size and dtype.
+        changed: Elements that differ, at most all.
+        mask: uint8, as encoded.
+        changes: uint8, as encoded.
+
+    Raises:
+        WeightsError: the frames are damaged, or of other sizes than said.
+    """
+    np.copyto(new, old)
+    if changed == 0:
+        return
+    width = new.dtype.itemsize
+    step = _unplaned(_decompress(changes, changed * width), new.dtype)
+    if changed == new.size:
+        new += step
+        return
+    differs = np.unpackbits(_decompress(mask, -(-new.size // 8)), count=new.size).view(np.bool_)
+    places = np.flatnonzero(differs)
+    if places.size != changed:
+        raise WeightsError("a delta of weights is damaged: its mask does not have as many elements as it says")
+    new[places] += step
+
+
+def _planes(step: np.ndarray) -> np.ndarray:
+    width = step.dtype.itemsize
+    signed = step.view(_SIGNED[width])
+    folded = ((signed << 1) ^ (signed >> (8 * width - 1))).view(np.uint8)
+    return np.ascontiguousarray(folded.reshape(-1, width).T)
+
+
+def _unplaned(planes: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    folded = np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+    one = dtype.type(1)
+    return (folded >> one) ^ (~(folded & one) + one)
+
+
+def _compress(data: np.ndarray) -> bytes:
+    return pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(data, asbytes=True)
+
+
+def _decompress(frame: np.ndarray, nbytes: int) -> np.ndarray:
+    """uint8 [nbytes]; a frame of another size is an error."""
+    try:
+        return np.frombuffer(pa.Codec("zstd").decompress(frame, nbytes), np.uint8)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise WeightsError(f"a delta of weights is damaged: {error}") from error

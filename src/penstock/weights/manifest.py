@@ -1,4 +1,4 @@
-"""What one publication holds, array by array, and the digests by which damage is noticed.
+"""What one publication holds, array by array, the digests by which damage is noticed, and the memory that it takes.
 
 The digest of an array is CRC-32: it is in the standard library, runs at a third of the speed of a memory copy, and
 finds torn and damaged arrays. It is no defence against forgery; that is the token's task. Manifests of other processes
@@ -8,19 +8,29 @@ are read with every number checked before anything is allocated for it.
 import hashlib
 import json
 import math
+import mmap
+import os
+import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from penstock.types import WeightsError, WeightVersion
-from penstock.weights.threads import in_parallel
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 Layout = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype by name."""
+
+Content = tuple[WeightVersion, str]
+"""Names the arrays of a publication, whoever published them: version and digest."""
 
 _NUMPY_TYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
 DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_TYPES} | {
@@ -38,6 +48,12 @@ MAX_NAME_CHARACTERS = 512
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 _MAX_DIMENSIONS = 16
 _COMPACT = json.JSONEncoder(separators=(",", ":"))
+
+THREADS = min(4, os.cpu_count() or 1)
+_MIN_PARALLEL_BYTES = 8 * 1024 * 1024
+_MIN_POOLED_BYTES = 1 << 20
+_ALIGNMENT = 64
+"""Bytes; XLA takes arrays on the host by reference only if they are aligned so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +104,8 @@ class Manifest:
         return {spec.name: (spec.shape, spec.dtype) for spec in self.arrays}
 
     @property
-    def content(self) -> tuple[WeightVersion, str]:
-        """Names the arrays themselves: version and digest."""
+    def content(self) -> Content:
+        """Version and digest."""
         return self.version, self.digest
 
     def to_values(self) -> dict[str, Any]:
@@ -102,13 +118,17 @@ class Manifest:
             "digest": self.digest,
         }
 
-    def to_json(self) -> bytes:
-        """As JSON text."""
-        return compact_json(self.to_values())
-
     @classmethod
     def from_values(cls, values: Any, max_bytes: int) -> "Manifest":
-        """Reads `to_values` of another process; see `from_json`."""
+        """Reads `to_values` of another process; nothing of the arrays' size is allocated.
+
+        Args:
+            values: JSON values of bounded size (`read_json`).
+            max_bytes: Most that all its arrays may have.
+
+        Raises:
+            WeightsError: it is malformed, damaged, or larger than allowed.
+        """
         try:
             specs = _specs(values["arrays"])
             manifest = cls(
@@ -128,19 +148,6 @@ class Manifest:
         if content_digest(specs) != manifest.digest:
             raise WeightsError("the manifest of weights is damaged: its digest is not that of its arrays")
         return manifest
-
-    @classmethod
-    def from_json(cls, text: bytes, max_bytes: int) -> "Manifest":
-        """Reads a manifest of another process; nothing of the arrays' size is allocated.
-
-        Args:
-            text: At most `MAX_MANIFEST_BYTES`.
-            max_bytes: Most that all its arrays may have.
-
-        Raises:
-            WeightsError: it is malformed, damaged, or larger than allowed.
-        """
-        return cls.from_values(read_json(text), max_bytes)
 
 
 def describe(job: str, incarnation: str, version: WeightVersion, arrays: Mapping[str, np.ndarray]) -> Manifest:
@@ -290,3 +297,63 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARACTERS:
         raise ValueError(f"{value!r:.100} is not a text of 1 to {MAX_NAME_CHARACTERS} characters")
     return value
+
+
+def in_parallel(work: Callable[[_Item], _Result], items: Iterable[_Item], nbytes: int) -> list[_Result]:
+    """The results of `work` for all items, in their order; with several threads where that repays them.
+
+    Args:
+        work: Releases the interpreter lock while it computes.
+        items: Its arguments.
+        nbytes: How much is worked on in all.
+    """
+    if nbytes < _MIN_PARALLEL_BYTES or THREADS == 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as pool:
+        return list(pool.map(work, items))
+
+
+class BufferPool:
+    """Memory for received arrays that is used again, version after version.
+
+    The first write to fresh memory costs several times as much as the next (the system clears each page when it is
+    first touched), and a large model needs that much anew with every version. So the memory of arrays that nobody
+    refers to any more is kept for the next ones of the same size: one version's memory beside those in use, at most.
+    Arrays, and views of them, may outlive the pool. One thread at a time takes.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[mmap.mmap]] = {}
+
+    def take(self, size: int) -> np.ndarray:
+        """uint8 [size], writeable, aligned to 64 bytes, with any content."""
+        if size < _MIN_POOLED_BYTES:
+            return plain_memory(size)
+        free = self._free.setdefault(size, deque())
+        try:
+            memory = free.popleft()
+        except IndexError:
+            memory = _fresh(size)
+        array = np.frombuffer(memory, np.uint8, size)
+        # Every view has this very array as its base, since `memory` is no array: it goes last.
+        weakref.finalize(array, free.append, memory).atexit = False
+        return array
+
+    @property
+    def free_bytes(self) -> int:
+        """What is kept for the next arrays."""
+        return sum(size * len(free) for size, free in self._free.items())
+
+
+def plain_memory(size: int) -> np.ndarray:
+    """uint8 [size], aligned to 64 bytes, which is not used again."""
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size]
+
+
+def _fresh(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

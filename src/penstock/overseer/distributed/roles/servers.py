@@ -5,7 +5,6 @@ from urllib.parse import urlsplit
 from penstock.inference import Server, ServerPool
 from penstock.overseer.distributed.records import Peer, View
 from penstock.overseer.distributed.roles.settings import Settings
-from penstock.weights.own_address import own_address
 
 
 def make_pool(settings: Settings) -> ServerPool:
@@ -20,6 +19,8 @@ def reachable(url: str) -> str:
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
         return url
+    from penstock.weights.flight_messages import own_address  # its module loads Flight
+
     return f"{parts.scheme}://{own_address()}:{parts.port}"
 
 

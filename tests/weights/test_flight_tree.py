@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.weights.fan_out import ROOT, FanOut
+from penstock.weights.flight_tree import ROOT, DistributionTree
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
 
 def make(fanout, clock=None):
-    tree = FanOut(fanout, lease_s=10.0, forget_s=60.0, clock=clock or Clock())
+    tree = DistributionTree(fanout, lease_s=10.0, forget_s=60.0, clock=clock or Clock())
     tree.start(1)
     return tree
 
@@ -107,9 +107,9 @@ def test_a_new_version_begins_a_new_tree():
 def test_clients_are_counted_while_they_are_heard_of():
     clock = Clock()
     tree = make(1, clock)
-    tree.hear("a")
+    tree.note("a")
     assert (tree.clients, tree.has_relays, tree.knows("a")) == (1, False, True)
-    tree.hear("b")
+    tree.note("b")
     assert (tree.clients, tree.has_relays) == (2, True)
     clock.now += 61.0
     assert (tree.clients, tree.knows("a")) == (0, False)

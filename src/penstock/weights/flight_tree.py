@@ -1,8 +1,8 @@
-"""Who fetches a version from whom: a tree that keeps the load on the root bounded, whatever the number of clients.
+"""Who fetches a version from whom: a tree that bounds the load on the root, whatever the number of clients.
 
 Of each version the root gives at most `fanout` copies, and so does every client that has it whole; a client for which
 there is no place yet waits until there is one. A client that fails with its parent goes to the root, and the parent
-gets no more children. Pure book-keeping: no sockets, no threads, no clock of its own; its user holds a lock.
+gets no more children. No sockets, no threads, no clock of its own; its user holds a lock.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ ROOT = ""
 
 
 @dataclass(slots=True)
-class _Given:
-    """A place that was given: by whom, and until when it is kept for the client."""
+class _Assignment:
+    """A client's place: whom it fetches from, and until when the place is kept for it."""
 
     parent: str
     until_s: float
@@ -22,20 +22,20 @@ class _Given:
 
 @dataclass(slots=True)
 class _Tree:
-    """One version's: children given so far by every location that has it whole, and places not yet used."""
+    """Of one version: copies given so far by every location that has it whole, and places that are not used yet."""
 
     copies: dict[str, int] = field(default_factory=lambda: {ROOT: 0})
-    given: dict[str, _Given] = field(default_factory=dict[str, _Given])
+    assigned: dict[str, _Assignment] = field(default_factory=dict[str, _Assignment])
     failed: set[str] = field(default_factory=set[str])
 
 
-class FanOut:
+class DistributionTree:
     """Gives clients their parents, version by version; only the newest version has a tree.
 
     Args:
         fanout: Most copies of one version that the root, and each client, gives.
-        lease_s: A client that is not seen to fetch for so long loses its place to another.
-        forget_s: A client not heard of for so long is counted no more.
+        lease_s: A client to which nothing moves for so many seconds loses its place to another.
+        forget_s: A client that asked nothing for so many seconds is counted no more.
         clock: Seconds.
     """
 
@@ -53,23 +53,23 @@ class FanOut:
 
     @property
     def clients(self) -> int:
-        """Clients heard of lately."""
+        """Clients that asked something lately."""
         self._forget()
         return len(self._seen)
 
     def knows(self, client: str) -> bool:
-        """Whether a client was heard of lately."""
+        """Whether a client asked something lately."""
         return client in self._seen
 
-    def hear(self, client: str) -> None:
-        """A client gave a sign of life."""
+    def note(self, client: str) -> None:
+        """A client asked something, so it lives."""
         self._seen[client] = self._clock()
 
     def moves(self, client: str) -> None:
         """The client is fetching and gets something: its place is kept for it, however long that takes."""
-        self.hear(client)
-        if (given := self._tree.given.get(client)) is not None:
-            given.until_s = self._clock() + self._lease_s
+        self.note(client)
+        if (assigned := self._tree.assigned.get(client)) is not None:
+            assigned.until_s = self._clock() + self._lease_s
 
     def start(self, version: object) -> None:
         """A new version is there, and only the root has it."""
@@ -83,13 +83,13 @@ class FanOut:
         if version != self._version:
             return ROOT  # it will be told there that the version is superseded
         self._expire()
-        if (given := self._tree.given.get(client)) is not None:
-            return given.parent
+        if (assigned := self._tree.assigned.get(client)) is not None:
+            return assigned.parent
         free = [(count, place) for place, count in self._tree.copies.items() if count < self._fanout]
         free = [(count, place) for count, place in free if place not in self._tree.failed]
-        if not free and self._tree.given:
+        if not free and self._tree.assigned:
             return None
-        return self._give(client, min(free)[1] if free else ROOT)
+        return self._assign(client, min(free)[1] if free else ROOT)
 
     def finished(self, version: object, client: str, location: str | None) -> bool:
         """The client has the whole version, and gives it to others where it named a location.
@@ -99,36 +99,36 @@ class FanOut:
         """
         if version != self._version:
             return False
-        was_given = self._tree.given.pop(client, None) is not None
+        was_assigned = self._tree.assigned.pop(client, None) is not None
         if location is not None:
             self._tree.copies.setdefault(location, 0)
             self._tree.failed.discard(location)
-        return was_given or location is not None
+        return was_assigned or location is not None
 
     def failed(self, version: object, client: str) -> None:
         """The client got nothing from its parent; it is sent to the root next, even beyond the root's number."""
         if version != self._version:
             return
-        given = self._tree.given.pop(client, None)
-        if given is None or given.parent == ROOT:
-            self._give_back(given)
+        assigned = self._tree.assigned.pop(client, None)
+        if assigned is None or assigned.parent == ROOT:
+            self._release(assigned)
             return
-        self._tree.failed.add(given.parent)
-        self._give(client, ROOT)
+        self._tree.failed.add(assigned.parent)
+        self._assign(client, ROOT)
 
-    def _give(self, client: str, parent: str) -> str:
+    def _assign(self, client: str, parent: str) -> str:
         self._tree.copies[parent] += 1
-        self._tree.given[client] = _Given(parent, self._clock() + self._lease_s)
+        self._tree.assigned[client] = _Assignment(parent, self._clock() + self._lease_s)
         return parent
 
-    def _give_back(self, given: _Given | None) -> None:
-        if given is not None:
-            self._tree.copies[given.parent] -= 1
+    def _release(self, assigned: _Assignment | None) -> None:
+        if assigned is not None:
+            self._tree.copies[assigned.parent] -= 1
 
     def _expire(self) -> None:
         now = self._clock()
-        for client in [client for client, given in self._tree.given.items() if given.until_s <= now]:
-            self._give_back(self._tree.given.pop(client))
+        for client in [client for client, assigned in self._tree.assigned.items() if assigned.until_s <= now]:
+            self._release(self._tree.assigned.pop(client))
 
     def _forget(self) -> None:
         oldest = self._clock() - self._forget_s

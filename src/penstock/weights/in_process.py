@@ -9,12 +9,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.types import Stopped, SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights.manifest import Layout, check_layout, layout_of
+from penstock.weights.protocol import Broadcaster, WeightClient
 
 
-class InProcessBroadcaster:
-    """Publishes and serves named arrays by version (`protocol.Broadcaster` and `protocol.WeightClient`).
+class InProcessBroadcaster(Broadcaster, WeightClient):
+    """Publishes and serves named arrays by version, as broadcaster and client in one.
 
     The first publication fixes the arrays' names, shapes and dtypes; a later one that differs is refused with the names
     that differ. Versions only grow. Arrays are given out as they came in: of JAX or of NumPy.
@@ -28,12 +31,8 @@ class InProcessBroadcaster:
         self._publish_s = 0.0
         self._closed = False
 
+    @override
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Makes a version available to every waiting client.
-
-        Raises:
-            WeightsError: the version is not newer than the last, or the arrays' layout changed.
-        """
         began = time.perf_counter()
         layout = layout_of(arrays)
         with self._changed:
@@ -47,17 +46,13 @@ class InProcessBroadcaster:
             self._changed.notify_all()
             self._publish_s = time.perf_counter() - began
 
+    @override
     def latest(self) -> WeightVersion | None:
-        """The newest published version; None before the first."""
         with self._changed:
             return self._version
 
+    @override
     def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
-        """The arrays of exactly that version, never another's.
-
-        Raises:
-            SupersededVersionError: the version is superseded or was never published.
-        """
         with self._changed:
             if version != self._version:
                 newest = None if self._version is None else (self._version.lineage, self._version.step)
@@ -67,17 +62,13 @@ class InProcessBroadcaster:
             return self._arrays
 
     @property
+    @override
     def failure(self) -> None:
         """It is always reached."""
         return None
 
+    @override
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
-        """Blocks until something newer than `newer_than` is there; None at the timeout.
-
-        Raises:
-            Stopped: it was closed.
-        """
-
         def over() -> bool:
             newer = self._version is not None and (newer_than is None or self._version > newer_than)
             return newer or self._closed
@@ -88,23 +79,23 @@ class InProcessBroadcaster:
                 raise Stopped("the broadcaster of weights was closed")
             return self._version if changed else None
 
+    @override
     def endpoint(self) -> dict[str, Any]:
         """Nothing that another process could use."""
         return {"transport": "local", "job": "local", "incarnation": "local"}
 
+    @override
     def connect(self, endpoint: Mapping[str, Any]) -> None:
-        """Takes no endpoint but its own.
-
-        Raises:
-            WeightsError: it is another.
-        """
+        """Takes no endpoint but its own."""
         if dict(endpoint) != self.endpoint():
             raise WeightsError(f"an endpoint of transport {endpoint.get('transport')!r}: weights are local here")
 
+    @override
     def metrics(self) -> dict[str, float]:
         """Seconds of the last publication."""
         return {"weights/publish_s": self._publish_s}
 
+    @override
     def close(self) -> None:
         """Ends every wait, and lets go of the arrays."""
         with self._changed:

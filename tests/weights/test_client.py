@@ -8,7 +8,7 @@ from tests.weights.publications import INCARNATION, JOB, arrays_of, manifest_of,
 
 from penstock.types import Stopped, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightsConfig
-from penstock.weights.fetching import ATTEMPTS, Announcement, FetchingClient, Received
+from penstock.weights.client import ATTEMPTS, FetchedArrays, FetchingClient, LatestVersion
 
 ENDPOINT = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
 
@@ -16,22 +16,22 @@ ENDPOINT = {"transport": "checkpoint", "job": JOB, "incarnation": INCARNATION}
 class FakeReader:
     """Answers from a script: what is announced, and one answer for each read."""
 
-    def __init__(self, announced: Announcement | None = None, answers: tuple[Any, ...] = ()) -> None:
+    def __init__(self, announced: LatestVersion | None = None, answers: tuple[Any, ...] = ()) -> None:
         self.announced, self.answers = announced, list(answers)
         self.bases: list[Any] = []
         self.reachable, self.closed = True, threading.Event()
 
-    def newest(self) -> Announcement | None:
+    def newest(self) -> LatestVersion | None:
         if not self.reachable:
             raise UnreachableError("nobody answers")
         return self.announced
 
-    def wait(self, known: Announcement | None, timeout_s: float) -> Announcement | None:
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         if self.newest() == known:
             self.closed.wait(timeout_s)
         return self.announced
 
-    def read(self, version: WeightVersion, base: Any, timeout_s: float) -> Received:
+    def read(self, version: WeightVersion, base: Any, timeout_s: float) -> FetchedArrays:
         self.bases.append(base)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -51,24 +51,24 @@ def client_of(*readers: FakeReader, encoding: str = "full") -> FetchingClient:
     return FetchingClient(ENDPOINT, config, lambda _: left.pop(0))
 
 
-def whole(step: int) -> Received:
-    return Received(manifest_of(step), arrays_of(step), moved_bytes=manifest_of(step).nbytes)
+def whole(step: int) -> FetchedArrays:
+    return FetchedArrays(manifest_of(step), arrays_of(step), moved_bytes=manifest_of(step).nbytes)
 
 
-def damaged(step: int) -> Received:
+def damaged(step: int) -> FetchedArrays:
     arrays = arrays_of(step)
     arrays["kernel"][4999] = 9.0
-    return Received(manifest_of(step), arrays)
+    return FetchedArrays(manifest_of(step), arrays)
 
 
-def by_delta(step: int) -> Received:
+def by_delta(step: int) -> FetchedArrays:
     chain = publications(step + 1, deltas=True)[step].chains[manifest_of(step - 1).content]
     messages = [delta.to_bytes() for delta in chain]
-    return Received(manifest_of(step), None, messages, sum(map(len, messages)))
+    return FetchedArrays(manifest_of(step), None, messages, sum(map(len, messages)))
 
 
-def announced(step: int, incarnation: str = INCARNATION) -> Announcement:
-    return Announcement(incarnation, WeightVersion(0, step))
+def announced(step: int, incarnation: str = INCARNATION) -> LatestVersion:
+    return LatestVersion(incarnation, WeightVersion(0, step))
 
 
 def assert_step(found: Mapping[str, np.ndarray], step: int) -> None:
@@ -122,7 +122,7 @@ def test_without_deltas_no_base_is_named():
 
 
 def test_after_a_delta_that_fails_the_arrays_are_asked_for():
-    torn = Received(manifest_of(2), None, [by_delta(2).deltas[0][:-1]])
+    torn = FetchedArrays(manifest_of(2), None, [by_delta(2).deltas[0][:-1]])
     reader = FakeReader(answers=(whole(1), torn, whole(2)))
     client = client_of(reader, encoding="delta")
     client.fetch(WeightVersion(0, 1))
@@ -131,7 +131,7 @@ def test_after_a_delta_that_fails_the_arrays_are_asked_for():
 
 
 def test_deltas_that_lead_elsewhere_are_refused():
-    elsewhere = Received(manifest_of(3), None, by_delta(2).deltas)
+    elsewhere = FetchedArrays(manifest_of(3), None, by_delta(2).deltas)
     reader = FakeReader(answers=(whole(1), elsewhere, whole(3)))
     client = client_of(reader, encoding="delta")
     client.fetch(WeightVersion(0, 1))
@@ -222,7 +222,7 @@ def test_lag_counts_versions():
     client.fetch(WeightVersion(0, 2))
     client.latest()
     assert client.metrics()["weights/lag"] == 3
-    reader.announced = Announcement("b" * 32, WeightVersion(1, 1))
+    reader.announced = LatestVersion("b" * 32, WeightVersion(1, 1))
     client.latest()
     assert client.metrics()["weights/lag"] == 1
     assert client.metrics()["weights/own"] == 1.0

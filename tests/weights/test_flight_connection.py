@@ -1,4 +1,7 @@
-"""Streams from servers that misbehave: every fetch ends, whole or with an error that says what came."""
+"""Streams from servers that misbehave: every fetch ends, whole or with an error that says what came.
+
+Both ends of a transfer cut it alike, and nothing is left out.
+"""
 
 import threading
 import time
@@ -7,19 +10,63 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.types import UnreachableError, WeightsError
-from penstock.weights.flight_access import Access, serving_options
-from penstock.weights.flight_channel import Channel, Fetch
+from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut_streams
 from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
+    Access,
     FinishedAnswer,
     FinishedRequest,
     OfferAnswer,
     StreamTicket,
+    serving_options,
 )
-from penstock.weights.streams import Piece
+
+
+def test_shares_are_equal_and_messages_end_with_their_buffers():
+    assert cut_streams([10, 0, 3, 7], streams=2, chunk_bytes=4) == [
+        [StreamChunk(0, 0, 4), StreamChunk(0, 4, 4), StreamChunk(0, 8, 2)],
+        [StreamChunk(2, 0, 3), StreamChunk(3, 0, 4), StreamChunk(3, 4, 3)],
+    ]
+
+
+def test_streams_without_a_share_are_empty():
+    assert cut_streams([2], streams=3, chunk_bytes=8) == [[StreamChunk(0, 0, 1)], [StreamChunk(0, 1, 1)], []]
+    assert cut_streams([], streams=2, chunk_bytes=8) == [[], []]
+    assert cut_streams([0, 0], streams=2, chunk_bytes=8) == [[], []]
+
+
+@given(
+    st.lists(st.integers(0, 500), max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 64),
+)
+def test_every_byte_is_in_one_message_of_one_stream(sizes, streams, chunk_bytes):
+    plan = cut_streams(sizes, streams, chunk_bytes)
+    assert len(plan) == streams
+    covered = [set() for _ in sizes]
+    for piece in (piece for pieces in plan for piece in pieces):
+        part = set(range(piece.offset, piece.offset + piece.size))
+        assert 0 < piece.size <= chunk_bytes and not covered[piece.index] & part
+        covered[piece.index] |= part
+    assert covered == [set(range(size)) for size in sizes]
+    shares = [sum(piece.size for piece in pieces) for pieces in plan]
+    assert max(shares) == -(-sum(sizes) // streams)
+
+
+def test_a_plan_of_tiny_messages_takes_no_memory_before_it_is_used():
+    """A client says how small; a plan of all of them at once would have sixteen million entries here."""
+    pieces = chunks_of([1 << 36], 1, 4096, 0)
+    assert next(pieces) == StreamChunk(0, 0, 4096) and next(pieces) == StreamChunk(0, 4096, 4096)
+
+
+def test_a_stream_that_is_not_there_has_nothing():
+    assert list(chunks_of([10, 20], 2, 8, 2)) == [] == list(chunks_of([], 2, 8, 0))
+
 
 ACCESS = Access("token")
 LIMIT_S = 20.0
@@ -128,7 +175,7 @@ class Forged(list):
 def test_a_message_that_says_more_than_it_holds_is_refused(body):
     fetch = Fetch("there", [np.zeros(2, np.uint8)], 0.0, threading.Event())
     with pytest.raises(WeightsError, match="sent other things than 2 bytes"):
-        fetch._place(Forged(2, body), Piece(0, 0, 2))
+        fetch._place(Forged(2, body), StreamChunk(0, 0, 2))
 
 
 @pytest.fixture

@@ -1,15 +1,20 @@
-"""A client's connections to one Flight server of weights: one for questions, one for each stream of a fetch.
+"""A client's connections to one Flight server of weights: one for requests, one for each stream of a fetch.
 
 Every call has a deadline. A stream that delivers nothing for too long is given up long before it, where the caller asks
 for that. Connections are closed by whoever uses them last: Arrow crashes where one is closed under a call.
+
+A payload is a row of buffers (the arrays, or encoded differences). Every stream gets an equal, contiguous share of its
+bytes, cut at the buffers' ends and at the largest message: so each message lies in one buffer, and is sent from there
+and received into there without any other copy of ours. Both ends compute the same plan (`chunks_of`).
 """
 
 import logging
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,22 +22,32 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from penstock.types import UnreachableError, WeightsError
-from penstock.weights.flight_access import Access, local_error, open_channel
 from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
-    AnyMessage,
+    Access,
+    AnyFlightMessage,
     FinishedAnswer,
-    Message,
+    FlightMessage,
     OfferAnswer,
     StreamTicket,
+    local_error,
+    open_channel,
     read_answer,
 )
 from penstock.weights.manifest import MAX_MANIFEST_BYTES
-from penstock.weights.streams import Piece, cut
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.25
+_CHECK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """One message: `size` bytes of buffer `index`, from `offset`."""
+
+    index: int
+    offset: int
+    size: int
 
 
 class Channel:
@@ -56,7 +71,9 @@ class Channel:
         self._lock = threading.Lock()
         self._users = 0
 
-    def ask(self, name: str, request: Message, kind: type[AnyMessage], timeout_s: float) -> AnyMessage:
+    def ask(
+        self, name: str, request: FlightMessage, kind: type[AnyFlightMessage], timeout_s: float
+    ) -> AnyFlightMessage:
         """Asks the server.
 
         Raises:
@@ -73,7 +90,7 @@ class Channel:
             raise WeightsError(f"the weight server at {self.address} gave {len(results)} answers to {name!r}")
         return read_answer(kind, results[0].body)
 
-    def tell(self, name: str, request: Message, timeout_s: float) -> None:
+    def tell(self, name: str, request: FlightMessage, timeout_s: float) -> None:
         """Asks without waiting for an answer; that it failed is logged, and nothing else comes of it."""
 
         def ask() -> None:
@@ -99,7 +116,7 @@ class Channel:
         Raises:
             UnreachableError: this was closed.
         """
-        plan = cut([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
+        plan = cut_streams([buffer.size for buffer in buffers], self._streams, self._chunk_bytes)
         numbers = {"streams": self._streams, "chunk_bytes": self._chunk_bytes}
         fetch = Fetch(self.address, buffers, deadline, self._closed)
         tickets = [
@@ -108,14 +125,14 @@ class Channel:
         ]
         with self._in_use():
             fetch.streams = [
-                self._pool.submit(self._receive, fetch, connection, stream_ticket, pieces)
-                for connection, stream_ticket, pieces in zip(self._connections, tickets, plan, strict=True)
-                if pieces
+                self._pool.submit(self._receive, fetch, connection, stream_ticket, chunks)
+                for connection, stream_ticket, chunks in zip(self._connections, tickets, plan, strict=True)
+                if chunks
             ]
         return fetch
 
     def close(self) -> None:
-        """Ends fetches that run, and lets no call begin; a question that runs ends in its own time. May come twice."""
+        """Ends fetches that run, and lets no call begin; a request that runs ends in its own time. May come twice."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -125,10 +142,10 @@ class Channel:
             self._disconnect()
 
     def _receive(
-        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]
+        self, fetch: "Fetch", connection: flight.FlightClient, ticket: StreamTicket, chunks: Sequence[StreamChunk]
     ) -> None:
         with self._in_use():
-            fetch.receive(connection, ticket, pieces)
+            fetch.receive(connection, ticket, chunks)
 
     @contextmanager
     def _in_use(self) -> Generator[None]:
@@ -167,7 +184,7 @@ class Fetch:
         self._offer: Future[OfferAnswer | None] = Future()
         self.streams: Sequence[Future[None]] = ()
 
-    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, pieces: Sequence[Piece]) -> None:
+    def receive(self, connection: flight.FlightClient, ticket: StreamTicket, chunks: Sequence[StreamChunk]) -> None:
         """Receives one stream into its places."""
         remaining_s = max(self._deadline - time.monotonic(), 1e-3)
         try:
@@ -178,10 +195,10 @@ class Fetch:
             if not schema.equals(SCHEMA):
                 raise WeightsError(f"the weight server at {self._address} sent other things than bytes")
             if ticket.asks:
-                told = (schema.metadata or {}).get(OFFER_KEY)
-                self._offer.set_result(None if told is None else read_answer(OfferAnswer, told))
-            for piece in pieces:
-                self._place(reader.read_chunk().data, piece)
+                offer = (schema.metadata or {}).get(OFFER_KEY)
+                self._offer.set_result(None if offer is None else read_answer(OfferAnswer, offer))
+            for chunk in chunks:
+                self._place(reader.read_chunk().data, chunk)
             if next(iter(reader), None) is not None:
                 raise WeightsError(f"the weight server at {self._address} sent more than the arrays have")
         except StopIteration as error:
@@ -200,7 +217,7 @@ class Fetch:
             return None
         either: list[Future[Any]] = [self._offer, self.streams[0]]
         limit = min(time.monotonic() + timeout_s, self._deadline)
-        while not wait(either, max(0.0, min(_LOOK_S, limit - time.monotonic())), FIRST_COMPLETED).done:
+        while not wait(either, max(0.0, min(_CHECK_S, limit - time.monotonic())), FIRST_COMPLETED).done:
             if self._closed.is_set():
                 raise UnreachableError("the connection was closed")
             if time.monotonic() >= limit:
@@ -223,7 +240,7 @@ class Fetch:
         pending = set(self.streams)
         try:
             while pending:
-                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                done, pending = wait(pending, timeout=_CHECK_S, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 if pending:
@@ -241,15 +258,15 @@ class Fetch:
         if running:
             for reader in readers:
                 reader.cancel()
-            wait(running, timeout=_LOOK_S)
+            wait(running, timeout=_CHECK_S)
 
-    def _place(self, batch: pa.RecordBatch | None, piece: Piece) -> None:
+    def _place(self, batch: pa.RecordBatch | None, chunk: StreamChunk) -> None:
         column = None if batch is None else batch.column(0)
-        data = None if column is None or len(column) != piece.size or column.null_count else column.buffers()[1]
-        if column is None or data is None or data.size < column.offset + piece.size:  # Arrow looks at no buffer's size
-            raise WeightsError(f"the weight server at {self._address} sent other things than {piece.size} bytes")
-        received = np.frombuffer(data, np.uint8, piece.size, column.offset)
-        self._buffers[piece.index][piece.offset : piece.offset + piece.size] = received
+        data = None if column is None or len(column) != chunk.size or column.null_count else column.buffers()[1]
+        if column is None or data is None or data.size < column.offset + chunk.size:  # Arrow looks at no buffer's size
+            raise WeightsError(f"the weight server at {self._address} sent other things than {chunk.size} bytes")
+        received = np.frombuffer(data, np.uint8, chunk.size, column.offset)
+        self._buffers[chunk.index][chunk.offset : chunk.offset + chunk.size] = received
         self._moved_at = time.monotonic()
 
     def _register(self, reader: flight.FlightStreamReader) -> None:
@@ -265,3 +282,36 @@ class Fetch:
         still_s = time.monotonic() - self._moved_at
         if stall_s is not None and still_s > stall_s:
             raise UnreachableError(f"the weight server at {self._address} sent nothing for {still_s:.0f} s")
+
+
+def cut_streams(sizes: Sequence[int], streams: int, chunk_bytes: int) -> list[list[StreamChunk]]:
+    """The messages of each stream, in order.
+
+    Args:
+        sizes: Bytes of every buffer.
+        streams: How many streams; those for which there is nothing left get an empty list.
+        chunk_bytes: Most bytes of a message.
+
+    Returns:
+        One list per stream; together they cover every byte once.
+    """
+    return [list(chunks_of(sizes, streams, chunk_bytes, stream)) for stream in range(streams)]
+
+
+def chunks_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int) -> Iterator[StreamChunk]:
+    """The messages of one stream, one after the other: a server keeps no plan, however small a client wants them.
+
+    Args:
+        sizes: Bytes of every buffer.
+        streams: How many there are.
+        chunk_bytes: Most bytes of a message.
+        stream: Which; one that is not among them has nothing.
+    """
+    share = -(-sum(sizes) // streams)
+    first, end = stream * share, (stream + 1) * share if stream < streams else 0
+    start = 0
+    for index, size in enumerate(sizes):
+        low, high = max(first - start, 0), min(end - start, size)
+        for offset in range(low, high, chunk_bytes):
+            yield StreamChunk(index, offset, min(chunk_bytes, high - offset))
+        start += size

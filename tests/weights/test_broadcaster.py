@@ -1,13 +1,91 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from tests.weights.publications import JOB, arrays_of, manifest_of
 
 from penstock.types import WeightsError, WeightVersion
-from penstock.weights import WeightsConfig, publishing
-from penstock.weights.publishing import Publication, PublishingBroadcaster, new_incarnation
+from penstock.weights import WeightsConfig, merged_arrays, trained_arrays
+from penstock.weights import broadcaster as broadcasters
+from penstock.weights.broadcaster import Publication, PublishingBroadcaster, host_arrays, new_incarnation
+
+
+def model() -> dict[str, jnp.ndarray]:
+    return {"embedding": jnp.ones((2, 2)), "layers.query": jnp.zeros(3), "layers.key": jnp.zeros(3)}
+
+
+def test_frozen_arrays_are_left_out():
+    assert list(trained_arrays(model(), [])) == ["embedding", "layers.query", "layers.key"]
+    assert list(trained_arrays(model(), ["embedding", "*.key"])) == ["layers.query"]
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(WeightsError, match=r"\['head'\] match no name"):
+        trained_arrays(model(), ["head", "embedding"])
+
+
+def test_freezing_everything_is_an_error():
+    with pytest.raises(WeightsError, match="nothing would train"):
+        trained_arrays(model(), ["*"])
+
+
+def test_fetched_arrays_meet_the_clients_own_in_its_dtype():
+    base = model()
+    merged = merged_arrays(base, {"layers.key": np.full(3, 0.5, ml_dtypes.bfloat16)})
+    assert merged["embedding"] is base["embedding"] and list(merged) == list(base)
+    assert merged["layers.key"].dtype == jnp.float32
+    np.testing.assert_array_equal(merged["layers.key"], [0.5, 0.5, 0.5])
+    assert merged["layers.key"].sharding == base["layers.key"].sharding
+
+
+def test_unknown_and_misshaped_arrays_are_refused_by_name():
+    fetched = {"head": np.zeros(1, np.float32), "layers.key": np.zeros(4, np.float32)}
+    with pytest.raises(WeightsError, match=r"unknown \['head'\], misshaped \['layers.key is \(4,\), not \(3,\)'\]"):
+        merged_arrays(model(), fetched)
+
+
+def test_merged_arrays_own_their_memory():
+    memory = np.zeros(4096 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # aligned: JAX would refer to it
+    fetched = memory[start : start + 4096].view(np.float32)
+    merged = merged_arrays({"layers.query": jnp.ones(1024)}, {"layers.query": fetched})
+    fetched[:] = 7.0
+    np.testing.assert_array_equal(merged["layers.query"], np.zeros(1024))
+
+
+def test_arrays_come_to_the_host_as_they_are():
+    arrays = {"jax": jnp.arange(6.0).reshape(2, 3), "numpy": np.arange(3), "scalar": jnp.array(2.0)}
+    found = host_arrays(arrays, bfloat16=False)
+    assert all(isinstance(array, np.ndarray) and array.flags.c_contiguous for array in found.values())
+    assert [(array.shape, str(array.dtype)) for array in found.values()] == [
+        ((2, 3), "float32"),
+        ((3,), "int64"),
+        ((), "float32"),
+    ]
+    assert found["numpy"] is arrays["numpy"]
+
+
+def test_transposed_arrays_are_put_in_order():
+    array = np.arange(6.0).reshape(2, 3).T
+    found = host_arrays({"x": array}, bfloat16=False)["x"]
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, array)
+
+
+def test_only_float32_is_cast_and_on_its_device():
+    device = jax.devices()[0]
+    arrays = {"w": jax.device_put(jnp.array([1.0, 1 / 3]), device), "n": jnp.arange(2), "h": jnp.ones(1, jnp.float16)}
+    found = host_arrays(arrays, bfloat16=True)
+    assert {name: str(array.dtype) for name, array in found.items()} == {
+        "w": "bfloat16",
+        "n": "int32",
+        "h": "float16",
+    }
+    assert found["w"][1] == np.float32(1 / 3).astype(ml_dtypes.bfloat16) == 0.333984375
 
 
 class FakeStore:
@@ -48,9 +126,9 @@ def test_a_publication_is_described_and_put():
 
 def test_the_store_may_begin_while_digests_are_reckoned_but_not_with_what_cannot_be_sent(monkeypatch):
     store, order = FakeStore(), []
-    describe = publishing.describe
+    describe = broadcasters.describe
     monkeypatch.setattr(store, "begin", lambda arrays: order.append(("begin", list(arrays))))
-    monkeypatch.setattr(publishing, "describe", lambda *args: order.append("describe") or describe(*args))
+    monkeypatch.setattr(broadcasters, "describe", lambda *args: order.append("describe") or describe(*args))
     broadcaster = broadcaster_of(store)
     broadcaster.publish(WeightVersion(0, 3), arrays_of(3))
     assert order == [("begin", ["kernel", "step"]), "describe"] and len(store.put_here) == 1
