@@ -109,8 +109,8 @@ class Decoding:
     @property
     def truncation(self) -> dict[str, float]:
         """The sampling parameters by which tokens cannot be drawn though they have a probability, with their values."""
-        given = {name: getattr(self, name) for name, each in SAMPLING_FIELDS.items() if each.truncates}
-        return {name: value for name, value in given.items() if value not in (None, SAMPLING_FIELDS[name].neutral)}
+        given = ((name, getattr(self, name), neutral) for name, neutral in _TRUNCATING)
+        return {name: value for name, value, neutral in given if value is not None and value != neutral}
 
     @property
     def truncated(self) -> bool:
@@ -122,6 +122,8 @@ SAMPLING_FIELDS: Mapping[str, SamplingField] = {
     each.name: each.metadata["sampling"] for each in fields(Decoding) if "sampling" in each.metadata
 }
 """The sampling parameters by name, in the order of `Decoding`."""
+
+_TRUNCATING = [(name, each.neutral) for name, each in SAMPLING_FIELDS.items() if each.truncates]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
