@@ -1,7 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-from penstock.types.calls import Caller
-from penstock.types.environment import EnvironmentSpec
+from penstock.types.calls import Caller, PersistentCaller
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
@@ -22,16 +21,15 @@ from penstock.types.errors import (
     UnreachableError,
     WeightsError,
 )
-from penstock.types.experience import Experience, TrainingExample
 from penstock.types.fragments import FRAGMENT_SCHEMA_VERSION, SampleFragment
 from penstock.types.generation import Completion, Decoding, FinishReason, GenerationCall, WeightVersion
 from penstock.types.packed import AnyRollout, PackedRollout
-from penstock.types.persistence import PersistentCaller
 from penstock.types.protocols import (
     BatchSource,
     Checkpointable,
     Clock,
     CurriculumRecord,
+    EnvironmentSpec,
     InferenceContext,
     LessonChooser,
     ManyInferenceContext,
@@ -46,6 +44,7 @@ from penstock.types.protocols import (
 )
 from penstock.types.rollouts import (
     SCHEMA_VERSION,
+    Experience,
     Role,
     Rollout,
     RolloutBatch,
@@ -53,6 +52,7 @@ from penstock.types.rollouts import (
     RolloutGroup,
     RolloutMetadata,
     RolloutRecord,
+    TrainingExample,
     Turn,
 )
 from penstock.types.seeds import as_seed, fold, generator
