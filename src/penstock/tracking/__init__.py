@@ -5,24 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.tracking.config import TensorBoardConfig, TrackingConfig, WandbConfig
-    from penstock.tracking.conversations import conversation_of
-    from penstock.tracking.making import make_tracker
-    from penstock.tracking.samples_file import JsonlTracker
-    from penstock.tracking.tensorboard import TensorBoardTracker
-    from penstock.tracking.tracker import MultiTracker, Tracker
-    from penstock.tracking.wandb import WandbTracker
+    from penstock.tracking.tracker import (
+        JsonlTracker,
+        MultiTracker,
+        TensorBoardTracker,
+        Tracker,
+        WandbTracker,
+        conversation_of,
+        make_tracker,
+    )
 
 _EXPORTS = {
-    "JsonlTracker": "samples_file",
+    "JsonlTracker": "tracker",
     "MultiTracker": "tracker",
     "TensorBoardConfig": "config",
-    "TensorBoardTracker": "tensorboard",
+    "TensorBoardTracker": "tracker",
     "Tracker": "tracker",
     "TrackingConfig": "config",
     "WandbConfig": "config",
-    "WandbTracker": "wandb",
-    "conversation_of": "conversations",
-    "make_tracker": "making",
+    "WandbTracker": "tracker",
+    "conversation_of": "tracker",
+    "make_tracker": "tracker",
 }
 
 __all__ = [
