@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.words import Checkpoint, Overrides, Trust
+from penstock.cli.arguments import Checkpoint, Overrides, Trust
 
 commands = typer.Typer()
 
