@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.curriculum.plateau import is_plateaued, slope_test, student_t_p_value
+from penstock.curriculum.progress import is_plateaued, slope_test, student_t_p_value
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.curriculum.results import GroupResult, group_results, success_rate
+from penstock.curriculum.progress import GroupResult, group_results, success_rate
 
 from .conftest import results
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.curriculum.sampling import choose, lesson_probabilities, lesson_weight
+from penstock.curriculum.progress import choose, lesson_probabilities, lesson_weight
 from penstock.types import generator
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.curriculum import Curriculum, CurriculumLog
-from penstock.curriculum.updates import make_curriculum
+from penstock.curriculum.curriculum import make_curriculum
 
 from .conftest import a_way_through, two_lessons
 
