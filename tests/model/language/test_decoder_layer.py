@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.language.layer import linear, rms_norm
-from penstock.model.language.rotary import rotary_tables
+from penstock.model.language.decoder import linear, rms_norm, rotary_tables
 
 
 def test_rms_norm_divides_by_the_root_mean_square_and_scales():

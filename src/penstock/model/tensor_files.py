@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory: one ``model.safetensors``, or shards with an index.
+"""The tensors of a model's directory: one ``model.safetensors``, or shards with an index, as Hugging Face names them.
 
 Shapes are known before any data is read, and tensors are read one at a time, so that loading needs little more
 memory than the model. Only safetensors is read: a ``.bin`` file is a pickle, which could run code.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from penstock.model.language.config import RopeScaling
-from penstock.model.language.rotary import inverse_frequencies, rotary_tables, rotate
+from penstock.model.language.decoder import inverse_frequencies, rotary_tables, rotate
 
 
 def test_frequencies_fall_from_one_by_powers_of_theta(tiny_config):

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.control.images import ImageForm, ImpalaCnn, NatureCnn, Pooling, averaging
+from penstock.model.control.encoders import ImageForm, ImpalaCnn, NatureCnn, Pooling, averaging
 from penstock.types import ConfigError, LeafSpace
 
 
