@@ -29,8 +29,7 @@ from penstock.learner.checkpoint_files import (
     read_state,
     verify_checkpoint,
 )
-from penstock.learner.config import LearnerConfig
-from penstock.learner.control_config import PpoConfig
+from penstock.learner.config import LearnerConfig, PpoConfig
 from penstock.learner.control_learner import ControlLearner
 from penstock.learner.learner import Learner
 from penstock.model.control import ControlPolicy, load_control_policy

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.learner.logprobs import HeadInputs, tiled_logprobs
+from penstock.learner.losses import HeadInputs, tiled_logprobs
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

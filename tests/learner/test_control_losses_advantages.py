@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.learner.advantages import Chain, VTraceClips, gae, vtrace
+from penstock.learner.control_losses import Chain, VTraceClips, gae, vtrace
 
 
 def make_chain(rewards, values, next_values=None, terminated=(), truncated=(), uncounted=()) -> Chain:

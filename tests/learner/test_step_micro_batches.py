@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.batch import example_from_pair
 from penstock.learner import LossConfig
-from penstock.learner.micro_batches import MicroBatch, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.step import MicroBatch, empty_micro_batch, plan_scoring, plan_update
 
 ROW, ROWS = 12, 2
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.learner.control_batches import SPACES, make_fragment, make_policy, with_fault
 
-from penstock.learner.fragment_arrays import BatchShape, Reading, blank_arrays, minibatch_columns, stack_fragments
+from penstock.learner.control_step import BatchShape, Reading, blank_arrays, minibatch_columns, stack_fragments
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
 
