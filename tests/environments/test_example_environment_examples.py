@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.environments.examples import draw, split_by_hash, split_by_rank, stable_unit
+from penstock.environments.example_environment import draw, split_by_hash, split_by_rank, stable_unit
 from penstock.types import generator
 
 LETTERS = list("abcdefghij")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.environments import validate_groups, validate_metrics
-from penstock.environments.validation import check_rewards
+from penstock.environments.base import check_rewards
 from penstock.types import EnvironmentFailure, Rollout, RolloutGroup, Turn
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.environments.prompts import prompt_text, shape_prompt
+from penstock.environments.base import prompt_text, shape_prompt
 
 MESSAGES = [{"role": "user", "content": "What is 1+2?"}]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.environments.calculation import CalculationError, calculate, show_number
+from penstock.environments.calculator import CalculationError, calculate, show_number
 
 
 @pytest.mark.parametrize(
