@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from penstock.dashboard.query_table import print_query, print_query_json
+from penstock.dashboard.rollouts import print_query, print_query_json
 from penstock.types import ConfigError
 
 

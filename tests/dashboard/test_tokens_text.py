@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dashboard.token_text import Piece, TokenText
+from penstock.dashboard.tokens import Piece, TokenText
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
 from tests.dashboard.sample_run import TOKENIZER

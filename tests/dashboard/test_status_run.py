@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.dashboard import read_run_status
-from penstock.dashboard.run_status import components
+from penstock.dashboard.status import components
 from penstock.types import RunDirectoryError
 from tests.small_disk import fill, small_disk
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dashboard.color_scales import AdvantageScale, LogprobScale
+from penstock.dashboard.conversation import AdvantageScale, LogprobScale
 
 
 def ground(style) -> tuple[int, int, int]:

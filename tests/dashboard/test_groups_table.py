@@ -1,8 +1,7 @@
 import pytest
 from rich.cells import cell_len
 
-from penstock.dashboard.group_table import group_table, print_groups
-from penstock.dashboard.groups import GroupFilter, GroupSummary, list_groups
+from penstock.dashboard.groups import GroupFilter, GroupSummary, group_table, list_groups, print_groups
 from penstock.rundir import JsonLinesLog, RunDirectory, RunViews
 
 

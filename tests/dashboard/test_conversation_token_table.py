@@ -1,8 +1,8 @@
 import pytest
 
 from penstock.dashboard import find_rollouts
-from penstock.dashboard.token_table import token_table
-from penstock.dashboard.token_text import TokenText
+from penstock.dashboard.conversation import token_table
+from penstock.dashboard.tokens import TokenText
 from tests.dashboard.sample_run import TOKENIZER
 
 
