@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig, SimulatorLimits
-from penstock.fleet.cutter import FragmentCutter
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.fragments import FragmentCutter
+from penstock.fleet.jax_policy import JaxPolicyRunner
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.rollout_worker import RolloutWorker
+from penstock.fleet.rollout_loop import RolloutWorker
 from penstock.fleet.sender import cut_stale
 from penstock.learner.config import PpoConfig
 from penstock.learner.control_step import BatchShape, Reading, _next_values, preparer, stack_fragments
