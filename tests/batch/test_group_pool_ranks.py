@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch.ranks import Ranks
+from penstock.batch.group_pool import Ranks
 
 
 @given(st.lists(st.tuples(st.sampled_from(["append", "absent", "mark", "unmark", "keep"]), st.integers(0, 60))))

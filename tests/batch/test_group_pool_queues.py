@@ -1,8 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch.holding import HeldGroup
-from penstock.batch.queues import SLACK, Deadlines, FirstUses, Line
+from penstock.batch.group_pool import SLACK, Deadlines, FirstUses, HeldGroup, Line
 
 
 def held(order: int) -> HeldGroup:

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.batch.conftest import small_group
 
-from penstock.batch.holding import HeldGroup
-from penstock.batch.pool import SLACK, Pool
+from penstock.batch.group_pool import SLACK, HeldGroup, Pool
 
 
 def held(number: int, width: int) -> HeldGroup:

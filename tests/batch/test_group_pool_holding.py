@@ -1,9 +1,8 @@
 import pytest
 from tests.batch.conftest import small_group
 
-from penstock.batch.arguments import check_choice, uses_limit
-from penstock.batch.holding import Acceptance, HeldGroups, ticket_order
-from penstock.batch.maker import Unit
+from penstock.batch.group_pool import Acceptance, HeldGroups, ticket_order
+from penstock.batch.maker import Unit, check_choice, uses_limit
 from penstock.types import ConfigError, InvalidRolloutError
 
 

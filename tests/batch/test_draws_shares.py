@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch.shares import Shares
+from penstock.batch.draws import Shares
 
 
 def test_size_is_proportional_and_even_is_even():
