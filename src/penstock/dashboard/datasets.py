@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from penstock.dashboard.groups import GroupFilter
 from penstock.dashboard.tokens import printable
-from penstock.rundir.atomic import check_name
+from penstock.rundir.storage import check_name
 from penstock.rundir.views import RunViews
 from penstock.types import ConfigError
 

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard.tokens import printable
-from penstock.rundir.run_state import known_status
-from penstock.rundir.views import RunViews
+from penstock.rundir.views import RunViews, known_status
 from penstock.types import ConfigError
 
 _MATCHING = """

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from penstock.dashboard.tokens import shortened
 from penstock.rundir import RunDirectory, read_status
-from penstock.rundir.json_text import to_json
+from penstock.rundir.logs import to_json
 from penstock.types import RunDirectoryError
 
 STATUS_S = 2.0

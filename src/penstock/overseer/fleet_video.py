@@ -24,7 +24,7 @@ from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_p
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_simulators import EVALUATOR_ID, start_pool
-from penstock.rundir.atomic import check_place
+from penstock.rundir.storage import check_place
 from penstock.types import ConfigError, NoProgressError, PenstockError, RunFailed, fold
 
 FILM_S = 3600.0

@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, list_column
-from penstock.rundir.leaf_columns import LEAVES, leaves_column, leaves_from_column
-from penstock.rundir.parquet import schema_version, versioned
+from penstock.rundir.parquet import (
+    LEAVES,
+    arrays_from_column,
+    leaves_column,
+    leaves_from_column,
+    list_column,
+    schema_version,
+    versioned,
+)
 from penstock.types import (
     FRAGMENT_SCHEMA_VERSION,
     InvalidRolloutError,

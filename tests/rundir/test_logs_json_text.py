@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from penstock.rundir.json_text import to_json
+from penstock.rundir.logs import to_json
 
 
 def refuse(constant):

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from penstock.rundir import RunDirectory
-from penstock.rundir.run_state import horizons, known_status, next_step
-from penstock.rundir.views import RunViews
+from penstock.rundir.views import RunViews, horizons, known_status, next_step
 from penstock.types import RunDirectoryError
 
 

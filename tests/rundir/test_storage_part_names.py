@@ -4,8 +4,7 @@ import uuid
 
 import pytest
 
-from penstock.rundir.part_names import PartNames, made_at_s
-from penstock.rundir.storage import StoredFile
+from penstock.rundir.storage import PartNames, StoredFile, made_at_s
 
 
 def test_names_sort_by_time_even_within_one_tick_of_the_clock():

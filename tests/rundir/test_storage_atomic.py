@@ -5,7 +5,7 @@ import pytest
 from tests.small_disk import fill, small_disk
 
 from penstock.rundir import replaced_atomically, write_atomically
-from penstock.rundir.atomic import check_place, keep_room, write_into_kept_room
+from penstock.rundir.storage import check_place, keep_room, write_into_kept_room
 from penstock.types import ConfigError
 
 

@@ -6,7 +6,7 @@ import sys
 import pyarrow as pa
 import pytest
 
-from penstock.rundir.log_tables import FATE_SCHEMA, read_log_table, read_metric_table
+from penstock.rundir.views import FATE_SCHEMA, read_log_table, read_metric_table
 from penstock.types import RunDirectoryError
 
 GOOD = b'{"step": 1, "time": 1.5, "train/loss": 0.25}\n'
@@ -23,7 +23,7 @@ def test_a_line_that_kills_the_quick_reader_is_refused(tmp_path, line):
     path.write_bytes(GOOD + line + GOOD)
     code = (
         "import sys, pathlib\n"
-        "from penstock.rundir.log_tables import read_metric_table\n"
+        "from penstock.rundir.views import read_metric_table\n"
         "from penstock.types import RunDirectoryError\n"
         "try: read_metric_table(pathlib.Path(sys.argv[1]))\n"
         "except RunDirectoryError as error: print('refused', error)"
