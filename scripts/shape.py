@@ -35,13 +35,13 @@ LIMITS = {
     "files over 600 lines": 0,
     "twin names": 9,
     "circles": 0,
-    "circles with imports in functions": 2,
-    "modules with one importer, in their folder": 104,
+    "circles with imports in functions": 0,
+    "modules with one importer, in their folder": 76,
     "constructors with over 6 parameters": 24,
     "noise lines": 398,
     "assemblies of ReplayBuffer": 4,
     "assemblies of TrainingLoop": 3,
-    "parameter spread": 14,
+    "parameter spread": 13,
 }
 """What was reached: every number is `at most`, and goes down only."""
 
