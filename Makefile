@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_STAMP := $(VENV)/.made
 STAMP := $(VENV)/.ready
+DEV_STAMP := $(VENV)/.ready-dev
 RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
@@ -13,16 +15,30 @@ UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_p
 
 .PHONY: train test test-slow fuzz test-ray test-torch lint setup clean
 
-setup: $(STAMP)
+setup: $(DEV_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $(STAMP)
+$(VENV_STAMP):
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $(VENV_STAMP)
 
-$(RAY_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,ray]"
-	touch $(RAY_STAMP)
+# Without bytecode, which the first import makes of what is imported: making it of all takes longer than the download.
+$(STAMP): pyproject.toml constraints.txt | $(VENV_STAMP)
+	@echo "Installing Penstock and what it runs on into $(VENV), once; this takes a minute or two"
+	@$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable .
+	@touch $(STAMP)
+
+# With bytecode, made on all cores: tests take warnings as errors, those of a first import of others' code too.
+$(DEV_STAMP): pyproject.toml constraints.txt | $(VENV_STAMP)
+	@echo "Installing Penstock with its linters, test servers and simulators into $(VENV), once; this takes some minutes"
+	@$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	@touch $(STAMP) $(DEV_STAMP)
+
+$(RAY_STAMP): $(DEV_STAMP)
+	@echo "Installing Ray into $(VENV), once"
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,ray]"
+	@touch $(RAY_STAMP)
 
 $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
@@ -33,7 +49,7 @@ $(TORCH_STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 	$(BIN)/penstock train cats
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -46,7 +62,7 @@ test-slow: $(RAY_STAMP)
 	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz
 	$(BIN)/pytest -m "attack and not slow" tests/fuzz
 
-fuzz: $(STAMP)
+fuzz: $(DEV_STAMP)
 	$(BIN)/pytest -m slow tests/fuzz
 
 test-ray: $(RAY_STAMP)

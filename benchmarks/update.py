@@ -23,8 +23,8 @@ import numpy as np
 from penstock.batch import example_from_rollout
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner import step as compiled
-from penstock.learner.micro_batches import plan_update
 from penstock.learner.optimizer import applier, initial_state
+from penstock.learner.step import plan_update
 from penstock.model.language import Decoder, ModelConfig
 from penstock.types import RLExample, Rollout, RolloutMetadata, TrainingBatch
 

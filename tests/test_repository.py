@@ -1,6 +1,7 @@
 """The repository itself: its README tells the truth, its links lead somewhere, and nothing in it is local."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -116,6 +117,34 @@ def test_relative_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert missing == []
+
+
+def commands_of(target: str, folder: Path) -> str:
+    """What `make` would run for a target in a checkout without a virtual environment."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    return subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+
+
+def test_make_train_installs_what_a_run_needs_and_no_more(tmp_path):
+    commands = commands_of("train", tmp_path)
+    assert re.findall(r"--editable (\S+)", commands) == ["."]
+    assert commands.splitlines()[-1] == ".venv/bin/penstock train cats"
+
+
+def test_make_test_installs_everything_in_one_go_before_it_checks(tmp_path):
+    commands = commands_of("test", tmp_path)
+    assert re.findall(r"--editable (\S+)", commands) == ['".[dev]"']
+    assert commands.index("--editable") < commands.index("pyright") < commands.index("pytest")
 
 
 def test_every_page_of_the_documentation_is_reached_from_its_index():

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fleet.lives import Lives, wrong_books
-from penstock.fleet.descendants import children_by_parent, subtree
+from penstock.fleet.process_tree import children_by_parent, subtree
 from penstock.overseer.distributed.processes import Process
 from penstock.rundir import read_events, read_status
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet.arrivals import StepBatch
+from penstock.fleet.steps import StepBatch
 from penstock.types import RolloutBatch
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

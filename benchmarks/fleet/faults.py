@@ -34,8 +34,8 @@ from benchmarks.fleet.unlucky import RAISE
 from benchmarks.fleet.workloads import FRAME
 from benchmarks.marks import Marks
 from penstock.fleet import FleetConfig, SimulatorPool
-from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import SimulatorConfig, SimulatorLimits
+from penstock.fleet.steps import StepBatch
 from penstock.model.control import ControlPolicy, named_arrays
 from penstock.types import WeightVersion
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.jax_policy import JaxPolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.types import LeafSpace, Spaces
 

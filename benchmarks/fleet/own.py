@@ -24,8 +24,7 @@ from benchmarks.fleet.alternating import PROCESSES, answer_lines
 from benchmarks.fleet.counting import Tally, ThrowingAway, processor_s, rates, rates_during_gaps
 from benchmarks.fleet.workloads import SLOW_RESET_S, SLOW_TASK, WORKLOADS, Workload
 from penstock.fleet import FleetConfig, RolloutWorkerWrapper, SimulatorPool
-from penstock.fleet.policy_call import compute_inline
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.jax_policy import JaxPolicyRunner, compute_inline
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.kind import processor_environment

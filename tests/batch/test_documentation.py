@@ -9,7 +9,7 @@ import yaml
 from tests.batch.conftest import advantages_of
 
 from penstock.batch import BatchMakerConfig, make_batch_maker
-from penstock.batch.baselines import REMEMBERED
+from penstock.batch.advantages import REMEMBERED
 from penstock.batch.config import BUILT_IN_MAKERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()

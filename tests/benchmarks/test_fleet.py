@@ -15,7 +15,7 @@ from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from benchmarks.marks import Marks
 
 from penstock.fleet.accounting import StepAccount
-from penstock.fleet.arrivals import STEP_ROW
+from penstock.fleet.steps import STEP_ROW
 from penstock.types import RunFailed
 
 RATES = {"steps_per_s": 3000.0, "resets_per_s": 0.0, "main_cpu": 0.4, "simulators_cpu": 0.3, "batch_slots_mean": 15.5}

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from penstock.dashboard import find_rollouts
 from penstock.dashboard.conversation import ConversationStyle, conversation, print_conversations
-from penstock.dashboard.token_text import TokenText
+from penstock.dashboard.tokens import TokenText
 from penstock.types import Rollout, RolloutMetadata, RolloutRecord, Turn
 from tests.dashboard.sample_run import TOKENIZER
 

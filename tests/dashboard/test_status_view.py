@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from penstock.dashboard import RunStatus, print_status, print_status_json
-from penstock.dashboard.run_status import components
+from penstock.dashboard.status import components
 
 CONTENT: dict[str, Any] = {
     "phase": "training", "step": 12, "steps": 50, "lineage": 1, "waiting_for": "the learner waits for 3 groups",

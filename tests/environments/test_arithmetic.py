@@ -6,7 +6,7 @@ import pytest
 
 from penstock.environments import ArithmeticEnvironment
 from penstock.environments.arithmetic import worked_steps
-from penstock.environments.calculation import calculate, show_number
+from penstock.environments.calculator import calculate, show_number
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import penstock.environments as environments
 from penstock.environments import load_environment
-from penstock.environments.prompts import prompt_text
+from penstock.environments.base import prompt_text
 from penstock.types import EnvironmentSpec, generator
 
 PROBLEMS = str(Path(__file__).parents[2] / "examples" / "data" / "word_problems.jsonl")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet.arrivals import Arrival
 from penstock.fleet.config import FleetConfig, SimulatorLimits
 from penstock.fleet.pool import SimulatorPool
+from penstock.fleet.steps import Arrival
 
 COUNTER = "tests.fleet.toys:Counter"
 QUICK = SimulatorLimits(backoff_s=0.02, spawn_timeout_s=20.0)

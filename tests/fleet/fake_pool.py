@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet.arrivals import STEP_ROW, Arrival, Decision, Leaves
-from penstock.fleet.runner import WeightMailbox
+from penstock.fleet.policy import WeightMailbox
+from penstock.fleet.steps import STEP_ROW, Arrival, Decision, Leaves
 from penstock.types import LeafSpace, RunFailed, Spaces, WeightVersion
 
 ACTIONS = 7

@@ -9,7 +9,7 @@ import pytest
 from tests.environments.simulators.minestudio_stub import JAR
 from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
 
-from penstock.fleet.descendants import children_by_parent, subtree
+from penstock.fleet.process_tree import children_by_parent, subtree
 
 pytestmark = pytest.mark.timeout(60)
 

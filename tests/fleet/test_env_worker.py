@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tests.fleet.toys import Counter
 
-from penstock.fleet.block import Block
 from penstock.fleet.env_worker import ExitCode, run_env_worker
 from penstock.fleet.messages import (
     ARRIVED,
@@ -23,6 +22,7 @@ from penstock.fleet.messages import (
     Failure,
     packet_socketpair,
 )
+from penstock.fleet.shared_block import Block
 from penstock.types import Spaces
 
 _ARRIVED = ARRIVED + b"\0"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.fleet.fake_pool import rows_of
 
-from penstock.fleet.arrivals import Decision, StepBatch
 from penstock.fleet.episode_statistics import Episode, EpisodeStatistics, EpisodeTracker
+from penstock.fleet.steps import Decision, StepBatch
 from penstock.types import WeightVersion
 
 

@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig
 from penstock.fleet.manager import RolloutManager
-from penstock.fleet.wrapper import RolloutWorkerWrapper
+from penstock.fleet.worker import RolloutWorkerWrapper
 from penstock.types import ConfigError, RunFailed, WeightVersion
 from penstock.weights import InProcessBroadcaster
 

@@ -8,12 +8,12 @@ from tests.fleet.fake_pool import FIRST, FakePending
 from tests.fleet.toys import Counter, Nested
 from tests.waiting import wait_until
 
-from penstock.fleet.arrivals import Decision
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.episode_statistics import EpisodeStatistics, EpisodeTracker
 from penstock.fleet.messages import episode_seed
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.rollout_worker import RolloutWorker
+from penstock.fleet.rollout_loop import RolloutWorker
+from penstock.fleet.steps import Decision
 from penstock.types import ConfigError, RunFailed
 
 

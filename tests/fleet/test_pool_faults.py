@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.fleet.driving import QUICK, await_gone, cause, config_of, driven, lives, open_descriptors
 
-from penstock.fleet.nursery_link import NURSERY_END_S, NurseryLink
+from penstock.fleet.fork_client import NURSERY_END_S, NurseryLink
 from penstock.fleet.pool import SimulatorPool
 from penstock.types import ConfigError, NoProgressError, RunFailed
 

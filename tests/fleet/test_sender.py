@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.fleet.fake_pool import ListSink
 
 from penstock.fleet.accounting import StepAccount
-from penstock.fleet.cutter import StepCounts, UnsentFragment
+from penstock.fleet.fragments import StepCounts, UnsentFragment
 from penstock.fleet.sender import FragmentQueue, Sender, cut_stale
 from penstock.types import NoProgressError, RolloutMetadata, SampleFragment, WeightVersion
 

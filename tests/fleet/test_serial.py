@@ -6,9 +6,9 @@ from tests.fleet.driving import QUICK
 from tests.fleet.fake_pool import FakePending, FakeRunner
 
 from penstock.fleet.config import FleetConfig
-from penstock.fleet.cutter import FragmentCutter
+from penstock.fleet.fragments import FragmentCutter
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.rollout_worker import RolloutWorker
+from penstock.fleet.rollout_loop import RolloutWorker
 from penstock.fleet.serial import SerialPool
 from penstock.types import RunFailed
 

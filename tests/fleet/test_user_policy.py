@@ -2,8 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from penstock.fleet.policy_runner import JaxPolicyRunner
-from penstock.fleet.runner import Pending, PolicyRunner
+from penstock.fleet.jax_policy import JaxPolicyRunner
+from penstock.fleet.policy import Pending, PolicyRunner
 from penstock.fleet.user_policy import UserPolicyRunner
 from penstock.model.control import ControlModelConfig, make_control_policy
 from penstock.types import ConfigError, LeafSpace, Spaces, WeightsError, WeightVersion

@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.fuzzing import COUNTS, damaged, fuzz, json_bytes
 
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_metrics, read_status
-from penstock.rundir.log_tables import (
+from penstock.rundir.views import (
     FATE_SCHEMA,
     TICKET_SCHEMA,
     read_event_table,

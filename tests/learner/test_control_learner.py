@@ -16,9 +16,9 @@ from penstock.learner import (
     restore_control_learner,
     save_checkpoint,
 )
-from penstock.learner.advantages import Chain, VTraceClips, gae, vtrace
+from penstock.learner.control_learner import ReferencePolicy
+from penstock.learner.control_losses import Chain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
-from penstock.learner.reference_policy import ReferencePolicy
 from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
 from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, SampleFragment, WeightsError
 

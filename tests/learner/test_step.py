@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.learner import LossConfig, step
-from penstock.learner.micro_batches import plan_update
+from penstock.learner.step import plan_update
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

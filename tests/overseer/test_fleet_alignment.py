@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from penstock.fleet.config import FleetConfig, SimulatorConfig, SimulatorLimits
-from penstock.fleet.cutter import FragmentCutter
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.fragments import FragmentCutter
+from penstock.fleet.jax_policy import JaxPolicyRunner
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.rollout_worker import RolloutWorker
+from penstock.fleet.rollout_loop import RolloutWorker
 from penstock.fleet.sender import cut_stale
-from penstock.learner.control_config import PpoConfig
-from penstock.learner.control_step import _next_values, preparer
-from penstock.learner.fragment_arrays import BatchShape, Reading, stack_fragments
+from penstock.learner.config import PpoConfig
+from penstock.learner.control_step import BatchShape, Reading, _next_values, preparer, stack_fragments
 from penstock.model.control import make_control_policy, named_arrays
 from penstock.model.control.config import ControlModelConfig
 from penstock.rundir.fragment_rows import fragments_from_table, table_from_fragments

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.fleet import assignment
+from penstock.fleet import config as assignment
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_episodes import play_episodes
 from penstock.overseer.fleet_simulators import evaluation_fleet

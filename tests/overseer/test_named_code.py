@@ -75,7 +75,7 @@ def test_whoever_imports_what_a_config_names_is_known():
         and re.search(r"\b(load_attribute|import_module|spec_from_file_location|__import__|runpy)\(", path.read_text())
     }
     assert found == {
-        "batch/making.py", "environments/jsonl.py", "environments/loading.py", "environments/reward_worker.py",
+        "batch/factory.py", "environments/jsonl.py", "environments/loading.py", "environments/reward_worker.py",
         "environments/simulators/minecraft.py", "environments/simulators/registry.py",
         "overseer/doctor.py", "types/importing.py",
     }  # fmt: skip

@@ -223,7 +223,7 @@ def test_a_part_that_nobody_can_read_does_not_keep_the_others_from_being_merged(
 def test_what_may_have_appeared_in_spite_of_an_error_is_not_merged_again(tmp_path, monkeypatch):
     store = make_store(tmp_path)
     seal_groups(store, 0, 1, 2, 3)
-    monkeypatch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+    monkeypatch.setattr("penstock.rundir.storage.sync_directory", _fail)
     with pytest.raises(OSError, match="the disk is gone"):
         store.maintain()  # after the rename
     monkeypatch.undo()

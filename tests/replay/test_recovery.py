@@ -11,14 +11,14 @@ from penstock.replay import FATES, ReplayBufferConfig, RolloutStore, StoreConfig
 from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.replay.recovery import CheckpointView, plan_recovery
-from penstock.rundir import RunDirectory, atomic, logs
+from penstock.rundir import RunDirectory, logs, storage
 from penstock.types import CheckpointError, WeightVersion
 
 
 @pytest.fixture
 def no_fsync(monkeypatch):
     """A killed process needs no flush to the disk, and hypothesis writes many files."""
-    monkeypatch.setattr(atomic.os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(storage.os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(logs.os, "fsync", lambda descriptor: None)
 
 

@@ -288,7 +288,7 @@ def test_a_part_that_appeared_although_its_write_failed_is_written_over(director
     store = RolloutStore(directory)
     store.seal(group_records("easy-0-0"))
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        patch.setattr("penstock.rundir.storage.sync_directory", _fail)
         with pytest.raises(OSError, match="Input/output"):
             store.seal(group_records("easy-0-1"))  # after the rename
         with pytest.raises(OSError, match="Input/output"):
@@ -305,7 +305,7 @@ def test_a_part_that_appeared_although_its_write_failed_is_written_over(director
 def test_a_write_of_other_groups_does_not_take_its_name(directory, monkeypatch):
     store = RolloutStore(directory)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        patch.setattr("penstock.rundir.storage.sync_directory", _fail)
         with pytest.raises(OSError):
             store.seal(group_records("easy-0-1"))
     store.seal(group_records("easy-0-2"))
@@ -317,7 +317,7 @@ def test_a_part_that_will_be_written_over_is_neither_merged_nor_offered(director
     RolloutStore(directory).seal(group_records("easy-0-0"))
     store = RolloutStore(directory, StoreConfig(compact_parts=2, compact_after_s=0, max_bytes=1))
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.rundir.atomic.sync_directory", _fail)
+        patch.setattr("penstock.rundir.storage.sync_directory", _fail)
         with pytest.raises(OSError):
             store.write_batch("batch_x_1", [example("easy-0-0/0")], 0, 0)
         with pytest.raises(OSError):

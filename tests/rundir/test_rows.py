@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from penstock.rundir import (
     EXAMPLE_SCHEMA,
     ROLLOUT_SCHEMA,
-    columns,
     examples_from_table,
     read_parquet,
     records_from_table,
@@ -23,6 +22,7 @@ from penstock.rundir import (
     table_from_records,
     write_parquet,
 )
+from penstock.rundir import parquet as columns
 from penstock.types import (
     Decoding,
     InvalidRolloutError,

@@ -8,8 +8,7 @@ import fsspec.registry  # noqa: F401
 import pytest
 from tests.object_stores import s3_server, s3_url, storage_url  # noqa: F401  (fixtures)
 
-from penstock.rundir.remote import RemoteStorage
-from penstock.rundir.storage import LocalStorage, open_storage
+from penstock.rundir.storage import LocalStorage, RemoteStorage, open_storage
 from penstock.types import ConfigError
 
 

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
         DeadlineBatchMaker,
     )
     from penstock.batch.examples import (
+        batch_metadata,
         check_trainable,
         example_from_pair,
         example_from_rollout,
         trainable_tokens,
+    )
+    from penstock.batch.factory import (
+        make_batch_maker,
     )
     from penstock.batch.fragments import (
         FragmentBatchMaker,
@@ -36,12 +40,6 @@ if TYPE_CHECKING:
         Dropped,
         PacedBatchMaker,
         Unit,
-    )
-    from penstock.batch.making import (
-        make_batch_maker,
-    )
-    from penstock.batch.metadata import (
-        batch_metadata,
     )
     from penstock.batch.packing import (
         PackedBatch,
@@ -73,7 +71,7 @@ _EXPORTS = {
     "Placement": "packing",
     "RecencyBatchMaker": "recency",
     "Unit": "maker",
-    "batch_metadata": "metadata",
+    "batch_metadata": "examples",
     "check_trainable": "examples",
     "compute_advantages": "advantages",
     "dr_grpo": "advantages",
@@ -81,7 +79,7 @@ _EXPORTS = {
     "example_from_rollout": "examples",
     "grpo": "advantages",
     "has_signal": "advantages",
-    "make_batch_maker": "making",
+    "make_batch_maker": "factory",
     "pack": "packing",
     "place": "packing",
     "reinforce_pp": "advantages",

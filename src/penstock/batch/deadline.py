@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
-from penstock.batch.arguments import check_choice, uses_limit
-from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
-from penstock.batch.metadata import batch_metadata
-from penstock.batch.queues import FirstUses, Line
+from penstock.batch.examples import batch_metadata
+from penstock.batch.group_pool import Acceptance, FirstUses, HeldGroup, HeldGroups, Line
+from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, RLExample, RolloutGroup
 
 
@@ -90,7 +88,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
         ]
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.metadata.batch_metadata`."""
+        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [not has_signal(group) for group in self._last], batch)
 
     def set_step(self, step: int) -> None:

@@ -1,13 +1,16 @@
-"""One rollout as one training example: prompt and response end to end, aligned token by token.
+"""One rollout as one training example: prompt and response end to end, aligned token by token; and facts about a batch.
 
 Every array is aligned with `tokens`: position t holds what belongs to the token at t (its advantage, its
 behaviour log-probability, the version that sampled it), not to the prediction made there. A sequence is taken
 whole or refused; nothing is ever cut, because a cut answer would be trained with a reward it did not earn.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from penstock.types import AnyRollout, InvalidRolloutError, RLExample
+from penstock.types import AnyRollout, InvalidRolloutError, RLExample, RolloutGroup
 
 
 def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampling: bool = False) -> None:
@@ -144,3 +147,29 @@ def _weight_steps(rollout: AnyRollout, response_mask: np.ndarray, prompt: int) -
     else:
         np.copyto(steps[prompt:], oldest, where=response_mask)
     return steps
+
+
+def batch_metadata(groups: Sequence[RolloutGroup], flat: Sequence[bool], batch: Sequence[RLExample]) -> dict[str, Any]:
+    """What a batch consists of.
+
+    Args:
+        groups: What it was made of: of each group those rollouts that are in the batch.
+        flat: For each of them whether the rewards of the whole group are all equal.
+        batch: Its examples.
+
+    Returns:
+        ``group_ids`` and ``rollout_ids`` (tuples, in batch order), ``metrics`` (``train/reward_mean``,
+        ``train/reward_std``, ``train/response_tokens``, ``train/zero_variance_groups``: a share).
+    """
+    rewards = np.array([r.episode_reward for group in groups for r in group.rollouts], np.float32)
+    sampled = [int(np.count_nonzero(example.loss_mask)) for example in batch]
+    return {
+        "group_ids": tuple(group.group_id for group in groups),
+        "rollout_ids": tuple(rollout_id for example in batch for rollout_id in example.rollout_ids),
+        "metrics": {
+            "train/reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
+            "train/reward_std": float(rewards.std()) if len(rewards) else 0.0,
+            "train/response_tokens": float(np.mean(sampled)) if sampled else 0.0,
+            "train/zero_variance_groups": float(np.mean(flat)) if flat else 0.0,
+        },
+    }

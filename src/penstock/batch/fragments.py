@@ -11,8 +11,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from penstock.batch.arguments import check_choice, uses_limit
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
+from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import ConfigError, FragmentExample, InvalidRolloutError, SampleFragment
 
 FragmentOrder = Literal["oldest", "newest"]

@@ -6,13 +6,18 @@ trained now and takes batches. Whoever calls holds a lock; makers have none.
 `BatchMaker` is all that one's own maker needs: the buffer leaves out of its batches whatever is no longer live, and
 stops using a rollout after `max_samples` uses. `PacedBatchMaker` is for makers that want to know what the buffer
 knows: deadlines, and which rollouts are gone.
+
+Makers that draw have one random stream per batch: it depends on the seed, the step and the batch's number there, and on
+no history.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, final, get_args
 
-from penstock.types import Fate
+import numpy as np
+
+from penstock.types import ConfigError, Fate, fold, generator
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # defaults of type variables are of Python 3.13
@@ -111,3 +116,45 @@ class PacedBatchMaker(BatchMaker[Given, Made]):
 
         Asked after `add_rollout` and `judge_arrivals`, and after every `create_batch`, also one that returned None.
         """
+
+
+@final
+class BatchRandomness:
+    """Streams of one batch maker.
+
+    Args:
+        seed: None takes one from the operating system.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) if seed is None else seed
+        self._step = 0
+        self._batches = 0
+
+    def next(self, step: int) -> np.random.Generator:
+        """The stream of the next batch for an update."""
+        if step != self._step:
+            self._step, self._batches = step, 0
+        self._batches += 1
+        return generator(fold(self._seed, "batch", step, self._batches))
+
+
+def uses_limit(max_samples: int) -> float:
+    """How often a rollout may be used; infinity for −1.
+
+    Raises:
+        ConfigError: neither −1 nor at least 1.
+    """
+    if max_samples < 1 and max_samples != -1:
+        raise ConfigError(f"max_samples is {max_samples}: it must be at least 1, or -1 for no limit")
+    return float("inf") if max_samples == -1 else max_samples
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuses what is none of a `Literal`'s values.
+
+    Raises:
+        ConfigError: naming the argument and the choices.
+    """
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(get_args(choices))}")

@@ -11,15 +11,10 @@ from typing import Any, final
 import numpy as np
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
-from penstock.batch.arguments import check_choice, uses_limit
-from penstock.batch.draws import RankDraw
-from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups, group_of
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
-from penstock.batch.metadata import batch_metadata
-from penstock.batch.pool import Pool
-from penstock.batch.queues import FirstUses
-from penstock.batch.randomness import BatchRandomness
-from penstock.batch.shares import Balance, Shares
+from penstock.batch.draws import Balance, RankDraw, Shares
+from penstock.batch.examples import batch_metadata
+from penstock.batch.group_pool import Acceptance, FirstUses, HeldGroup, HeldGroups, Pool, group_of
+from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup
 
 
@@ -118,7 +113,7 @@ class RecencyBatchMaker(PacedBatchMaker):
         ]
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.metadata.batch_metadata`."""
+        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         flat = self._flat if self._unit == "rollout" else [not has_signal(group) for group in self._last]
         return batch_metadata(self._last, flat, batch)
 

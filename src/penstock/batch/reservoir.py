@@ -7,15 +7,11 @@ rollout that comes, goes or is drawn.
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-from penstock.batch.arguments import check_choice, uses_limit
-from penstock.batch.baselines import Baseline, Baselines, Retention, version_of
+from penstock.batch.advantages import Baseline, Baselines, Retention, version_of
 from penstock.batch.draws import RankDraw
-from penstock.batch.holding import Acceptance, HeldGroup, HeldGroups, group_of
-from penstock.batch.maker import Dropped, PacedBatchMaker, Unit
-from penstock.batch.metadata import batch_metadata
-from penstock.batch.pool import Pool
-from penstock.batch.queues import Deadlines
-from penstock.batch.randomness import BatchRandomness
+from penstock.batch.examples import batch_metadata
+from penstock.batch.group_pool import Acceptance, Deadlines, HeldGroup, HeldGroups, Pool, group_of
+from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup
 
 
@@ -24,7 +20,7 @@ class GrpoBatchMaker(PacedBatchMaker):
     """Draws single rollouts at random from those whose advantage is not zero.
 
     Rollouts share a baseline by (environment, example, policy version); the version of a rollout is the oldest behind
-    any of its own group. The advantage is RLOO over every rollout of that key so far (`penstock.batch.baselines`), at
+    any of its own group. The advantage is RLOO over every rollout of that key so far (`penstock.batch.advantages`), at
     the time of the batch. At each `create_batch`, after everything new was merged, rollouts whose advantage is zero
     are given up as ``filtered``, also older ones that became so. That is final: a rollout that was given up does not
     come back when its key gets more members, but its reward counts for them.
@@ -102,7 +98,7 @@ class GrpoBatchMaker(PacedBatchMaker):
         return batch
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.metadata.batch_metadata`."""
+        """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [False] * len(self._last), batch)
 
     def set_step(self, step: int) -> None:

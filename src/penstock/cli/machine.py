@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.words import Overrides
+from penstock.cli.arguments import Overrides
 
 commands = typer.Typer()
 

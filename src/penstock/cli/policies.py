@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.words import Checkpoint, Overrides, Trust
+from penstock.cli.arguments import Checkpoint, Overrides, Trust
 
 commands = typer.Typer()
 
@@ -207,7 +207,7 @@ def _run_of(checkpoint: Path) -> Path:
 
 def _recorded(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
     """The config of a run, after the code that it names is said."""
-    from penstock.dashboard.safe_text import printable
+    from penstock.dashboard.tokens import printable
     from penstock.overseer.named_code import load_recorded_config
     from penstock.rundir import RunDirectory
 

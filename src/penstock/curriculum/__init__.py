@@ -11,29 +11,26 @@ if TYPE_CHECKING:
         LessonDependency,
         SamplingParams,
     )
-    from penstock.curriculum.curriculum import Curriculum
-    from penstock.curriculum.events import CurriculumEvent, evaluation_due
-    from penstock.curriculum.progress import LessonProgress
-    from penstock.curriculum.remote import RemoteCurriculum
-    from penstock.curriculum.service import CurriculumAnswer, CurriculumService
-    from penstock.curriculum.updates import CurriculumBase, CurriculumLog, CurriculumUpdate
+    from penstock.curriculum.curriculum import Curriculum, CurriculumBase, CurriculumLog, CurriculumUpdate
+    from penstock.curriculum.progress import CurriculumEvent, LessonProgress, evaluation_due
+    from penstock.curriculum.remote import CurriculumAnswer, CurriculumService, RemoteCurriculum
 
 _EXPORTS = {
     "Curriculum": "curriculum",
-    "CurriculumAnswer": "service",
-    "CurriculumBase": "updates",
+    "CurriculumAnswer": "remote",
+    "CurriculumBase": "curriculum",
     "CurriculumConfig": "config",
-    "CurriculumEvent": "events",
-    "CurriculumLog": "updates",
-    "CurriculumService": "service",
-    "CurriculumUpdate": "updates",
+    "CurriculumEvent": "progress",
+    "CurriculumLog": "curriculum",
+    "CurriculumService": "remote",
+    "CurriculumUpdate": "curriculum",
     "EnvironmentConfig": "config",
     "LessonConfig": "config",
     "LessonDependency": "config",
     "LessonProgress": "progress",
     "RemoteCurriculum": "remote",
     "SamplingParams": "config",
-    "evaluation_due": "events",
+    "evaluation_due": "progress",
 }
 
 __all__ = [

@@ -1,21 +1,33 @@
 """Which lesson next, from recorded results: unlocking, graduation, regression, and sampling probabilities.
 
 Training groups move the smoothed success rate; full evaluations decide on graduation and regression and are kept
-apart. Micro evaluations never come here. All methods may be called from several threads. Decisions depend on the order
-of updates alone, never on time. Not covered: when to evaluate (`evaluation_due` says it, the caller keeps the step).
+apart. Micro evaluations never come here. `Curriculum`'s methods may be called from several threads. Decisions depend on
+the order of updates alone, never on time.
+
+`UpdateLog` numbers every result since a base state: the curriculum is a pure function of it. It is not thread-safe;
+`RemoteCurriculum` guards it.
+
+Not covered: when to evaluate (`evaluation_due` says it, the caller keeps the step).
 """
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from penstock.curriculum.config import CurriculumConfig, LessonConfig
-from penstock.curriculum.events import CurriculumEvent
-from penstock.curriculum.plateau import is_plateaued
-from penstock.curriculum.progress import LessonProgress, LessonStatus
-from penstock.curriculum.results import group_results, success_rate
-from penstock.curriculum.sampling import choose, lesson_probabilities, lesson_weight
+from penstock.curriculum.progress import (
+    CurriculumEvent,
+    LessonProgress,
+    LessonStatus,
+    choose,
+    group_results,
+    is_plateaued,
+    lesson_probabilities,
+    lesson_weight,
+    success_rate,
+)
 from penstock.types import CheckpointError, PenstockError, RolloutBatchStats, fold, generator
 
 logger = logging.getLogger(__name__)
@@ -236,3 +248,86 @@ class Curriculum:
 
 
 _STATUSES: tuple[LessonStatus, ...] = ("active", "graduated", "locked")
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumUpdate:
+    """One result.
+
+    Attributes:
+        stats: Of one lesson.
+        evaluation_step: The version that was evaluated; None for training groups.
+    """
+
+    stats: RolloutBatchStats
+    evaluation_step: int | None = None
+
+    def apply(self, curriculum: Curriculum) -> tuple[CurriculumEvent, ...]:
+        """Tells a curriculum; returns what changed."""
+        if self.evaluation_step is None:
+            return curriculum.update_training(self.stats)
+        return curriculum.update_evaluation(self.stats, self.evaluation_step)
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumBase:
+    """A state to begin from.
+
+    Attributes:
+        number: Of the last update that is part of it; 0 where none is.
+        state: Of `Curriculum`; None is the state of a new one.
+    """
+
+    number: int
+    state: Mapping[str, Any] | None
+
+
+class CurriculumLog:
+    """A base state and the updates since, numbered from 1 in each life of the run.
+
+    Args:
+        config: The lessons.
+        state: The checkpoint's; None for a new run.
+    """
+
+    def __init__(self, config: CurriculumConfig, state: Mapping[str, Any] | None = None) -> None:
+        self._config = config
+        self._updates: list[CurriculumUpdate] = []
+        self.base = CurriculumBase(0, state)
+
+    @property
+    def number(self) -> int:
+        """Of the newest update."""
+        return self.base.number + len(self._updates)
+
+    def append(self, update: CurriculumUpdate) -> int:
+        """Takes an update; what the curriculum does not look at is left out. Returns its number."""
+        self._updates.append(replace(update, stats=replace(update.stats, prompts=(), metrics={})))
+        return self.number
+
+    def since(self, number: int) -> Sequence[CurriculumUpdate]:
+        """The updates after that number, which is the base's or a later one."""
+        return tuple(self._updates[number - self.base.number :])
+
+    def fold(self, number: int) -> dict[str, Any]:
+        """The present state of a curriculum that was told everything; the log is shortened.
+
+        Args:
+            number: Updates up to here become part of the base: nobody needs them one by one any more.
+        """
+        curriculum = make_curriculum(self._config, self.base)
+        done = number - self.base.number
+        for update in self._updates[:done]:
+            update.apply(curriculum)
+        self.base, self._updates = CurriculumBase(number, curriculum.state()), self._updates[done:]
+        for update in self._updates:
+            update.apply(curriculum)
+        return curriculum.state()
+
+
+def make_curriculum(config: CurriculumConfig, base: CurriculumBase) -> Curriculum:
+    """A curriculum in a base state."""
+    curriculum = Curriculum(config)
+    if base.state is not None:
+        curriculum.restore(base.state)
+    return curriculum

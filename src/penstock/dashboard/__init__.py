@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from penstock.dashboard.groups import GroupFilter, GroupPage, GroupSummary, list_groups
     from penstock.dashboard.lookup import StoredRollout, find_rollouts
     from penstock.dashboard.rollouts import RolloutsRequest, show_rollouts
-    from penstock.dashboard.run_status import RunStatus, read_run_status
-    from penstock.dashboard.status_view import print_status, print_status_json
+    from penstock.dashboard.status import RunStatus, print_status, print_status_json, read_run_status
 
 _EXPORTS = {
     "DatasetRequest": "datasets",
@@ -17,14 +16,14 @@ _EXPORTS = {
     "GroupPage": "groups",
     "GroupSummary": "groups",
     "RolloutsRequest": "rollouts",
-    "RunStatus": "run_status",
+    "RunStatus": "status",
     "StoredRollout": "lookup",
     "export_dataset": "datasets",
     "find_rollouts": "lookup",
     "list_groups": "groups",
-    "print_status": "status_view",
-    "print_status_json": "status_view",
-    "read_run_status": "run_status",
+    "print_status": "status",
+    "print_status_json": "status",
+    "read_run_status": "status",
     "show_rollouts": "rollouts",
 }
 

@@ -1,26 +1,111 @@
 """A rollout as a person reads it: its story, then the conversation by turns, each token on the ground of its number.
 
 Tokens that the policy did not sample (the prompt, what a tool or the environment said) have no colour; in the response
-they are dim. Where the tokens cannot be decoded, the text of the turns stands without colours, and a note says so.
+they are dim. Where the tokens cannot be decoded, the text of the turns stands without colours, and a note says so. The
+response token by token, in numbers, is a table of its own.
+
+Colours are dark letters on pale grounds, so they can be read on a dark terminal and a light one. A log-probability goes
+from white (the policy was sure) to deep orange (it was surprised), on a fixed scale, so that two rollouts compare. An
+advantage goes from orange through white to blue, which colour-blind readers tell apart, on the range of what is shown.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
+from rich.color import Color
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.color_scales import AdvantageScale, ColorScale, LogprobScale
-from penstock.dashboard.group_table import state_style
+from penstock.dashboard.groups import state_style
 from penstock.dashboard.lookup import StoredRollout, Use
-from penstock.dashboard.safe_text import printable
-from penstock.dashboard.token_text import TokenText
+from penstock.dashboard.tokens import TokenText, printable
 from penstock.types import AnyRollout, Turn
+
+Rgb = tuple[int, int, int]
+
+_INK: Rgb = (16, 16, 16)
+_WHITE: Rgb = (244, 244, 244)
+_ORANGE: Rgb = (255, 150, 60)
+_BLUE: Rgb = (110, 180, 255)
+_SURPRISE: tuple[Rgb, ...] = (_WHITE, (255, 232, 150), (255, 190, 95), (250, 130, 85))
+_LOWEST_LOGPROB = math.log(1e-3)
+
+
+class ColorScale(Protocol):
+    """From a token's number to its style."""
+
+    def style(self, value: float) -> Style:
+        """How to print a token with this number."""
+        ...
+
+    def legend(self) -> Text:
+        """What the colours mean."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobScale:
+    """Log-probabilities from 0 to those of one in a thousand and below."""
+
+    def style(self, value: float) -> Style:
+        """Paler where the token was more probable."""
+        return _ground(_along(_SURPRISE, value / _LOWEST_LOGPROB))
+
+    def legend(self) -> Text:
+        """Probabilities with their colours."""
+        text = Text("probability ")
+        for probability, label in ((1.0, "1"), (0.5, "0.5"), (0.1, "0.1"), (0.01, "0.01"), (0.001, "≤0.001")):
+            text.append(f" {label} ", self.style(math.log(probability)))
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageScale:
+    """Advantages from −limit to limit.
+
+    Attributes:
+        limit: The largest absolute advantage shown.
+    """
+
+    limit: float
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> "AdvantageScale":
+        """A scale that reaches the largest of them."""
+        return cls(max(map(abs, values), default=0.0) or 1.0)
+
+    def style(self, value: float) -> Style:
+        """Blue above zero, orange below."""
+        return _ground(_along((_WHITE, _BLUE if value > 0 else _ORANGE), abs(value) / self.limit))
+
+    def legend(self) -> Text:
+        """Advantages with their colours."""
+        text = Text("advantage ")
+        for share in (-1.0, -0.5, 0.0, 0.5, 1.0):
+            value = share * self.limit
+            text.append(f" {value:+.2f} " if value else " 0 ", self.style(value))
+        return text
+
+
+def _along(colors: Sequence[Rgb], share: float) -> Rgb:
+    """The colour at a share of the way along some colours."""
+    place = min(max(share, 0.0), 1.0) * (len(colors) - 1)
+    index = min(int(place), len(colors) - 2)
+    rest = place - index
+    mixed = [round(a + (b - a) * rest) for a, b in zip(colors[index], colors[index + 1], strict=True)]
+    return mixed[0], mixed[1], mixed[2]
+
+
+def _ground(color: Rgb) -> Style:
+    return Style(color=Color.from_rgb(*_INK), bgcolor=Color.from_rgb(*color))
+
 
 Coloring = Literal["logprob", "advantage", "none"]
 """By which number tokens are coloured."""
@@ -238,3 +323,46 @@ def _append_version(text: Text, rollout: AnyRollout, position: int) -> None:
 
 def _values(stored: StoredRollout, coloring: Coloring) -> np.ndarray | None:
     return stored.advantages if coloring == "advantage" else stored.record.rollout.response_logprobs
+
+
+def token_table(stored: StoredRollout, token_text: TokenText | None) -> Table:
+    """One row per response token; positions count from the first token of the prompt.
+
+    Args:
+        stored: The rollout.
+        token_text: Decodes tokens; None leaves the text out.
+    """
+    rollout = stored.record.rollout
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("position", "token", "text", "logprob", "advantage", "reward", "weights", "sampled"):
+        is_text = title in ("text", "sampled")
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    texts = _texts(stored, token_text)
+    advantages, steps = stored.advantages, rollout.response_weight_steps
+    for index, token in enumerate(rollout.response_tokens.tolist()):
+        sampled, reward = bool(rollout.response_mask[index]), float(rollout.token_rewards[index])
+        table.add_row(
+            str(len(rollout.prompt_tokens) + index),
+            str(token),
+            Text(texts[index]),
+            f"{rollout.response_logprobs[index]:.4f}" if sampled else "",
+            "" if advantages is None or not sampled else f"{advantages[index]:+.4f}",
+            f"{reward:+.3f}" if reward else "",
+            "" if steps is None or not sampled else str(steps[index]),
+            "yes" if sampled else "no",
+            style=None if sampled else "dim",
+        )
+    return table
+
+
+def _texts(stored: StoredRollout, token_text: TokenText | None) -> list[str]:
+    """The text of each token in quotes; of tokens that share a character, which part of it each is."""
+    rollout = stored.record.rollout
+    if token_text is None:
+        return [""] * len(rollout.response_tokens)
+    changes = np.flatnonzero(np.diff(rollout.response_mask.astype(np.int8))) + 1
+    texts: list[str] = []
+    for piece in token_text.pieces(rollout.response_tokens.tolist(), {int(change) for change in changes}):
+        parts, quoted = piece.stop - piece.start, f"'{printable(piece.text)}'"
+        texts += [quoted] if parts == 1 else [f"{quoted} {part}/{parts}" for part in range(1, parts + 1)]
+    return texts

@@ -1,15 +1,24 @@
-"""The groups of a run, summed up: by the update that trained them or at which they ended.
+"""The groups of a run, summed up by the update that trained them or at which they ended, and their table.
 
 Two queries: a narrow one finds the newest groups that a filter lets through, a second one sums up those alone, so that
-a page of a large run does not read all its tokens.
+a page of a large run does not read all its tokens. The table has as many columns as fit, and ids whole.
 """
 
+import json
 import math
+import shlex
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.rundir.views import RunViews
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.dashboard.tokens import printable
+from penstock.rundir.views import RunViews, known_status
 from penstock.types import ConfigError
 
 _MATCHING = """
@@ -208,3 +217,178 @@ def _summary(row: dict[str, Any], step: int | None) -> GroupSummary:
         states=dict(Counter(member["state"] for member in members).most_common()),
         timestamp=row["timestamp"],
     )
+
+
+STATE_STYLES = {"trained": "green", "waiting": "magenta", "training": "magenta"}
+"""Every other state means that a rollout was dropped."""
+DROPPED_STYLE = "red"
+LINES_AROUND = 8
+"""Lines of a screen that are not groups: title, heading, footer, and the prompt after it."""
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 8
+_GAPS = (2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """How one column is made.
+
+    Attributes:
+        title: Its heading.
+        cell: A group's cell; a plain one may hold anything.
+        rank: Columns of the highest rank are left out first where the table is too wide; 0 always stays.
+        right: Whether it is of numbers.
+    """
+
+    title: str
+    cell: Callable[[GroupSummary], Text | str]
+    rank: int = 0
+    right: bool = True
+
+    def text(self, group: GroupSummary) -> Text:
+        """What is printed: never markup, and no control characters."""
+        cell = self.cell(group)
+        return cell if isinstance(cell, Text) else Text(printable(cell))
+
+
+def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, console: Console) -> None:
+    """Prints the newest groups, what else there is, and what to try next."""
+    page = list_groups(views, wanted, limit if limit is not None else max(console.height - LINES_AROUND, 5))
+    counts = count_rollouts(views)
+    console.print(run_title(views), highlight=False)
+    if not page.groups:
+        say(console, _nothing(views, wanted, counts))
+        return
+    console.print(group_table(page.groups, console.width))
+    say(console, totals(counts), style="dim")
+    if page.total > len(page.groups):
+        more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
+        say(console, more + "--lesson L, --fate F", style="dim")
+    words = shlex.join([str(views.directory.path), "--show", page.groups[0].group_id])
+    say(console, f"  penstock rollouts {words}", style="cyan")
+
+
+def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:
+    """Prints one JSON object per group and line: all that match, where there is no limit."""
+    for group in list_groups(views, wanted, limit).groups:
+        print(json.dumps(group.to_json()))
+
+
+def group_table(groups: Sequence[GroupSummary], width: int) -> Table:
+    """The groups as a table that fits a width, as far as whole ids let it."""
+    columns, gap = _fitting(_columns(groups), groups, width)
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        is_id = column.title == "group"
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            no_wrap=not is_id,
+            overflow="fold" if is_id else "ellipsis",
+        )
+    for group in groups:
+        table.add_row(*(column.text(group) for column in columns))
+    return table
+
+
+def state_style(state: str) -> str:
+    """The colour of a state."""
+    return STATE_STYLES.get(state, DROPPED_STYLE)
+
+
+def counts_text(counts: dict[str, int]) -> str:
+    """Counts in words, the largest first."""
+    return ", ".join(f"{count:,} {state}" for state, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _columns(groups: Sequence[GroupSummary]) -> list[_Column]:
+    low = min(min(group.rewards) for group in groups)
+    high = max(max(group.rewards) for group in groups)
+    in_id = all(group.group_id.startswith(f"{group.lesson_id}-") for group in groups)
+    return [
+        _Column("step", lambda group: "–" if group.step is None else str(group.step)),
+        _Column("lesson", lambda group: group.lesson_id, 6 if in_id else 1, right=False),
+        _Column("group", lambda group: group.group_id, right=False),
+        _Column("n", lambda group: str(len(group.rewards))),
+        _Column("reward", lambda group: Text(_number(group.reward_mean), style="bold")),
+        _Column("min", lambda group: _number(min(group.rewards)), 3),
+        _Column("max", lambda group: _number(max(group.rewards)), 3),
+        _Column("rewards", lambda group: _sparkline(sorted(group.rewards), low, high), 4, right=False),
+        _Column("advantage", lambda group: _spread(group.advantages), 5),
+        _Column("tokens", lambda group: f"{group.response_tokens:.0f}"),
+        _Column("weights", lambda group: _span(group.oldest_weight_step, group.newest_weight_step)),
+        _Column("age", lambda group: "–" if group.staleness is None else str(group.staleness), 2),
+        _Column("state", lambda group: _states(group.states), right=False),
+    ]
+
+
+def _fitting(columns: list[_Column], groups: Sequence[GroupSummary], width: int) -> tuple[list[_Column], int]:
+    """Moves columns closer, then leaves out those of the highest rank, until the rest fits or is needed."""
+    widths = {
+        column.title: max(cell_len(column.title), *(cell_len(column.text(group).plain) for group in groups))
+        for column in columns
+    }
+    for rank in sorted({column.rank for column in columns}, reverse=True):
+        columns = [column for column in columns if column.rank <= rank]
+        for gap in _GAPS:
+            if sum(widths[column.title] + gap for column in columns) - gap <= width:
+                return columns, gap
+    return columns, _GAPS[-1]
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+def _spread(advantages: Iterable[float]) -> str:
+    values = list(advantages)
+    return f"{min(values):+.2f} … {max(values):+.2f}" if values else "–"
+
+
+def _span(oldest: int, newest: int) -> str:
+    return str(oldest) if oldest == newest else f"{oldest}–{newest}"
+
+
+def _states(states: dict[str, int]) -> Text:
+    (state, count), total = next(iter(states.items())), sum(states.values())
+    shown = printable(state)
+    return Text(shown if count == total else f"{shown} {count}/{total}", style=state_style(state))
+
+
+def _sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """Values as blocks over a given range; more of them than fit are averaged."""
+    columns = min(_SPARKLINE_WIDTH, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return "".join(_SPARKS[round((mean - low) / ((high - low) or 1.0) * (len(_SPARKS) - 1))] for mean in means)
+
+
+def run_title(views: RunViews) -> Text:
+    """The run directory, and what status.json says of it."""
+    text = Text(printable(str(views.directory.path)), style="bold")
+    status = known_status(views.directory)
+    if status is not None:
+        words = f"  {status.get('state', 'unknown state')}, step {status.get('step', '?')}"
+        words += "" if status.get("steps") is None else f" of {status['steps']}"
+        text.append(printable(words), style="not bold dim")
+    return text
+
+
+def totals(counts: RunCounts, kind: str = "rollouts") -> str:
+    """How many rollouts, or whatever `kind` says, there are in each state."""
+    text = f"{sum(counts.stored.values()):,} {kind} stored: {counts_text(counts.stored)}"
+    return text + (f"; not stored: {counts_text(counts.unstored)}" if counts.unstored else "")
+
+
+def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
+    if wanted.words and counts.stored:
+        return f"No groups match {wanted.words}; there are {totals(counts)}."
+    if counts.unstored:
+        return f"No rollouts are stored yet: {counts_text(counts.unstored)}."
+    return "No rollouts yet: the run has started no group so far."
+
+
+def say(console: Console, line: str, style: str = "") -> None:
+    """Prints a line of words; a command in cyan is never broken."""
+    console.print(Text(printable(line), style=style), soft_wrap=style == "cyan")

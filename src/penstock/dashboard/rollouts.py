@@ -1,30 +1,259 @@
-"""What `penstock rollouts` does: one look at a run directory, chosen by its options."""
+"""What `penstock rollouts` shows of a run directory, chosen by its options.
 
+Groups and conversations of language runs (`groups`, `conversation`), the table of fragments of simulator runs in their
+place, and the answer to a query, as a table or as JSON lines.
+"""
+
+import datetime
+import json
+import shlex
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.conversation import Coloring, ConversationStyle, header, print_conversations
-from penstock.dashboard.dataset_files import DatasetFormat
-from penstock.dashboard.datasets import DatasetReport, DatasetRequest, Selection, export_dataset
-from penstock.dashboard.fragment_table import (
-    is_of_fragments,
-    print_fragments,
-    print_fragments_json,
-    refuse_fragments,
+from penstock.dashboard.conversation import Coloring, ConversationStyle, header, print_conversations, token_table
+from penstock.dashboard.datasets import DatasetFormat, DatasetReport, DatasetRequest, Selection, export_dataset
+from penstock.dashboard.groups import (
+    LINES_AROUND,
+    GroupFilter,
+    RunCounts,
+    count_rollouts,
+    counts_text,
+    print_groups,
+    print_groups_json,
+    run_title,
+    say,
+    state_style,
+    totals,
 )
-from penstock.dashboard.group_table import print_groups, print_groups_json
-from penstock.dashboard.groups import GroupFilter
 from penstock.dashboard.lookup import find_rollouts
-from penstock.dashboard.query_table import print_query, print_query_json
-from penstock.dashboard.safe_text import printable
-from penstock.dashboard.token_table import token_table
-from penstock.dashboard.token_text import TokenText
-from penstock.rundir.views import RunViews
-from penstock.types import ConfigError, Fate
+from penstock.dashboard.tokens import TokenText, printable, shortened
+from penstock.rundir import QueryResult, RunViews
+from penstock.types import ConfigError, Fate, RunDirectoryError
+
+_FRAGMENTS = """
+SELECT coalesce(trained_step, fate_step) AS step, task, rollout_id, worker_id, slot, steps,
+       steps - trainable_steps AS faulty_steps, episode_reward,
+       list_sum(terminated::INTEGER[]) AS terminated, list_sum(truncated::INTEGER[]) AS truncated,
+       weight_step, newest_weight_step, coalesce(trained_step, fate_step) - weight_step AS staleness,
+       state, fate_reason, timestamp, count(*) OVER () AS total
+FROM fragments
+WHERE ($step IS NULL OR coalesce(trained_step, fate_step) = $step
+       OR rollout_id IN (SELECT rollout_id FROM uses WHERE survives AND step = $step))
+  AND ($lesson IS NULL OR task = $lesson) AND ($fate IS NULL OR state = $fate)
+ORDER BY 1 DESC NULLS FIRST, timestamp DESC, rollout_id
+"""
+
+
+def is_of_fragments(views: RunViews) -> bool:
+    """Whether a run is one of simulators: it has fragments, or its config says so."""
+    if views.select("SELECT 1 FROM fragments", limit=1).to_dicts():
+        return True
+    try:
+        return views.directory.config_path.is_file() and "fleet" in views.directory.read_config()
+    except RunDirectoryError:  # a broken config hinders nobody who looks at files
+        return False
+
+
+def print_fragments(views: RunViews, wanted: GroupFilter, limit: int | None, console: Console) -> None:
+    """Prints the newest fragments that a filter lets through, how many there are, and what to try next."""
+    rows = _rows(views, wanted, limit if limit is not None else max(console.height - LINES_AROUND, 5))
+    counts = count_rollouts(views, "fragments")
+    console.print(run_title(views), highlight=False)
+    if not rows:
+        say(console, _nothing(wanted, counts))
+        return
+    console.print(_table(rows))
+    say(console, totals(counts, "fragments"), style="dim")
+    if rows[0]["total"] > len(rows):
+        more = f"{rows[0]['total'] - len(rows):,} older fragments are not shown: --limit {rows[0]['total']}, --step N, "
+        say(console, more + "--lesson TASK, --fate F", style="dim")
+    query = shlex.join([str(views.directory.path), "--sql", "select task, rewards, faults from fragments limit 5"])
+    say(console, f"  penstock rollouts {query}", style="cyan")
+
+
+def print_fragments_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:
+    """Prints one JSON object per fragment and line, without its arrays: all that match, where there is no limit."""
+    for row in _rows(views, wanted, limit):
+        row |= {name: int(row[name]) for name in ("terminated", "truncated")}  # DuckDB's sums are of 128 bits
+        print(json.dumps({name: value for name, value in row.items() if name != "total"}))
+
+
+def refuse_fragments(views: RunViews, option: str) -> None:
+    """Where a run is of simulators, says what to do in place of an option that is about text.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if is_of_fragments(views):
+        raise ConfigError(
+            f"{option} shows conversations, but {views.directory.path} is a run of simulators: look at its fragments "
+            'with --sql "select * exclude (observations, final_observations) from fragments"'
+        )
+
+
+def _rows(views: RunViews, wanted: GroupFilter, limit: int | None) -> list[dict[str, Any]]:
+    parameters = {"step": wanted.step, "lesson": wanted.lesson_id, "fate": wanted.state}
+    return views.select(_FRAGMENTS, parameters, limit).to_dicts()
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("step", "task", "fragment", "steps", "faulty", "reward", "ends", "weights", "age", "state"):
+        left = title in ("task", "fragment", "state")
+        table.add_column(
+            title,
+            justify="left" if left else "right",
+            no_wrap=title != "fragment",
+            overflow="fold" if title == "fragment" else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[Text]:
+    oldest, newest = row["weight_step"], row["newest_weight_step"]
+    plain = [
+        _or_dash(row["step"]),
+        row["task"],
+        row["rollout_id"].rpartition("/")[0],
+        str(row["steps"]),
+        str(row["faulty_steps"] or ""),
+        f"{row['episode_reward']:.4g}",
+        str(int(row["terminated"] + row["truncated"]) or ""),
+        str(oldest) if oldest == newest else f"{oldest}–{newest}",
+        _or_dash(row["staleness"]),
+    ]
+    return [*(Text(printable(cell)) for cell in plain), Text(printable(row["state"]), style=state_style(row["state"]))]
+
+
+def _or_dash(number: int | None) -> str:
+    return "–" if number is None else str(number)
+
+
+def _nothing(wanted: GroupFilter, counts: RunCounts) -> str:
+    if wanted.words and counts.stored:
+        return f"No fragments match {wanted.words}; there are {totals(counts, 'fragments')}."
+    if counts.unstored:
+        return f"No fragments are stored yet: {counts_text(counts.unstored)}."
+    return "No fragments yet: the simulators have sent none so far."
+
+
+LINES_AROUND_ANSWER = 4
+"""Lines of a screen that are not rows."""
+
+_CELL_WIDTH = 400
+_READABLE_WIDTH = 16
+_GAP = 2
+
+
+def print_query(views: RunViews, sql: str, limit: int | None, console: Console) -> None:
+    """Runs a query and prints as many of its rows as fit a screen, or as many as asked for.
+
+    Raises:
+        ConfigError: the query does more than read, or cannot be answered.
+    """
+    result = views.select(sql, limit=limit if limit is not None else max(console.height - LINES_AROUND_ANSWER, 5))
+    rows = [[_cell(value) for value in row] for row in result.rows()]
+    console.print(_rows_across(result, rows) if _fits(result, rows, console.width) else _rows_down(result, rows))
+    if result.more:
+        console.print(f"{result.table.num_rows} rows; there are more: --limit N, or --json for all", style="dim")
+
+
+def print_query_json(views: RunViews, sql: str, limit: int | None) -> None:
+    """Prints one JSON object per row and line; columns of the same name are told apart by number.
+
+    Raises:
+        ConfigError: the query does more than read, or cannot be answered.
+    """
+    result = views.select(sql, limit=limit)
+    names = _distinct(result)
+    for row in result.rows():
+        print(json.dumps(dict(zip(names, map(_plain, row), strict=True))))
+
+
+def _fits(result: QueryResult, rows: list[list[str]], width: int) -> bool:
+    """Whether each column can have a readable width."""
+    widths = [max(map(cell_len, column)) for column in zip(result.columns, *rows, strict=True)]
+    return sum(min(natural, _READABLE_WIDTH) + _GAP for natural in widths) - _GAP <= width
+
+
+def _rows_across(result: QueryResult, rows: list[list[str]]) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column in result.table.schema:
+        numeric = str(column.type).startswith(("int", "uint", "float", "double", "decimal"))
+        table.add_column(Text(printable(column.name)), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _rows_down(result: QueryResult, rows: list[list[str]]) -> Table:
+    """One line per value: for rows with more columns than the screen has room for."""
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        table.add_row(Text(f"row {number}", style="bold"))
+        for name, value in zip(result.columns, row, strict=True):
+            table.add_row(Text(printable(name)), Text(value))
+    return table
+
+
+def _distinct(result: QueryResult) -> list[str]:
+    names: list[str] = []
+    for name in result.columns:
+        count = 2
+        given = name
+        while given in names:
+            given, count = f"{name}_{count}", count + 1
+        names.append(given)
+    return names
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return shortened(value, _CELL_WIDTH)
+    if isinstance(value, float):
+        return str(_rounded(value))
+    plain = _rounded(_plain(value))
+    return shortened(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False), _CELL_WIDTH)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits, Unix seconds to the millisecond."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    if not isinstance(value, float):
+        return value
+    return round(value, 3) if abs(value) >= 1e6 else float(f"{value:.6g}")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows: numbers that are not finite become null, dates ISO text, anything else its own text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
 
 STATES = ("waiting", "training", *get_args(Fate))
 """What `--fate` takes."""

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.environments.arithmetic import ArithmeticEnvironment
-    from penstock.environments.base import Environment, Prompt, Reference
+    from penstock.environments.base import Environment, Prompt, Reference, validate_groups, validate_metrics
     from penstock.environments.calculator import CalculatorEnvironment
     from penstock.environments.cats import CatsEnvironment
     from penstock.environments.digits import DigitsEnvironment
-    from penstock.environments.episode import Episode
-    from penstock.environments.example_environment import ExampleEnvironment
-    from penstock.environments.examples import Example
+    from penstock.environments.episode import Episode, GroupScoredEnvironment, SingleTurnEnvironment
+    from penstock.environments.example_environment import Example, ExampleEnvironment
     from penstock.environments.jsonl import JsonlEnvironment
     from penstock.environments.loading import load_environment
     from penstock.environments.multiple_choice import MultipleChoiceEnvironment
-    from penstock.environments.single_turn import GroupScoredEnvironment, SingleTurnEnvironment
-    from penstock.environments.validation import validate_groups, validate_metrics
 
 _EXPORTS = {
     "ArithmeticEnvironment": "arithmetic",
@@ -29,17 +26,17 @@ _EXPORTS = {
     "DigitsEnvironment": "digits",
     "Environment": "base",
     "Episode": "episode",
-    "Example": "examples",
+    "Example": "example_environment",
     "ExampleEnvironment": "example_environment",
-    "GroupScoredEnvironment": "single_turn",
+    "GroupScoredEnvironment": "episode",
     "JsonlEnvironment": "jsonl",
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
     "Reference": "base",
-    "SingleTurnEnvironment": "single_turn",
+    "SingleTurnEnvironment": "episode",
     "load_environment": "loading",
-    "validate_groups": "validation",
-    "validate_metrics": "validation",
+    "validate_groups": "base",
+    "validate_metrics": "base",
 }
 
 __all__ = [

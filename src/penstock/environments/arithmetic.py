@@ -13,11 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.environments.base import Reference
-from penstock.environments.calculation import calculate, show_number
-from penstock.environments.examples import Example, split_by_rank
-from penstock.environments.prompts import Template
-from penstock.environments.single_turn import SingleTurnEnvironment
+from penstock.environments.base import Reference, Template
+from penstock.environments.calculator import calculate, show_number
+from penstock.environments.episode import SingleTurnEnvironment
+from penstock.environments.example_environment import Example, split_by_rank
 from penstock.types import Completion, fold, generator
 
 EVAL_FRACTION = 0.2

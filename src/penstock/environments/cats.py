@@ -9,10 +9,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from penstock.environments.base import Reference
-from penstock.environments.examples import Example, split_by_rank
-from penstock.environments.prompts import Template
-from penstock.environments.single_turn import SingleTurnEnvironment
+from penstock.environments.base import Reference, Template
+from penstock.environments.episode import SingleTurnEnvironment
+from penstock.environments.example_environment import Example, split_by_rank
 from penstock.types import Completion, ConfigError
 
 ANIMALS = ("cat", "dog", "cow", "pig")

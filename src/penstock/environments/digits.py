@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from penstock.environments.examples import Example, split_by_rank
-from penstock.environments.prompts import Template
-from penstock.environments.single_turn import SingleTurnEnvironment
+from penstock.environments.base import Template
+from penstock.environments.episode import SingleTurnEnvironment
+from penstock.environments.example_environment import Example, split_by_rank
 from penstock.types import Completion
 
 EVAL_FRACTION = 0.2

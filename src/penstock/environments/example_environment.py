@@ -1,21 +1,23 @@
-"""Environments with a training and a held-out set of problems: drawing, failures, references.
+"""Environments with a training and a held-out set of problems: records, splits, drawing, failures, references.
 
 `sample` is written once, here; what happens between prompt and reward is `play`, which `GroupScoredEnvironment` has
 for one turn and the calculator for two. One failing problem fails its own group; the others go on.
+
+Splits depend on the problem's own text by a stable hash, never on its position or on Python's salted `hash`, so
+they are the same on every machine, and (with `split_by_hash`) adding problems moves no other problem.
 """
 
+import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import SupportsInt
+from typing import Any, SupportsInt, TypeVar
 
 import numpy as np
 
-from penstock.environments.base import Environment, Prompt, Reference
-from penstock.environments.examples import Example, draw
-from penstock.environments.prompts import Template, shape_prompt
+from penstock.environments.base import Environment, Prompt, Reference, Template, shape_prompt
 from penstock.types import (
     ConfigError,
     Decoding,
@@ -29,6 +31,77 @@ from penstock.types import (
     fold,
     generator,
 )
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem.
+
+    Attributes:
+        example_id: Unique within the environment.
+        prompt: Plain text or chat messages.
+        answer: The reference answer; empty where there is none.
+        columns: What else a reward needs to know.
+    """
+
+    example_id: str
+    prompt: Prompt
+    answer: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def draw(examples: Sequence[T], n: int, rng: np.random.Generator) -> list[T]:
+    """Some examples in random order; none comes again before all have come.
+
+    Args:
+        examples: At least one.
+        n: How many; may exceed the number of examples.
+        rng: Decides.
+    """
+    rounds, rest = divmod(n, len(examples))
+    order = [index for _ in range(rounds) for index in rng.permutation(len(examples))]
+    order.extend(rng.choice(len(examples), rest, replace=False))
+    return [examples[index] for index in order]
+
+
+def stable_unit(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") / 2**56
+
+
+def split_by_rank(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Splits a fixed list: the given share (at least one) of smallest hash is held out.
+
+    Returns:
+        Training and held-out examples, each in the order given.
+    """
+    held_out = max(1, round(eval_fraction * len(examples)))
+    ranked = sorted(range(len(examples)), key=lambda i: (stable_unit(identity(examples[i])), i))
+    chosen = set(ranked[:held_out])
+    train = [example for i, example in enumerate(examples) if i not in chosen]
+    return train, [example for i, example in enumerate(examples) if i in chosen]
+
+
+def split_by_hash(examples: Sequence[T], eval_fraction: float, identity: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Splits a list that may grow: held out is what hashes under the fraction.
+
+    Equal identities stay together. Where chance left one side empty, the example nearest to the border changes
+    sides with its equals, so that both have at least one unless all identities are equal.
+
+    Returns:
+        Training and held-out examples, each in the order given.
+    """
+    hashes = [stable_unit(identity(example)) for example in examples]
+    border = eval_fraction
+    if hashes and min(hashes) >= border:
+        border = float(np.nextafter(min(hashes), 1.0))
+    elif hashes and max(hashes) < border:
+        border = max(hashes)
+    train = [example for example, value in zip(examples, hashes, strict=True) if value >= border]
+    return train, [example for example, value in zip(examples, hashes, strict=True) if value < border]
+
 
 logger = logging.getLogger(__name__)
 

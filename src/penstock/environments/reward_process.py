@@ -27,8 +27,8 @@ from typing import IO, Any
 
 import psutil
 
+from penstock.environments.base import check_rewards
 from penstock.environments.simulators.processes import kill_trees
-from penstock.environments.validation import check_rewards
 from penstock.types import ConfigError, EnvironmentFailure
 from penstock.types.errors import MOST_FAILURE_CHARS
 

@@ -179,7 +179,7 @@ def call(function: RewardFunction, name: str, arguments: dict[str, Any]) -> list
     Raises:
         EnvironmentFailure: it returned something else than one finite number per completion.
     """
-    from penstock.environments.validation import check_rewards
+    from penstock.environments.base import check_rewards
 
     expected = len(arguments["completions"])
     parameters = inspect.signature(function).parameters.values()

@@ -5,53 +5,52 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.fleet.accounting import StepAccount
-    from penstock.fleet.arrivals import Arrival, Decision, StepBatch
     from penstock.fleet.config import FleetConfig, SimulatorConfig, SimulatorLimits, VideoConfig
-    from penstock.fleet.cutter import FragmentCutter
     from penstock.fleet.episode_statistics import Episode, EpisodeStatistics
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
-    from penstock.fleet.filming import FilmedPool
-    from penstock.fleet.manager import FleetWorker, RolloutManager
+    from penstock.fleet.fragments import FragmentCutter
+    from penstock.fleet.jax_policy import JaxPolicyRunner
+    from penstock.fleet.manager import CountedSink, FleetReports, FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
-    from penstock.fleet.policy_runner import JaxPolicyRunner
+    from penstock.fleet.policy import Pending, PolicyRunner, Simulators
     from penstock.fleet.pool import SimulatorPool
-    from penstock.fleet.reports import CountedSink, FleetReports
-    from penstock.fleet.rollout_worker import RolloutWorker
-    from penstock.fleet.runner import Pending, PolicyRunner, Simulators
+    from penstock.fleet.rollout_loop import RolloutWorker
     from penstock.fleet.serial import SerialPool
+    from penstock.fleet.steps import Arrival, Decision, StepBatch
     from penstock.fleet.user_policy import UserPolicyRunner
-    from penstock.fleet.wrapper import RolloutWorkerWrapper, WorkerCondition, WorkerReport
+    from penstock.fleet.video import FilmedPool
+    from penstock.fleet.worker import RolloutWorkerWrapper, WorkerCondition, WorkerReport
 
 _EXPORTS = {
-    "Arrival": "arrivals",
-    "CountedSink": "reports",
-    "Decision": "arrivals",
+    "Arrival": "steps",
+    "CountedSink": "manager",
+    "Decision": "steps",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
-    "FilmedPool": "filming",
+    "FilmedPool": "video",
     "FleetConfig": "config",
-    "FleetReports": "reports",
+    "FleetReports": "manager",
     "FleetWorker": "manager",
-    "FragmentCutter": "cutter",
-    "JaxPolicyRunner": "policy_runner",
-    "Pending": "runner",
+    "FragmentCutter": "fragments",
+    "JaxPolicyRunner": "jax_policy",
+    "Pending": "policy",
     "PipelineMonitor": "pipeline_monitor",
     "PolicyEvaluation": "evaluation",
-    "PolicyRunner": "runner",
+    "PolicyRunner": "policy",
     "RolloutManager": "manager",
-    "RolloutWorker": "rollout_worker",
-    "RolloutWorkerWrapper": "wrapper",
+    "RolloutWorker": "rollout_loop",
+    "RolloutWorkerWrapper": "worker",
     "SerialPool": "serial",
     "SimulatorConfig": "config",
     "SimulatorLimits": "config",
     "SimulatorPool": "pool",
-    "Simulators": "runner",
+    "Simulators": "policy",
     "StepAccount": "accounting",
-    "StepBatch": "arrivals",
+    "StepBatch": "steps",
     "UserPolicyRunner": "user_policy",
     "VideoConfig": "config",
-    "WorkerCondition": "wrapper",
-    "WorkerReport": "wrapper",
+    "WorkerCondition": "worker",
+    "WorkerReport": "worker",
     "evaluate_policy": "evaluation",
 }
 

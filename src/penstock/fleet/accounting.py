@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Self
 
-from penstock.fleet.cutter import StepCounts
+from penstock.fleet.fragments import StepCounts
 from penstock.fleet.sender import SendCounts
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet.arrivals import StepBatch
+from penstock.fleet.steps import StepBatch
 
 MOST_KEPT = 65_536
 """Episodes that a worker keeps for a manager that does not ask; older ones are given up, and counted."""

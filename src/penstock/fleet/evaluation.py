@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.episode_statistics import Episode, EpisodeTracker
-from penstock.fleet.rollout_worker import POLL_S, RolloutWorker
-from penstock.fleet.runner import PolicyRunner, Simulators
+from penstock.fleet.policy import PolicyRunner, Simulators
+from penstock.fleet.rollout_loop import POLL_S, RolloutWorker
+from penstock.fleet.steps import StepBatch
 from penstock.types import ConfigError, NoProgressError, RunFailed
 
 

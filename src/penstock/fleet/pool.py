@@ -1,8 +1,10 @@
 """All simulator processes of one rollout worker: started, watched, restarted, ended.
 
-One thread owns a pool: it polls, gets arrivals, and acts. Everything that a process says, its death, and the nursery's
-answers wake one epoll; whatever is no arrival leads to one pass over the processes (`_look_after`), which starts those
-that are due, kills those past a deadline, and gives up those that fail too often. The hot path has no such pass.
+One thread owns a pool: it polls, gets arrivals, and acts. Everything that a process says, its death, and the fork
+server's answers wake one epoll; whatever is no arrival leads to one pass over the processes (`_look_after`), which
+starts those that are due, kills those past a deadline, and gives up those that fail too often. The hot path has no such
+pass. Descriptors are closed only after the events at hand: a number that is closed and given out again within one round
+would get the other's event.
 
 Invariants: a process that died takes its k simulators and no others; each action that was taken is answered by exactly
 one arrival, or counted as abandoned when its process is given up; nothing that was started outlives `close`, nor the
@@ -10,28 +12,125 @@ worker's own death.
 """
 
 import os
+import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.fleet.arrivals import Arrival, Leaves
-from penstock.fleet.assignment import assign_tasks
-from penstock.fleet.config import FleetConfig
-from penstock.fleet.descendants import end_descendants_of_nursery, kill_group
-from penstock.fleet.descriptor_watch import DescriptorWatch
-from penstock.fleet.film_area import FilmArea
+from penstock.fleet.config import FleetConfig, assign_tasks
+from penstock.fleet.env_process import ProcessSlot, Quarantine, RestartRecord, Stage
+from penstock.fleet.fork_client import NURSERY_END_S, NurseryAnswer, NurseryLink
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
-from penstock.fleet.nursery_link import NURSERY_END_S, NurseryAnswer, NurseryLink
-from penstock.fleet.process_end import end_in_words, given_up_in_words, raise_if_all_given_up
-from penstock.fleet.process_slot import ProcessSlot, Stage
-from penstock.fleet.restarts import Quarantine, RestartRecord
+from penstock.fleet.process_tree import end_descendants_of_nursery, kill_group
+from penstock.fleet.shared_block import FilmArea
 from penstock.fleet.space_agreement import SpaceAgreement
+from penstock.fleet.steps import Arrival, Leaves
 from penstock.types import ConfigError, NoProgressError, RunFailed, Spaces
+
+T = TypeVar("T")
+
+
+class DescriptorWatch(Generic[T]):
+    """Readable descriptors and their handlers, which give a T or None."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], T | None]] = {}
+        self._retired: list[int] = []
+
+    def add(self, fd: int, handler: Callable[[], T | None]) -> None:
+        """Calls `handler` whenever `fd` is readable."""
+        self._epoll.register(fd, select.EPOLLIN)
+        self._handlers[fd] = handler
+
+    def drop(self, fd: int) -> None:
+        """Watches `fd` no more; one that is not watched is fine."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def retire(self, fds: Iterable[int]) -> None:
+        """Watches these no more, and closes them at the next `close_retired`."""
+        for fd in fds:
+            self.drop(fd)
+            self._retired.append(fd)
+
+    def close_retired(self) -> None:
+        """Closes what was retired; not while events of one round are being handled."""
+        for fd in self._retired:
+            os.close(fd)
+        self._retired.clear()
+
+    def wait(self, timeout_s: float, found: list[T]) -> bool:
+        """Waits for events and calls their handlers.
+
+        Args:
+            timeout_s: Longest wait.
+            found: What handlers gave is appended.
+
+        Returns:
+            Whether a handler gave nothing: something other than a T has happened.
+        """
+        handlers, other = self._handlers, False
+        for fd, _ in self._epoll.poll(timeout_s):
+            handler = handlers.get(fd)
+            result = None if handler is None else handler()
+            if result is None:
+                other = True
+            else:
+                found.append(result)
+        return other
+
+    def close(self) -> None:
+        """Closes what was retired, and the epoll."""
+        self.close_retired()
+        self._epoll.close()
+
+
+_LAST_WORDS = 500  # characters of a simulator's output
+
+
+def end_in_words(process: ProcessSlot, status: int, last_words: str) -> str:
+    """The reason of an end.
+
+    Args:
+        process: Whose; not buried yet.
+        status: As `os.waitpid` gives it.
+        last_words: The end of what it wrote to its output.
+    """
+    if process.failure is not None:
+        failure = process.failure
+        return f"{failure.where} (slot {failure.slot}) raised {failure.kind}: {failure.message}"
+    said = f"; it last wrote: {last_words[-_LAST_WORDS:].strip()}" if last_words.strip() else ""
+    if process.reason:
+        return process.reason + said
+    if os.WIFSIGNALED(status):
+        return f"it was ended by {signal.Signals(os.WTERMSIG(status)).name}{said}"
+    return f"it ended by itself with code {os.waitstatus_to_exitcode(status)}{said}"
+
+
+def given_up_in_words(process: ProcessSlot) -> str:
+    """Its last failure, and the limit that it passed."""
+    return f"{process.reason}; {process.limit}"
+
+
+def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
+    """Nothing comes any more from processes that were all given up.
+
+    Raises:
+        RunFailed: they were; with the last one's failure, the limit that it passed, and its key.
+    """
+    if all(process.stage is Stage.QUARANTINED for process in processes):
+        last = processes[-1]
+        raise RunFailed(
+            f"all {len(processes)} simulator processes were given up; the last one (task {last.task!r}): "
+            f"{given_up_in_words(last)}"
+        )
+
 
 EventHandler = Callable[[str, Mapping[str, Any]], None]
 """Told the name of an event and its fields."""

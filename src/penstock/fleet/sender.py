@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.fleet.cutter import UnsentFragment
+from penstock.fleet.fragments import UnsentFragment
 from penstock.types import NoProgressError, RolloutBatch, RolloutGroup, RolloutSink, SampleFragment, WeightVersion
 
 POLL_S = 0.2

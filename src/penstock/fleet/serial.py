@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Mapping
 
-from penstock.fleet.arrivals import Arrival, Leaves
-from penstock.fleet.assignment import assign_tasks
-from penstock.fleet.block import Block, block_bytes, create_memory
-from penstock.fleet.config import FleetConfig
+from penstock.fleet.config import FleetConfig, assign_tasks
+from penstock.fleet.env_worker import Maker, SimulatorRow
 from penstock.fleet.messages import EnvWorkerSpec
-from penstock.fleet.simulator_row import Maker, SimulatorRow
+from penstock.fleet.shared_block import Block, block_bytes, create_memory
 from penstock.fleet.spaces import spaces_of
+from penstock.fleet.steps import Arrival, Leaves
 from penstock.types import RunFailed, Spaces
 
 

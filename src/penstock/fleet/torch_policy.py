@@ -13,7 +13,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from jaxtyping import PRNGKeyArray
 
-from penstock.fleet.arrivals import Leaves
+from penstock.fleet.steps import Leaves
 from penstock.types import WeightsError
 
 

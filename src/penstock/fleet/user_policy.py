@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from penstock.fleet.arrivals import Decision, Leaves
-from penstock.fleet.runner import WeightMailbox
+from penstock.fleet.policy import WeightMailbox
+from penstock.fleet.steps import Decision, Leaves
 from penstock.types import ConfigError, Spaces, WeightsError, WeightVersion, fold
 
 Acted = Any

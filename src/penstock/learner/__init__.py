@@ -4,8 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.learner.advantages import gae, vtrace
-    from penstock.learner.aggregation import sequence_weights
     from penstock.learner.checkpoint_files import latest_checkpoint, newest_good_checkpoint, read_states
     from penstock.learner.checkpoints import (
         Checkpoint,
@@ -15,38 +13,36 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from penstock.learner.config import (
+        ControlOptimizerConfig,
         CorrectionConfig,
         LearnerConfig,
         LossConfig,
         OptimizerConfig,
-        WarmStartConfig,
-    )
-    from penstock.learner.control_config import (
-        ControlOptimizerConfig,
         PpoConfig,
         ReferenceKlConfig,
         VTraceConfig,
+        WarmStartConfig,
     )
     from penstock.learner.control_learner import ControlLearner
+    from penstock.learner.control_losses import gae, vtrace
     from penstock.learner.learner import Learner
-    from penstock.learner.logprobs import tiled_logprobs
-    from penstock.learner.losses import PolicyLoss
+    from penstock.learner.losses import PolicyLoss, sequence_weights, tiled_logprobs
 
 _EXPORTS = {
     "Checkpoint": "checkpoints",
     "ControlLearner": "control_learner",
-    "ControlOptimizerConfig": "control_config",
+    "ControlOptimizerConfig": "config",
     "CorrectionConfig": "config",
     "Learner": "learner",
     "LearnerConfig": "config",
     "LossConfig": "config",
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
-    "PpoConfig": "control_config",
-    "ReferenceKlConfig": "control_config",
-    "VTraceConfig": "control_config",
+    "PpoConfig": "config",
+    "ReferenceKlConfig": "config",
+    "VTraceConfig": "config",
     "WarmStartConfig": "config",
-    "gae": "advantages",
+    "gae": "control_losses",
     "latest_checkpoint": "checkpoint_files",
     "load_checkpoint": "checkpoints",
     "newest_good_checkpoint": "checkpoint_files",
@@ -54,9 +50,9 @@ _EXPORTS = {
     "restore_control_learner": "checkpoints",
     "restore_learner": "checkpoints",
     "save_checkpoint": "checkpoints",
-    "sequence_weights": "aggregation",
-    "tiled_logprobs": "logprobs",
-    "vtrace": "advantages",
+    "sequence_weights": "losses",
+    "tiled_logprobs": "losses",
+    "vtrace": "control_losses",
 }
 
 __all__ = [

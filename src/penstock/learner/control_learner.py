@@ -1,9 +1,14 @@
-"""The learner of control policies: fragments in, epochs of PPO's optimiser steps out.
+"""The learner of control policies: fragments in, epochs of PPO's optimiser steps out, with the numbers of each update.
 
 It holds the parameters, the optimiser's state, the step, and the reference of a KL penalty; what is drawn (which
 fragments share a minibatch) follows from seed and step alone. Each update looks at the whole batch first, compares
 log-probabilities with the fleet's, and only then takes optimiser steps, waiting for each, so that a policy on the same
 device gets its turns. Parameters that were handed out are never donated. One thread at a time.
+
+The reference is a folder's policy, or a version of the run's own that is kept and travels in the checkpoint. Until that
+one is there the learner's own policy stands in for it with coefficient 0, so that the update is compiled once.
+
+A metric that is undefined for a batch or not finite is left out, never zero.
 """
 
 import time
@@ -16,25 +21,33 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
-from penstock.learner.control_config import PpoConfig
-from penstock.learner.control_reporting import batch_summary_metrics, check_fleet_mismatch, optimisation_metrics
-from penstock.learner.fragment_arrays import (
+from penstock.learner.config import PpoConfig, ReferenceKlConfig
+from penstock.learner.control_losses import LossTerms
+from penstock.learner.control_step import (
     FEWEST_FINALS,
     BatchShape,
     FragmentArrays,
+    Outcome,
     Reading,
+    Summary,
     blank_arrays,
     minibatch_columns,
     stack_fragments,
 )
-from penstock.learner.optimizer import initial_state, learning_rate
-from penstock.learner.reference_policy import ReferencePolicy
-from penstock.learner.reporting import finite_only
-from penstock.learner.state_names import from_named, to_named
-from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
+from penstock.learner.learner import finite_only
+from penstock.learner.optimizer import Applied, from_named, initial_state, learning_rate, to_named
+from penstock.model.control import (
+    ControlPolicy,
+    load_control_policy,
+    named_arrays,
+    save_control_policy,
+    with_named_arrays,
+)
 from penstock.types import (
+    CheckpointError,
     ConfigError,
     FragmentExample,
+    MismatchError,
     NonFiniteError,
     SampleFragment,
     TrainingBatch,
@@ -42,6 +55,156 @@ from penstock.types import (
     fold,
     generator,
 )
+
+_PREFIX = "reference."
+
+
+class ReferencePolicy:
+    """Nothing, where no penalty is configured.
+
+    Args:
+        config: The penalty's; None: none.
+        policy: The learner's first.
+
+    Raises:
+        ConfigError: the folder's policy sees, does or remembers other things than the learner's.
+        CheckpointError: the folder cannot be read.
+    """
+
+    def __init__(self, config: ReferenceKlConfig | None, policy: ControlPolicy) -> None:
+        self._config = config
+        self._policy = None if config is None else policy
+        if config is not None and config.reference is not None:
+            self._policy = load_control_policy(Path(config.reference))
+            _check_fits(self._policy, policy, config.reference)
+
+    @property
+    def policy(self) -> ControlPolicy | None:
+        """What the penalty is computed with."""
+        return self._policy
+
+    def coefficient(self, step: int) -> float:
+        """Of the penalty in update `step`."""
+        return 0.0 if self._config is None else self._config.coefficient_at(step)
+
+    def keep(self, step: int, policy: ControlPolicy) -> None:
+        """Version `step` has this policy."""
+        if self._own and self._config is not None and step == self._config.reference_version:
+            self._policy = policy
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps of it."""
+        if not self._own or self._policy is None:
+            return {}
+        return {_PREFIX + name: np.asarray(array) for name, array in named_arrays(self._policy).items()}
+
+    def restore(self, arrays: Mapping[str, np.ndarray], step: int, policy: ControlPolicy) -> dict[str, np.ndarray]:
+        """Takes `state_arrays` back; returns what is not its own.
+
+        Raises:
+            CheckpointError: there is no reference, or one of another shape, and its version has passed.
+        """
+        kept = {name.removeprefix(_PREFIX): array for name, array in arrays.items() if name.startswith(_PREFIX)}
+        if self._own and self._config is not None:
+            if not kept and step > self._config.reference_version:
+                raise CheckpointError(
+                    f"the checkpoint of version {step} has no reference policy: it was taken without "
+                    "learner.reference_kl; name a folder in learner.reference_kl.reference"
+                )
+            try:
+                self._policy = with_named_arrays(policy, kept) if kept else policy
+            except WeightsError as error:
+                raise CheckpointError(f"the checkpoint's reference policy does not fit: {error}") from error
+        return {name: array for name, array in arrays.items() if not name.startswith(_PREFIX)}
+
+    @property
+    def _own(self) -> bool:
+        return self._config is not None and self._config.reference is None
+
+
+def _check_fits(reference: ControlPolicy, policy: ControlPolicy, folder: str) -> None:
+    if reference.spaces != policy.spaces:
+        raise ConfigError(f"learner.reference_kl.reference: {folder} is a policy for other spaces; name another folder")
+    states = [jax.tree.map(lambda array: array.shape, each.initial_state(1)) for each in (reference, policy)]
+    if states[0] != states[1]:
+        raise ConfigError(
+            f"learner.reference_kl.reference: {folder} has recurrent state {states[0]}, the learner's policy "
+            f"{states[1]}, and fragments carry only that one; name another folder, or give both the same memory"
+        )
+
+
+def check_fleet_mismatch(summary: Summary, limit: float, step: int) -> None:
+    """Ends the run where log-probabilities of the learner's own version disagree.
+
+    Args:
+        summary: Of the batch, fetched from the device.
+        limit: Largest |ℓ_p − ℓ_b| over steps sampled under exactly these weights.
+        step: For the message.
+
+    Raises:
+        MismatchError: the limit is exceeded.
+    """
+    if summary.own_steps and float(summary.mismatch_max) > limit:
+        raise MismatchError(
+            f"update {step}: learner and fleet disagree about log-probabilities of the same weights by up to "
+            f"{float(summary.mismatch_max):.3g} (learner.mismatch_limit is {limit:g}); nothing was applied. Different "
+            "weights, observations that were changed on the way, or recurrent state that was not the fragment's own "
+            "are the usual causes; a larger limit is right only where the two sides compute on different hardware"
+        )
+
+
+def batch_summary_metrics(summary: Summary) -> dict[str, float]:
+    """``train/…`` numbers of the whole batch before the update."""
+    metrics = {"train/trained_steps": float(summary.trained_steps)}
+    if summary.trained_steps:
+        metrics |= _trained_metrics(summary)
+    if summary.own_steps:
+        metrics["train/mismatch_max"] = float(summary.mismatch_max)
+        metrics["train/mismatch_kl"] = _share(summary.own_kl, summary.own_steps)
+    if summary.other_steps:
+        metrics["train/staleness_kl"] = _share(summary.other_kl, summary.other_steps)
+    return metrics
+
+
+def _trained_metrics(summary: Summary) -> dict[str, float]:
+    return {
+        "train/explained_variance": float(summary.explained_variance),
+        "train/value_mean": float(summary.value_mean),
+        "train/advantage_mean": float(summary.advantage_mean),
+        "train/advantage_std": float(summary.advantage_std),
+        "train/correction_fraction": _share(summary.bounded, summary.trained_steps),
+        "train/vtrace_fraction": _share(summary.old_steps, summary.trained_steps),
+    }
+
+
+def optimisation_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """``train/…`` numbers of the optimiser steps, means over them; fetched from the device.
+
+    Minibatches of which no step is trained are counted, and nothing else of them is told.
+    """
+    full = [outcome for outcome in outcomes if not outcome.empty]
+    counts = {
+        "train/optimizer_steps": float(len(full)),
+        "train/empty_minibatches": float(len(outcomes) - len(full)),
+    }
+    return counts | _step_metrics([each.terms for each in full], [each.applied for each in full]) if full else counts
+
+
+def _step_metrics(terms: Sequence[LossTerms], applied: Sequence[Applied]) -> dict[str, float]:
+    names = [name for name in LossTerms._fields if name != "reference_kl" or any(each.reference_kl for each in terms)]
+    metrics = {f"train/{name}": _mean([getattr(each, name) for each in terms]) for name in names}
+    metrics["train/grad_norm"] = _mean([each.grad_norm for each in applied])
+    metrics["train/non_finite"] = 1.0 - _mean([each.finite for each in applied])
+    return metrics
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return float(np.mean(np.asarray(values, np.float64)))
+
+
+def _share(part: Any, whole: Any) -> float:
+    return float(part) / max(float(whole), 1.0)
+
 
 _COUNTERS = ("step", "skipped_in_a_row", "fragment_steps")
 

@@ -1,22 +1,25 @@
-"""AdamW on float32 master weights: the learning rate's course, the transformation, and the state.
+"""AdamW on float32 master weights: the learning rate's course, the transformation, and the state by name.
 
 The learning rate is computed on the host from the learner's step and passed in, so that a resumed or extended run
 needs no state for it. A model in float32 is its own master; one in bfloat16 would lose updates smaller than its
-last bit, so the state then holds a float32 copy.
+last bit, so the state then holds a float32 copy. Names of the state's arrays are paths through its tree, so a file says
+what is in it.
 """
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from penstock.learner.config import OptimizerConfig
-from penstock.types import ConfigError
+from penstock.types import CheckpointError, ConfigError
 
 
 class OptimizerState(NamedTuple):
@@ -150,3 +153,33 @@ def _decayed(parameters: PyTree) -> PyTree:
         return not name.endswith(("norm", "bias"))
 
     return jax.tree_util.tree_map_with_path(decays, parameters)
+
+
+Tree = TypeVar("Tree")
+
+
+def to_named(tree: object) -> dict[str, np.ndarray]:
+    """Every array of a tree by its path, for example ``adam.1.mu.layers.query``."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def from_named(like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
+    """A tree of the same structure as `like`, with these arrays.
+
+    Raises:
+        CheckpointError: naming what is missing, extra, or of another shape or dtype.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
+    wanted = {_name(path): leaf for path, leaf in leaves}
+    missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    if missing or extra:
+        raise CheckpointError(f"optimiser state does not fit: missing {missing[:3]}, unknown {extra[:3]}")
+    for name, leaf in wanted.items():
+        found = arrays[name]
+        if found.shape != leaf.shape or found.dtype != leaf.dtype:
+            raise CheckpointError(
+                f"optimiser state {name} is {found.dtype}{list(found.shape)}, "
+                f"this model needs {leaf.dtype}{list(leaf.shape)}"
+            )
+    return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in wanted])

@@ -17,7 +17,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
-from penstock.rundir.atomic import check_place
+from penstock.rundir.storage import check_place
 from penstock.text import Tokenizer
 from penstock.types import (
     ConfigError,

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.fleet import RolloutWorker, SimulatorPool
-from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import FleetConfig
+from penstock.fleet.jax_policy import JaxPolicyRunner
 from penstock.fleet.pipeline_monitor import PipelineMonitor
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.steps import StepBatch
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from penstock.fleet import PolicyEvaluation, evaluate_policy
-from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import FleetConfig
-from penstock.fleet.runner import PolicyRunner, Simulators
+from penstock.fleet.policy import PolicyRunner, Simulators
+from penstock.fleet.steps import StepBatch
 from penstock.overseer.result_rows import Results
 from penstock.types import RolloutBatchStats, Stopped
 

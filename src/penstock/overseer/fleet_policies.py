@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 
-from penstock.fleet.policy_call import compute_inline
-from penstock.fleet.policy_runner import JaxPolicyRunner
+from penstock.fleet.jax_policy import JaxPolicyRunner, compute_inline
 from penstock.model.control import ControlPolicy, make_control_policy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_simulators import EVALUATOR_ID, evaluation_fleet

@@ -4,7 +4,7 @@ The simulator has a process of its own, with the fleet's deadlines and restarts:
 takes nothing along. A simulator must know before an episode begins that it is to draw it, so its second one is filmed;
 one that a fault cuts is thrown away, and the next is filmed. A film that fails is told, and ends nothing else: what was
 evaluated before stands. Needs the extra ``gym`` (PyAV, Pillow). Not covered: films of training episodes
-(`penstock.fleet.filming`).
+(`penstock.fleet.video`).
 """
 
 import re
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from penstock.fleet import FilmedPool, JaxPolicyRunner, RolloutWorker, SimulatorPool
-from penstock.fleet.arrivals import StepBatch
 from penstock.fleet.config import FleetConfig
+from penstock.fleet.steps import StepBatch
 from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_packages
 from penstock.model.control import ControlPolicy
 from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_simulators import EVALUATOR_ID, start_pool
-from penstock.rundir.atomic import check_place
+from penstock.rundir.storage import check_place
 from penstock.types import ConfigError, NoProgressError, PenstockError, RunFailed, fold
 
 FILM_S = 3600.0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.replay.disk_space import DiskSpace
-from penstock.rundir.atomic import is_full_disk
+from penstock.rundir.storage import is_full_disk
 from penstock.types import RunFailed
 
 _Result = TypeVar("_Result")

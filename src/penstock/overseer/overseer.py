@@ -21,7 +21,7 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
 from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
-from penstock.rundir.atomic import is_full_disk
+from penstock.rundir.storage import is_full_disk
 from penstock.types import RunFailed
 
 SUPERVISION_S = 0.2

@@ -28,8 +28,7 @@ from penstock.replay.formats import ExperienceFormat
 from penstock.replay.inventory import Entry, Inventory, State
 from penstock.rundir.live_files import UNREADABLE, opened_part, read_live
 from penstock.rundir.parquet import parquet_writer, replaced_names, replacing, schema_version
-from penstock.rundir.part_names import PartNames
-from penstock.rundir.storage import Storage, StoredFile
+from penstock.rundir.storage import PartNames, Storage, StoredFile
 from penstock.types import Clock, RunDirectoryError
 
 GRACE_S = 2.0

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from penstock.rundir.atomic import is_full_disk
+from penstock.rundir.storage import is_full_disk
 from penstock.types import RunFailed
 
 _FIRST_PAUSE_S = 0.1

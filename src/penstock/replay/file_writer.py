@@ -16,7 +16,7 @@ from penstock.replay.backpressure import Backpressure
 from penstock.replay.spool_names import BatchName, writer_folder
 from penstock.replay.storage import RolloutStorageConfig
 from penstock.replay.transfer import batch_to_buffer
-from penstock.rundir.atomic import UNFINISHED_PATTERN, replaced_atomically
+from penstock.rundir.storage import UNFINISHED_PATTERN, replaced_atomically
 from penstock.types import RolloutBatch, RunFailed, Stopped
 
 UNFINISHED_S = 3600.0

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from penstock.rundir.part_names import made_at_s
-from penstock.rundir.storage import StoredFile
+from penstock.rundir.storage import StoredFile, made_at_s
 
 
 class State(Enum):

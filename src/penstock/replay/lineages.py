@@ -11,7 +11,7 @@ valid in a lineage exactly if its version does that with the lineage's own versi
 from pathlib import Path
 
 from penstock.rundir import JsonLinesLog
-from penstock.rundir.forks import read_forks
+from penstock.rundir.directory import read_forks
 from penstock.types import CheckpointError, WeightVersion
 
 

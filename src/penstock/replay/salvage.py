@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.rundir import RunDirectory
-from penstock.rundir.atomic import write_atomically
-from penstock.rundir.json_text import to_json
-from penstock.rundir.storage import DAMAGED
+from penstock.rundir.logs import to_json
+from penstock.rundir.storage import DAMAGED, write_atomically
 
 OnDamage = Callable[[str, str], None]
 """Told where a damaged file lies now, and what is wrong with it."""

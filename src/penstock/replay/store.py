@@ -37,8 +37,7 @@ from penstock.replay.stored_rows import groups_of_part, ids_of_part, read_histor
 from penstock.rundir import JsonLinesLog, RunDirectory
 from penstock.rundir.live_files import opened_part, read_live
 from penstock.rundir.parquet import parquet_writer, read_columns
-from penstock.rundir.part_names import PartNames
-from penstock.rundir.storage import StoredFile, open_storage
+from penstock.rundir.storage import PartNames, StoredFile, open_storage
 from penstock.types import Clock, ConfigError, Experience, RolloutRecord, RunDirectoryError, TrainingExample
 
 _DEFAULTS = StoreConfig()

@@ -24,8 +24,7 @@ import pyarrow as pa
 
 from penstock.replay.message_frame import FORGED, check_unpacked, checked_stream, table_to_message
 from penstock.rundir import ROLLOUT_SCHEMA, records_from_table, table_from_records
-from penstock.rundir.columns import list_column
-from penstock.rundir.parquet import schema_version
+from penstock.rundir.parquet import list_column, schema_version
 from penstock.types import (
     SCHEMA_VERSION,
     InvalidRolloutError,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.rollout.config import RolloutConfig
-    from penstock.rollout.lockstep import Lockstep
     from penstock.rollout.manager import RolloutManager
-    from penstock.rollout.worker import RolloutWorker
+    from penstock.rollout.worker import Lockstep, RolloutWorker
 
 _EXPORTS = {
-    "Lockstep": "lockstep",
+    "Lockstep": "worker",
     "RolloutConfig": "config",
     "RolloutManager": "manager",
     "RolloutWorker": "worker",

@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.rundir.atomic import replaced_atomically, write_atomically
     from penstock.rundir.directory import RunDirectory
     from penstock.rundir.example_rows import (
         EXAMPLE_SCHEMA,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
         read_status,
     )
     from penstock.rundir.parquet import read_parquet, read_rows, write_parquet
-    from penstock.rundir.query_result import QueryResult
     from penstock.rundir.rollout_rows import (
         ROLLOUT_SCHEMA,
         read_records,
@@ -39,7 +37,8 @@ if TYPE_CHECKING:
         table_from_records,
         write_records,
     )
-    from penstock.rundir.views import RunViews
+    from penstock.rundir.storage import replaced_atomically, write_atomically
+    from penstock.rundir.views import QueryResult, RunViews
 
 _EXPORTS = {
     "EXAMPLE_SCHEMA": "example_rows",
@@ -48,7 +47,7 @@ _EXPORTS = {
     "FRAGMENT_USE_SCHEMA": "fragment_rows",
     "JsonLinesLog": "logs",
     "MetricsLog": "logs",
-    "QueryResult": "query_result",
+    "QueryResult": "views",
     "ROLLOUT_SCHEMA": "rollout_rows",
     "RunDirectory": "directory",
     "RunViews": "views",
@@ -63,13 +62,13 @@ _EXPORTS = {
     "read_rows": "parquet",
     "read_status": "logs",
     "records_from_table": "rollout_rows",
-    "replaced_atomically": "atomic",
+    "replaced_atomically": "storage",
     "table_from_examples": "example_rows",
     "table_from_fragments": "fragment_rows",
     "table_from_records": "rollout_rows",
     "table_from_uses": "fragment_rows",
     "uses_from_table": "fragment_rows",
-    "write_atomically": "atomic",
+    "write_atomically": "storage",
     "write_examples": "example_rows",
     "write_parquet": "parquet",
     "write_records": "rollout_rows",

@@ -1,8 +1,11 @@
-"""Where everything of a run lies, and the rules for making and opening it.
+"""Where everything of a run lies, and the rules for making, opening and continuing it.
 
 A run directory is one that holds a ``config.yaml``. It is never overwritten: a new run needs a new or an empty
-directory, an existing one is only continued. docs/rundir.md lists the files; this module knows their names
-and nothing of their contents. Not covered: Parquet files that lie elsewhere (`penstock.rundir.storage`).
+directory, an existing one is only continued. docs/rundir.md lists the files; this module knows their names, and of
+their contents only the forks in ``lineages.jsonl``: a lineage continues from an older one, so whoever follows forks
+back reaches lineage 0 in the end, and files in which that is not so are refused here, once for all who follow them.
+
+Not covered: Parquet files that lie elsewhere (`penstock.rundir.storage`).
 """
 
 import fcntl
@@ -15,9 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.rundir.atomic import check_name, is_full_disk, keep_room, write_atomically, write_into_kept_room
-from penstock.rundir.json_text import to_json
-from penstock.rundir.logs import LINKED, open_unlinked
+from penstock.rundir.logs import LINKED, open_unlinked, read_json_lines, to_json
+from penstock.rundir.storage import check_name, is_full_disk, keep_room, write_atomically, write_into_kept_room
 from penstock.rundir.yaml_documents import dump_yaml, read_mapping
 from penstock.types import ConfigError, RunDirectoryError, RunFailed
 
@@ -278,3 +280,27 @@ def _is_left_by_creation(path: Path) -> bool:
     if path.name in _FOLDERS:
         return path.is_dir() and not any(path.iterdir())
     return path.name == _LOCK or path.match(_UNFINISHED[0])
+
+
+NO_FORK = 2**62
+"""Later than every step."""
+
+
+def read_forks(path: Path) -> dict[int, tuple[int, int]]:
+    """The parent lineage and the step of every life but the first; nothing where the file is missing.
+
+    Raises:
+        RunDirectoryError: a line does not say from which older lineage, and at which step, a lineage begins.
+    """
+    return dict(_fork(f"{path}, line {number}", row) for number, row in enumerate(read_json_lines(path), start=1))
+
+
+def _fork(where: str, row: dict[str, Any]) -> tuple[int, tuple[int, int]]:
+    lineage, parent, step = (row.get(key) for key in ("lineage", "parent", "step"))
+    if not isinstance(lineage, int) or not isinstance(parent, int) or not isinstance(step, int):
+        raise RunDirectoryError(f"{where}: lineage, parent and step must be whole numbers, but it is {row}")
+    if not 0 <= parent < lineage < 2**31 or abs(step) > NO_FORK:
+        raise RunDirectoryError(
+            f"{where}: lineage {lineage} cannot begin from lineage {parent} at step {step}: a parent must be older"
+        )
+    return lineage, (parent, step)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import arrays_from_column, list_column
-from penstock.rundir.parquet import read_parquet, versioned, write_parquet
+from penstock.rundir.parquet import arrays_from_column, list_column, read_parquet, versioned, write_parquet
 from penstock.types import RLExample, RunDirectoryError
 from penstock.types.rollouts import SCHEMA_VERSION
 

@@ -13,16 +13,19 @@ from typing import Any, get_origin, get_type_hints
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import (
+from penstock.rundir.parquet import (
+    LEAVES,
     METADATA_COLUMNS,
     arrays_from_column,
     conformed,
+    leaves_column,
+    leaves_from_column,
     list_column,
     metadata_from_columns,
     metadata_values,
+    schema_version,
+    versioned,
 )
-from penstock.rundir.leaf_columns import LEAVES, leaves_column, leaves_from_column
-from penstock.rundir.parquet import schema_version, versioned
 from penstock.types import (
     FRAGMENT_SCHEMA_VERSION,
     InvalidRolloutError,

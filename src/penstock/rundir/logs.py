@@ -1,9 +1,13 @@
-"""Append-only logs of one JSON object per line, and their readers.
+"""Append-only logs of one JSON object per line, their readers, and JSON that every reader takes.
 
 Every append is one write to the kernel, so a process killed by SIGKILL loses no line that `append` returned
 from; `sync` makes them survive a power loss too. A machine that dies in the middle of a line leaves an unfinished
 one: readers ignore it, and the next writer cuts it off. An append that fails leaves nothing behind. One process writes
 a log; any number of its threads may.
+
+`to_json` writes halves of surrogate pairs, which Python's strings may hold (of undecodable bytes in an error message,
+say), as the text of their escapes: DuckDB and others would refuse them together with the whole file. NaN and
+infinities, which JSON does not have, become null.
 """
 
 import errno
@@ -18,9 +22,52 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from penstock.rundir.atomic import sync_directory
-from penstock.rundir.json_text import to_json
+from penstock.rundir.storage import sync_directory
 from penstock.types import Clock, RunDirectoryError
+
+
+def to_json(value: Any, indent: int | None = None, allow_nan: bool = False) -> str:
+    """`value` as JSON, in ASCII.
+
+    Args:
+        value: Plain values.
+        indent: For people; None puts all in one line.
+        allow_nan: Write NaN and infinities as Python does, which not every reader takes; otherwise they are null.
+
+    Raises:
+        TypeError: it holds something that JSON has no form for.
+    """
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=allow_nan)
+    except ValueError:  # a number that is not finite
+        value = _finite(value)
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    if "\\ud" not in text:  # which few texts have: a pair, or half of one
+        return text
+    return json.dumps(_whole(value), indent=indent, allow_nan=allow_nan)
+
+
+def _whole(value: Any) -> Any:
+    """Without halves of surrogate pairs."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_whole(key): _whole(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(member) for member in value]
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """With None for numbers that are not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(member) for member in value]
+    return value
+
 
 LINKED = "is a link, and a run does not write through links: put the file itself there, or remove the link"
 _MOST_STATUS_BYTES = 16 << 20
@@ -100,7 +147,7 @@ class MetricsLog:
 
     def append(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes one line; a value that is not finite becomes null, which every JSON reader knows."""
-        numbers = {name: _finite(float(value)) for name, value in metrics.items()}
+        numbers = {name: _finite_or_none(float(value)) for name, value in metrics.items()}
         self._log.append({"step": int(step), "time": self._clock(), **numbers})
 
     def close(self) -> None:
@@ -208,7 +255,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return row
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

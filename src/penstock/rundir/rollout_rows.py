@@ -1,31 +1,264 @@
-"""The rows of ``rollouts/part-<uuid>.parquet``: one per rollout; docs/formats.md describes every column.
+"""The rows of ``rollouts/part-<uuid>.parquet``, one per rollout, and back; docs/formats.md describes every column.
 
-A row is immutable once written: advantages stand in the rows of batches, fates in the fate log. `stored_rollouts` makes
-records of rows, `original_form` reads rows of version 0.
+A row is immutable once written: advantages stand in the rows of batches, fates in the fate log.
+
+A rollout's own constructor checks it, which takes longer than reading it. Rows that Penstock wrote were checked when
+they were made, so on reading the same is checked for all rows of a column at once; if anything is wrong, the rows are
+made one by one through the constructor, which names the field. Nothing is accepted that the constructor refuses.
+
+Rows of the original form, version 0, carried no schema version: metadata on the batch only, no ids, no mask. They get
+the defaults that `penstock.types.Rollout` gives, a lineage of 0, and ids made from the file's name.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.rundir.columns import (
+from penstock.rundir.parquet import (
     METADATA_COLUMNS,
+    arrays_from_column,
     columns_of,
     conformed,
+    fields_from_columns,
+    flat_values,
     flattened,
     list_column,
+    metadata_from_columns,
     metadata_values,
     nested_column,
     offsets_of,
+    read_parquet,
+    schema_version,
     shared_column,
+    slices,
+    values_from_column,
+    versioned,
+    write_parquet,
 )
-from penstock.rundir.original_form import upgraded
-from penstock.rundir.parquet import read_parquet, schema_version, versioned, write_parquet
-from penstock.rundir.stored_rollouts import ROLLOUT_ARRAYS, records_from_batch
-from penstock.types import AnyRollout, Decoding, RolloutRecord
+from penstock.types import (
+    AnyRollout,
+    Decoding,
+    InvalidRolloutError,
+    Rollout,
+    RolloutMetadata,
+    RolloutRecord,
+    RunDirectoryError,
+    Turn,
+)
+
+ROLLOUT_ARRAYS: Mapping[str, type] = {
+    "prompt_tokens": np.int32,
+    "response_tokens": np.int32,
+    "response_logprobs": np.float32,
+    "token_rewards": np.float32,
+    "response_mask": np.bool_,
+    "response_weight_steps": np.int32,
+}
+"""Columns that are arrays of a `Rollout`, by their element types there."""
+
+_PER_TOKEN = [name for name in ROLLOUT_ARRAYS if name not in ("prompt_tokens", "response_tokens")]
+_REWARD_TOLERANCE = 1e-4
+"""As in `Rollout`."""
+
+
+def records_from_batch(batch: pa.RecordBatch, name: str) -> Iterator[RolloutRecord]:
+    """The records of a batch of rows of the present schema version.
+
+    Args:
+        batch: Its columns.
+        name: Of the file, for errors.
+
+    Raises:
+        InvalidRolloutError: a row is no rollout; the message names row and field.
+    """
+    try:
+        sound = _is_sound(batch)
+        fields = _rollout_fields(batch)
+    except ValueError as error:
+        raise InvalidRolloutError(f"{name} holds no rollouts: {error}") from error
+    groups = values_from_column(batch.column("group_id"))
+    keys = values_from_column(batch.column("group_key"))
+    for row, (group_id, key, timings, *values) in enumerate(zip(groups, keys, _timings(batch), *fields, strict=True)):
+        rollout = _trusted(values) if sound else _checked(values, f"{name}, row {row}")
+        yield RolloutRecord(rollout, group_id, timings, key)
+
+
+def _rollout_fields(batch: pa.RecordBatch) -> list[list[Any]]:
+    """The fields of `Rollout`, in the order of their definition, each for all rows."""
+    plain = {
+        field: values_from_column(batch.column(field))
+        for field in (
+            "env_name", "env_example_id", "episode_reward", "rollout_id", "lesson_id", "oldest_weight_step",
+            "finish_reason",
+        )
+    }  # fmt: skip
+    arrays = {field: arrays_from_column(batch.column(field), dtype) for field, dtype in ROLLOUT_ARRAYS.items()}
+    made = {"metadata": metadata_from_columns(batch), "turns": _turns(batch), "decoding": _decodings(batch)}
+    by_name = {**plain, **arrays, **made}
+    return [by_name[field] for field in Rollout.__match_args__]
+
+
+def _trusted(values: list[Any]) -> Rollout:
+    """A rollout of values that were checked already."""
+    rollout = object.__new__(Rollout)
+    for slot, value in zip(_SLOTS, values, strict=True):
+        slot(rollout, value)
+    return rollout
+
+
+_SLOTS = [getattr(Rollout, field).__set__ for field in Rollout.__match_args__]
+
+
+def _checked(values: list[Any], where: str) -> Rollout:
+    try:
+        return Rollout(*values)
+    except InvalidRolloutError as error:
+        raise InvalidRolloutError(f"{where}: {error}") from error
+
+
+def _is_sound(batch: pa.RecordBatch) -> bool:
+    """Whether every row passes what `Rollout` checks, decided column by column."""
+    if batch.num_rows == 0:
+        return True
+    columns = {field: batch.column(field) for field in ROLLOUT_ARRAYS}
+    prompts, responses = columns["prompt_tokens"], columns["response_tokens"]
+    lengths = _lengths(responses)
+    agree = all(_is_as_long(columns[field], lengths) for field in _PER_TOKEN)
+    if any(columns[field].null_count for field in ROLLOUT_ARRAYS if field != "response_weight_steps") or not agree:
+        return False
+    rewards = flat_values(columns["token_rewards"], np.float32)
+    totals = batch.column("episode_reward").to_numpy(zero_copy_only=False)
+    return bool(
+        _lengths(prompts).all()
+        and all(_least(column) >= 0 for column in (prompts, responses))
+        and np.isfinite(flat_values(columns["response_logprobs"], np.float32)).all()
+        and np.isfinite(rewards).all()
+        and np.isfinite(totals).all()
+        and _rewards_agree(rewards, columns["token_rewards"].offsets.to_numpy(), totals)
+    )
+
+
+def _lengths(lists: pa.ListArray) -> np.ndarray:
+    return np.diff(lists.offsets.to_numpy())
+
+
+def _is_as_long(lists: pa.ListArray, lengths: np.ndarray) -> bool:
+    differs = _lengths(lists) != lengths
+    if lists.null_count:
+        differs &= lists.is_valid().to_numpy(zero_copy_only=False)
+    return not differs.any()
+
+
+def _least(tokens: pa.ListArray) -> int:
+    return int(flat_values(tokens, np.int32).min(initial=0))
+
+
+def _rewards_agree(rewards: np.ndarray, offsets: np.ndarray, totals: np.ndarray) -> bool:
+    filled = np.flatnonzero(np.diff(offsets))  # an empty response has nowhere to put its reward
+    if not len(filled):
+        return True
+    starts = offsets[:-1][filled]
+    sums = np.add.reduceat(rewards[: offsets[-1]], starts, dtype=np.float64)
+    limits = _REWARD_TOLERANCE * np.maximum(1.0, np.abs(totals[filled]))
+    return bool((np.abs(sums - totals[filled]) <= limits).all())
+
+
+def _turns(batch: pa.RecordBatch) -> list[tuple[Turn, ...]]:
+    lists = batch.column("turns")
+    structs = lists.values
+    fields = [values_from_column(structs.field(field)) for field in ("role", "content", "start", "stop")]
+    return list(map(tuple, slices(list(map(Turn, *fields)), lists.offsets)))
+
+
+def _decodings(batch: pa.RecordBatch) -> list[Decoding]:
+    fields = fields_from_columns(Decoding, batch.column("decoding").field)
+    known: dict[tuple[Any, ...], Decoding] = {}
+    return [known[row] if row in known else known.setdefault(row, Decoding(*row)) for row in zip(*fields, strict=True)]
+
+
+def _timings(batch: pa.RecordBatch) -> list[dict[str, float]]:
+    maps = batch.column("timings")
+    pairs = list(zip(values_from_column(maps.keys), values_from_column(maps.items), strict=True))
+    return list(map(dict, slices(pairs, maps.offsets)))
+
+
+BATCH_METADATA_KEY = b"penstock.batch_metadata"
+"""A JSON object in the file's key-value metadata, for all its rows."""
+
+_COLUMNS = (
+    "env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards",
+    "episode_reward",
+)  # fmt: skip
+
+
+def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
+    """A table of version 0 with the columns that it lacks.
+
+    Args:
+        table: As read.
+        schema: Of the present version.
+        name: Of the file; ids are made from it.
+
+    Raises:
+        RunDirectoryError: it lacks a column that the original form had, or its metadata is not what that had.
+    """
+    lacking = [column for column in _COLUMNS if column not in table.column_names]
+    if lacking:
+        raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
+    metadata = _batch_metadata(table, name)
+    examples = [str(example) for example in table.column("env_example_id").to_pylist()]
+    groups = [f"{name}-{example}" for example in examples]
+    lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
+    rows = len(examples)
+    defaults: dict[str, list[Any]] = {
+        **{key: [value] * rows for key, value in asdict(metadata).items()},
+        "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
+        "group_id": groups,
+        "group_key": [
+            f"{environment}:{example}"
+            for environment, example in zip(table.column("env_name").to_pylist(), examples, strict=True)
+        ],
+        "lesson_id": [""] * rows,
+        "env_example_id": examples,
+        "newest_weight_step": [metadata.weight_step] * rows,
+        "oldest_weight_step": [None] * rows,
+        "finish_reason": ["stop"] * rows,
+        "response_mask": [[True] * length for length in lengths],
+        "response_weight_steps": [None] * rows,
+        "turns": [[]] * rows,
+        "decoding": [asdict(Decoding())] * rows,
+        "timings": [[]] * rows,
+    }
+    present = set(table.column_names) - {"env_example_id"}
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in present
+        else pa.array(defaults[field.name], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _batch_metadata(table: pa.Table, name: str) -> RolloutMetadata:
+    """That of all rows."""
+    text = (table.schema.metadata or {}).get(BATCH_METADATA_KEY, b"{}")
+    try:
+        stamp = json.loads(text)
+        if not isinstance(stamp, dict):
+            raise TypeError(f"a {type(stamp).__name__} is no object")
+        worker_id, timestamp = str(stamp.get("worker_id", "")), float(stamp.get("timestamp", 0.0))
+        return RolloutMetadata(worker_id, timestamp, int(stamp.get("weight_step", 0)), schema_version=0)
+    except (ValueError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{name}: {BATCH_METADATA_KEY.decode()} is {text!r}, which is not a JSON object of "
+            f"worker_id, timestamp and weight_step: {error}"
+        ) from error
+
 
 _TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("start", pa.int32()), ("stop", pa.int32())])
 _DECODING = pa.struct([field.with_nullable(True) for field in columns_of(Decoding)])

@@ -25,9 +25,8 @@ from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import schema_version
-from penstock.rundir.remote import RemoteStorage
 from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
-from penstock.rundir.storage import LocalStorage, Storage
+from penstock.rundir.storage import LocalStorage, RemoteStorage, Storage
 from penstock.rundir.store_urls import is_remote, local_root, url_problem
 from penstock.types import ConfigError, PenstockError, RolloutRecord, RunDirectoryError
 

@@ -4,29 +4,228 @@ The views show the run at the moment they were opened: Parquet through Arrow dat
 itself opens no file at all, and its access to files, extensions and Python variables is off and locked: a statement can
 neither write nor reach outside the run. (The type of a statement alone is no protection: in DuckDB 2 a SELECT may hold
 a ``COPY … TO``.) It has no folder for what does not fit into memory either, so such a statement fails. Files that are
-merged or expire meanwhile are looked up anew. Not covered: following a run as it grows; open the views again for that.
+merged or expire meanwhile are looked up anew.
+
+Of the JSON-lines logs a last line without its end is being written: it is left out. Keys that a schema does not name
+are left out too, and keys that a line lacks are null. JSON may hold half of a surrogate pair, which is no character: it
+is shown by its escape. `penstock.rundir.logs` has the readers that yield Python rows.
+
+A broken status.json counts as none, since it is only a note on the moment: everything else of the run can be read
+without it. Broken ``lineages.jsonl`` are refused, for without it nobody knows which updates count.
+
+Not covered: following a run as it grows; open the views again for that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
+import pyarrow.json as pj
 
-from penstock.rundir.directory import RunDirectory
-from penstock.rundir.log_tables import (
-    TICKET_SCHEMA,
-    read_event_table,
-    read_fate_table,
-    read_log_table,
-    read_metric_table,
-)
-from penstock.rundir.query_result import QueryResult
+from penstock.rundir.directory import NO_FORK, RunDirectory, read_forks
+from penstock.rundir.logs import has_log, read_events, read_json_lines, read_status
 from penstock.rundir.run_files import FilesVanished, RunFiles
-from penstock.rundir.run_state import horizons, next_step
 from penstock.types import ConfigError, RunDirectoryError
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult:
+    """What a query gave.
+
+    Attributes:
+        table: Its rows.
+        more: Whether there were more rows than asked for.
+    """
+
+    table: pa.Table
+    more: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns; two may have the same."""
+        return list(self.table.column_names)
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """The rows as Python values; maps are dictionaries.
+
+        Raises:
+            ConfigError: a value is none that Python has, such as a date after the year 9999.
+        """
+        for batch in self.table.to_batches():
+            yield from zip(*map(_values, self.columns, batch.columns), strict=True)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows by column name, which must differ."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows()]
+
+
+def _values(name: str, column: pa.Array) -> list[Any]:
+    try:
+        return column.to_pylist(maps_as_pydicts="strict")
+    except (OverflowError, ValueError) as error:
+        raise ConfigError(
+            f"column {name!r} holds a {column.type} that Python cannot express ({error}): "
+            "take it as text, by CAST(… AS VARCHAR)"
+        ) from error
+
+
+TICKET_SCHEMA = pa.schema(
+    [
+        ("ticket_id", pa.string()),
+        ("lesson_id", pa.string()),
+        ("index", pa.int64()),
+        ("rollouts", pa.int64()),
+        ("admitted_step", pa.int64()),
+        ("deadline_step", pa.int64()),
+        ("lineage", pa.int64()),
+        ("time", pa.float64()),
+    ]
+)
+FATE_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.string()),
+        ("fate", pa.string()),
+        ("reason", pa.string()),
+        ("step", pa.int64()),
+        ("lineage", pa.int64()),
+        ("time", pa.float64()),
+    ]
+)
+_METRIC_KEYS = pa.schema([("step", pa.int64()), ("time", pa.float64())])
+_EVENT_SCHEMA = pa.schema([("time", pa.float64()), ("event", pa.string()), ("details", pa.string())])
+_LEAST_BLOCK_BYTES = 1 << 20
+
+
+def read_log_table(path: Path, schema: pa.Schema) -> pa.Table:
+    """The finished lines of a log, in order, as columns of a schema; no rows where the file is missing.
+
+    Raises:
+        RunDirectoryError: a finished line is not such a JSON object.
+    """
+    return _read(path, schema, "ignore")
+
+
+def read_fate_table(path: Path) -> pa.Table:
+    """``fates.jsonl`` with the number of each line, since a rollout's last line counts."""
+    table = read_log_table(path, FATE_SCHEMA)
+    return table.append_column("line", pa.array(range(1, table.num_rows + 1), pa.int64()))
+
+
+def read_metric_table(path: Path) -> pa.Table:
+    """``metrics.jsonl`` with one column per metric; null where a line does not have it."""
+    table = _read(path, _METRIC_KEYS, "infer")
+    for index, field in enumerate(table.schema):
+        if pa.types.is_null(field.type):  # null on every line: it has no type of its own yet
+            typed = field.with_type(pa.float64())
+            table = table.set_column(index, typed, pa.nulls(table.num_rows, typed.type))
+    return table
+
+
+def read_event_table(path: Path) -> pa.Table:
+    """``events.jsonl``: time, event, and what belongs to it as one JSON object, for it differs from event to event."""
+    rows = [
+        {
+            "time": event.get("time"),
+            "event": event.get("event"),
+            "details": json.dumps({key: value for key, value in event.items() if key not in ("time", "event")}),
+        }
+        for event in map(_cleaned, read_events(path))
+    ]
+    return _table(path, rows, _EVENT_SCHEMA, _EVENT_SCHEMA.names)
+
+
+def _read(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
+    content = path.read_bytes() if has_log(path) else b""
+    content = content[: content.rfind(b"\n") + 1]
+    if not content.strip():
+        return schema.empty_table()
+    if not _is_flat(content):
+        return _read_slowly(path, schema, unexpected)
+    # No line may be longer than a block.
+    block_bytes = max(_LEAST_BLOCK_BYTES, 1 + max(map(len, io.BytesIO(content))))
+    try:
+        content.decode()  # Arrow's reader takes bytes that are no text
+        return pj.read_json(
+            io.BytesIO(content),
+            read_options=pj.ReadOptions(block_size=block_bytes),
+            parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
+        )
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return _read_slowly(path, schema, unexpected)
+
+
+def _is_flat(content: bytes) -> bool:
+    """Whether each line is one object with no other in it; Arrow's reader dies of a null, and of deep nesting."""
+    lines = content.count(b"\n")
+    braces = content.count(b"{") == content.count(b"}") == lines
+    ends = content.startswith(b"{") and content.count(b"\n{") == lines - 1 and content.count(b"}\n") == lines
+    return braces and ends and b"[" not in content
+
+
+def _read_slowly(path: Path, schema: pa.Schema, unexpected: str) -> pa.Table:
+    """By Python's reader, which takes what Arrow's does not: half of a surrogate pair, a key that comes twice."""
+    rows = list(map(_cleaned, read_json_lines(path)))
+    names = dict.fromkeys(schema.names)
+    if unexpected == "infer":
+        names |= dict.fromkeys(name for row in rows for name in row)
+    return _table(path, rows, schema, names)
+
+
+def _table(path: Path, rows: list[dict[str, Any]], schema: pa.Schema, names: Iterable[str]) -> pa.Table:
+    known = {field.name: field.type for field in schema}
+    try:
+        return pa.table({name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names})
+    except (pa.ArrowException, OverflowError) as error:
+        raise RunDirectoryError(f"{path} has a line that is not a JSON object of this log: {error}") from error
+
+
+def _cleaned(value: Any) -> Any:
+    """With escapes for what cannot be encoded."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list) else value
+
+
+def known_status(directory: RunDirectory) -> dict[str, Any] | None:
+    """The last status.json; None before the first, and an empty one where the file is broken."""
+    status = read_status(directory.status_path)
+    return {} if status is None and directory.status_path.exists() else status
+
+
+def next_step(directory: RunDirectory) -> int | None:
+    """The update that is next, as status.json says; None where it does not."""
+    step = (known_status(directory) or {}).get("step")
+    if not isinstance(step, int | float) or not math.isfinite(step) or abs(step) > NO_FORK:
+        return None
+    return int(step)
+
+
+def horizons(directory: RunDirectory) -> pa.Table:
+    """For the newest life of the run and those it descends from: the update from which on theirs do not count.
+
+    Update u makes version u + 1, which survives a fork at step f where u + 1 ≤ f.
+
+    Raises:
+        RunDirectoryError: a line of ``lineages.jsonl`` is no fork.
+    """
+    forks = read_forks(directory.lineages_path)
+    lineage, before = max(forks, default=0), NO_FORK
+    found = {lineage: before}
+    while lineage in forks:  # parents are older, so this ends
+        lineage, step = forks[lineage]
+        before = min(before, step)
+        found[lineage] = before
+    return pa.table({"lineage": pa.array(found.keys(), pa.int32()), "before": pa.array(found.values(), pa.int64())})
+
 
 VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
 """What can be queried; docs/rollouts.md describes the columns."""

@@ -5,25 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.tracking.config import TrackingConfig
-    from penstock.tracking.conversations import conversation_of
-    from penstock.tracking.making import make_tracker
-    from penstock.tracking.samples_file import JsonlTracker
-    from penstock.tracking.tensorboard import TensorBoardConfig, TensorBoardTracker
-    from penstock.tracking.tracker import MultiTracker, ServiceConfig, Tracker
-    from penstock.tracking.wandb import WandbConfig, WandbTracker
+    from penstock.tracking.tracker import (
+        JsonlTracker,
+        MultiTracker,
+        ServiceConfig,
+        TensorBoardConfig,
+        TensorBoardTracker,
+        Tracker,
+        WandbConfig,
+        WandbTracker,
+        conversation_of,
+        make_tracker,
+    )
 
 _EXPORTS = {
-    "JsonlTracker": "samples_file",
+    "JsonlTracker": "tracker",
     "MultiTracker": "tracker",
     "ServiceConfig": "tracker",
-    "TensorBoardConfig": "tensorboard",
-    "TensorBoardTracker": "tensorboard",
+    "TensorBoardConfig": "tracker",
+    "TensorBoardTracker": "tracker",
     "Tracker": "tracker",
     "TrackingConfig": "config",
-    "WandbConfig": "wandb",
-    "WandbTracker": "wandb",
-    "conversation_of": "conversations",
-    "make_tracker": "making",
+    "WandbConfig": "tracker",
+    "WandbTracker": "tracker",
+    "conversation_of": "tracker",
+    "make_tracker": "tracker",
 }
 
 __all__ = [

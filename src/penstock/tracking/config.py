@@ -2,9 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.tracking.tensorboard import TensorBoardConfig
-from penstock.tracking.tracker import ServiceConfig
-from penstock.tracking.wandb import WandbConfig
+from penstock.tracking.tracker import ServiceConfig, TensorBoardConfig, WandbConfig
 
 
 class TrackingConfig(BaseModel):

@@ -1,17 +1,33 @@
-"""The tracker protocol, what a service's settings must be able to do, and several trackers as one that cannot fail.
+"""Trackers: where metrics and sample conversations go, as one that cannot fail.
 
 A service that is down must neither end a run nor vanish without a word: `MultiTracker` counts every failure, reports
 each tracker's first one, and goes on with the others. Calls may come from several threads; each tracker sees them one
-at a time.
+at a time. `make_tracker` makes the one that the configuration names.
+
+- TensorBoard's event files are written by tensorboardX, which needs no TensorFlow and no torch.
+- Weights & Biases drops a metric whose step is smaller than one it has seen, and evaluations of an older version may
+  well arrive after a newer update: every call carries the weight step as a metric of its own, and that is the x axis.
+  The run's id is kept in ``wandb_id`` in the run directory, so that a resumed run continues the same curves.
+- Sample conversations also become lines of JSON, readable with any text tool while the run goes on.
+
+Not covered: the run directory's own ``metrics.jsonl`` (`penstock.rundir.logs`).
 """
 
+import contextlib
 import threading
+import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.rundir import JsonLinesLog
+from penstock.types import AnyRollout, ConfigError
+
+if TYPE_CHECKING:
+    from penstock.tracking.config import TrackingConfig
 
 
 class Tracker(Protocol):
@@ -104,3 +120,225 @@ class MultiTracker:
             first = self._failures[name] == 1
         if first:
             self._on_failure(name, error)
+
+
+def conversation_of(rollout: AnyRollout) -> dict[str, Any]:
+    """The conversation of one rollout as plain data.
+
+    Returns:
+        ``rollout_id``, ``lesson_id``, ``env_name``, ``env_example_id``, ``reward``, ``weight_step`` (None before
+        the metadata is attached), ``response_tokens`` (how many), ``finish_reason`` and ``turns``, a list of
+        ``{"role": …, "content": …}``.
+    """
+    return {
+        "rollout_id": rollout.rollout_id,
+        "lesson_id": rollout.lesson_id,
+        "env_name": rollout.env_name,
+        "env_example_id": rollout.env_example_id,
+        "reward": float(rollout.episode_reward),
+        "weight_step": None if rollout.metadata is None else rollout.metadata.weight_step,
+        "response_tokens": len(rollout.response_tokens),
+        "finish_reason": rollout.finish_reason,
+        "turns": [{"role": turn.role, "content": turn.content} for turn in rollout.turns],
+    }
+
+
+class JsonlTracker:
+    """Appends one line per conversation: ``{"step": …, …}``, see `conversation_of`.
+
+    Args:
+        path: The file; made if missing. An unfinished last line, left by a crash, is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._log = JsonLinesLog(path)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Ignores metrics."""
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Appends the conversations in one write."""
+        self._log.append(*({"step": step, **sample} for sample in samples))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._log.close()
+
+
+def make_tracker(
+    config: "TrackingConfig", run_dir: Path, run_config: Mapping[str, Any], on_failure: OnFailure
+) -> MultiTracker:
+    """Makes every tracker that the configuration names, as one.
+
+    Args:
+        config: What to track with.
+        run_dir: The run directory; it must exist.
+        run_config: The resolved configuration, for services that show it.
+        on_failure: See `MultiTracker`.
+
+    Raises:
+        ConfigError: a service's package is not installed, or the service cannot be reached.
+    """
+    trackers: list[Tracker] = []
+    with contextlib.ExitStack() as on_error:
+        for tracker in _each(config, run_dir, run_config):
+            trackers.append(tracker)
+            on_error.callback(tracker.close)
+        on_error.pop_all()
+    return MultiTracker(trackers, on_failure)
+
+
+def _each(config: "TrackingConfig", run_dir: Path, run_config: Mapping[str, Any]) -> Iterator[Tracker]:
+    if config.samples:
+        yield JsonlTracker(run_dir / "samples.jsonl")
+    for service in config.services:
+        yield service.open(run_dir, run_config)
+
+
+class TensorBoardConfig(ServiceConfig):
+    """TensorBoard event files; needs the extra ``penstock[tensorboard]``.
+
+    Attributes:
+        directory: Where the event files go; None: ``tensorboard/`` in the run directory.
+    """
+
+    label = "TensorBoard"
+
+    directory: str | None = None
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "TensorBoardTracker":
+        """A tracker that writes there."""
+        return TensorBoardTracker(Path(self.directory) if self.directory else run_dir / "tensorboard")
+
+
+class TensorBoardTracker:
+    """Writes scalars and the text of sample conversations as TensorBoard event files.
+
+    Args:
+        directory: Where the event files go; made if missing.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                f"tracking.tensorboard needs tensorboardX, which cannot be imported ({error}): "
+                "pip install 'penstock[tensorboard]', or set tracking.tensorboard to null"
+            ) from error
+        self._writer = SummaryWriter(logdir=str(directory))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Writes one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes each conversation as preformatted text under ``samples/<lesson>/<position>``."""
+        for position, sample in enumerate(samples):
+            lines = [f"reward {sample['reward']:g}"]
+            lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
+            indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
+            self._writer.add_text(f"samples/{sample['lesson_id']}/{position}", indented, step)
+
+    def close(self) -> None:
+        """Writes out what is pending."""
+        self._writer.close()
+
+
+_COLUMNS = ["weight_step", "rollout_id", "lesson_id", "reward", "finish_reason", "conversation"]
+
+
+class WandbConfig(ServiceConfig):
+    """Weights & Biases; needs the extra ``penstock[wandb]``.
+
+    Attributes:
+        project: The project's name.
+        entity: User or team; None: the account's default.
+        name: The run's name; None: the run directory's.
+        mode: ``offline`` writes files that ``wandb sync`` uploads later.
+    """
+
+    label = "W&B"
+
+    project: str = Field(default="penstock", min_length=1)
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+    def open(self, run_dir: Path, run_config: Mapping[str, Any]) -> "WandbTracker":
+        """A tracker that logs to the run of this directory, a new one or the one that it began."""
+        return WandbTracker(self, run_dir, run_config)
+
+
+class WandbTracker:
+    """Logs to one Weights & Biases run.
+
+    Args:
+        config: Project, entity, name and mode.
+        run_dir: Names the run, and holds its id and offline files.
+        run_config: The resolved configuration, shown beside the curves.
+
+    Raises:
+        ConfigError: wandb is not installed, or refuses to start (no account, no network).
+    """
+
+    def __init__(self, config: WandbConfig, run_dir: Path, run_config: Mapping[str, Any]) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                f"tracking.wandb needs wandb, which cannot be imported ({error}): "
+                "pip install 'penstock[wandb]', or set tracking.wandb to null"
+            ) from error
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or run_dir.name,
+                mode=config.mode,
+                id=_kept_id(run_dir / "wandb_id"),
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(run_config),
+                settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
+            )
+        except Exception as error:  # its own hierarchy of errors, which needs the import above
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"tracking.wandb could not start: {reason}; run `wandb login`, or set tracking.wandb.mode=offline"
+            ) from error
+        self._run.define_metric("*", step_metric="weight_step")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs metrics over the weight step."""
+        self._run.log({**metrics, "weight_step": step})
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Logs conversations as a table."""
+        rows = [
+            [
+                sample["weight_step"],
+                sample["rollout_id"],
+                sample["lesson_id"],
+                sample["reward"],
+                sample["finish_reason"],
+                "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
+            ]
+            for sample in samples
+        ]
+        self._run.log({"samples": self._wandb.Table(columns=_COLUMNS, data=rows), "weight_step": step})
+
+    def close(self) -> None:
+        """Uploads what is pending and ends the run there."""
+        self._run.finish()
+
+
+def _kept_id(path: Path) -> str:
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()

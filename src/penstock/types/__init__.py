@@ -1,7 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-from penstock.types.calls import Caller
-from penstock.types.environment import EnvironmentSpec
+from penstock.types.calls import Caller, PersistentCaller
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
@@ -22,7 +21,6 @@ from penstock.types.errors import (
     UnreachableError,
     WeightsError,
 )
-from penstock.types.experience import Experience, TrainingExample
 from penstock.types.fragments import FRAGMENT_SCHEMA_VERSION, SampleFragment
 from penstock.types.generation import (
     SAMPLING_FIELDS,
@@ -33,12 +31,12 @@ from penstock.types.generation import (
     WeightVersion,
 )
 from penstock.types.packed import AnyRollout, PackedRollout
-from penstock.types.persistence import PersistentCaller
 from penstock.types.protocols import (
     BatchSource,
     Checkpointable,
     Clock,
     CurriculumRecord,
+    EnvironmentSpec,
     InferenceContext,
     LessonChooser,
     ManyInferenceContext,
@@ -53,6 +51,7 @@ from penstock.types.protocols import (
 )
 from penstock.types.rollouts import (
     SCHEMA_VERSION,
+    Experience,
     Role,
     Rollout,
     RolloutBatch,
@@ -60,6 +59,7 @@ from penstock.types.rollouts import (
     RolloutGroup,
     RolloutMetadata,
     RolloutRecord,
+    TrainingExample,
     Turn,
 )
 from penstock.types.seeds import as_seed, fold, generator

@@ -1,6 +1,14 @@
-"""How one component calls another, wherever that runs."""
+"""How one component calls another, wherever that runs, and calls that are repeated while the other side is silent.
 
+`Caller` is one attempt. `PersistentCaller` repeats it within a limit that has a name.
+"""
+
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from penstock.types.errors import NoProgressError, PenstockError, Stopped, UnreachableError
 
 
 class Caller(Protocol):
@@ -19,3 +27,104 @@ class Caller(Protocol):
             PenstockError: what the method raised, by its own type.
         """
         ...
+
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+class PersistentCaller:
+    """Repeats calls to one component until they succeed. Thread-safe; the other side must bear repeats.
+
+    Args:
+        caller: Makes the calls.
+        name: Of the component, for errors.
+        limit_s: So long it may be out of reach.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, caller: Caller, name: str, limit_s: float = 300.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._caller = caller
+        self._name = name
+        self._limit_s = limit_s
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._silent_since: float | None = None
+        self.repeats = 0
+
+    def stop(self) -> None:
+        """Ends every wait, now and later, with `Stopped`."""
+        self._stopping.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the last call was not answered."""
+        return self._silent_since is not None
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """`Caller.call`, repeated while nobody answers.
+
+        Raises:
+            NoProgressError: nobody has answered for `limit_s`.
+            Stopped: `stop` was called.
+            SupersededError: the caller itself was replaced.
+            PenstockError: what the method raised.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self.attempt(method, *args, timeout_s=timeout_s)
+            except UnreachableError:
+                self.pause(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def attempt(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """One try.
+
+        Raises:
+            UnreachableError: nobody answered; `call` tries again, and so may the caller.
+            NoProgressError: nobody has answered any call for `limit_s`.
+            Stopped: `stop` was called.
+            PenstockError: what the method raised.
+        """
+        if self._stopping.is_set():
+            raise Stopped(f"the connection to {self._name} was closed")
+        started = self._clock()
+        try:
+            answer = self._caller.call(method, *args, timeout_s=timeout_s)
+        except UnreachableError as error:
+            self._count_silence(started, method, error)
+            raise
+        except PenstockError:
+            self._silent_since = None  # that is an answer, too
+            raise
+        self._silent_since = None
+        return answer
+
+    def pause(self, pause_s: float) -> None:
+        """Waits between two tries.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        if self._stopping.wait(pause_s):
+            raise Stopped(f"the connection to {self._name} was closed")
+
+    def _count_silence(self, started: float, method: str, error: UnreachableError) -> None:
+        self.repeats += 1
+        since = self._silent_since
+        if since is None:
+            self._silent_since = since = started
+        silent_s = self._clock() - since
+        if silent_s >= self._limit_s:
+            raise NoProgressError(
+                f"{self._name} has not answered for {silent_s:.0f} s (limit {self._limit_s:g} s), last asked for "
+                f"{method!r}: {error}"
+            ) from error

@@ -1,10 +1,11 @@
-"""The small protocols by which components meet; none of them knows who wires it.
+"""The small protocols by which components meet, and how a config names an environment; none knows who wires it.
 
 Every blocking call takes ``timeout_s`` and either returns in time or raises `NoProgressError`
 (`Stopped` when the run is stopping), so that no wait is without a limit and a name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -227,3 +228,16 @@ class RLLossModule(Protocol):
 
 Clock = Callable[[], float]
 """Unix seconds; replaced by a virtual clock in tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """An environment class by dotted path, with the arguments it is made with.
+
+    Attributes:
+        env_class: For example ``penstock.environments.cats.CatsEnvironment``.
+        env_args: Keyword arguments.
+    """
+
+    env_class: str
+    env_args: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -6,8 +6,8 @@ from typing import Generic, Literal
 import numpy as np
 
 from penstock.types.errors import InvalidRolloutError
-from penstock.types.experience import AnyExample
 from penstock.types.fragments import SampleFragment
+from penstock.types.rollouts import AnyExample
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from scipy import stats
 
 from penstock.model.control import ControlModelConfig
 from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
-from penstock.model.control.heads import ActionHead
+from penstock.model.control.policy import ActionHead
 from penstock.types import ConfigError, LeafSpace
 
 RNG = np.random.default_rng(0)

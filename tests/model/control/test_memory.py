@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.control.memory import RecurrentMemory, reset
-from penstock.model.control.window_memory import WindowMemory
+from penstock.model.control.memory import RecurrentMemory, WindowMemory, reset
 
 STEPS, BATCH, INPUTS, SIZE, WINDOW = 9, 3, 5, 8, 4
 INPUT = jnp.asarray(np.random.default_rng(1).standard_normal((STEPS, BATCH, INPUTS)), jnp.float32)

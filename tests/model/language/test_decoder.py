@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.model.language import Decoder, named_arrays
-from penstock.model.language.attention import grouped_attention
-from penstock.model.language.rotary import rotary_tables
+from penstock.model.language.decoder import grouped_attention, rotary_tables
 
 
 def rows(tokens, segments=None):

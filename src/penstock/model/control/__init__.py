@@ -4,9 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.model.control.arrays import named_arrays, with_named_arrays
     from penstock.model.control.config import ControlModelConfig
-    from penstock.model.control.creation import make_control_policy
     from penstock.model.control.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
     from penstock.model.control.folder import (
         CONTROL_SCHEMA_VERSION,
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
         read_control_form,
         save_control_policy,
     )
-    from penstock.model.control.policy import ControlPolicy
+    from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
 
 _EXPORTS = {
     "Bernoulli": "distributions",
@@ -25,11 +23,11 @@ _EXPORTS = {
     "DiagonalGaussian": "distributions",
     "Distribution": "distributions",
     "load_control_policy": "folder",
-    "make_control_policy": "creation",
-    "named_arrays": "arrays",
+    "make_control_policy": "policy",
+    "named_arrays": "policy",
     "read_control_form": "folder",
     "save_control_policy": "folder",
-    "with_named_arrays": "arrays",
+    "with_named_arrays": "policy",
 }
 
 __all__ = [

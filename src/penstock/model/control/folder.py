@@ -13,11 +13,9 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from penstock.model.control.arrays import named_arrays, with_named_arrays
 from penstock.model.control.config import ControlModelConfig
-from penstock.model.control.creation import make_control_policy
-from penstock.model.control.policy import ControlPolicy
-from penstock.model.language.hugging_face_files import WEIGHTS_FILE, open_tensors, read_json
+from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
+from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors, read_json
 from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
 
 CONTROL_SCHEMA_VERSION = 1

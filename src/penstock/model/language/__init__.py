@@ -4,29 +4,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.model.language.arrays import named_arrays, with_named_arrays
-    from penstock.model.language.attention import grouped_attention, packed_mask
     from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
-    from penstock.model.language.decoder import Decoder
+    from penstock.model.language.decoder import (
+        Decoder,
+        Layer,
+        grouped_attention,
+        named_arrays,
+        packed_mask,
+        rms_norm,
+        rotary_tables,
+        with_named_arrays,
+    )
     from penstock.model.language.hugging_face import load_decoder, load_policy, save_decoder
-    from penstock.model.language.layer import Layer, rms_norm
-    from penstock.model.language.rotary import rotary_tables
 
 _EXPORTS = {
     "Decoder": "decoder",
     "InitConfig": "config",
-    "Layer": "layer",
+    "Layer": "decoder",
     "ModelConfig": "config",
     "PolicyConfig": "config",
-    "grouped_attention": "attention",
+    "grouped_attention": "decoder",
     "load_decoder": "hugging_face",
     "load_policy": "hugging_face",
-    "named_arrays": "arrays",
-    "packed_mask": "attention",
-    "rms_norm": "layer",
-    "rotary_tables": "rotary",
+    "named_arrays": "decoder",
+    "packed_mask": "decoder",
+    "rms_norm": "decoder",
+    "rotary_tables": "decoder",
     "save_decoder": "hugging_face",
-    "with_named_arrays": "arrays",
+    "with_named_arrays": "decoder",
 }
 
 __all__ = [

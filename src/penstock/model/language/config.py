@@ -1,11 +1,15 @@
-"""What a decoder is made of, and how a recipe names the policy it starts from.
+"""What a decoder is made of, how a recipe names the policy it starts from, and both as Hugging Face's `config.json`.
 
 `ModelConfig` covers the Llama, Qwen2 (bias on queries, keys and values), Qwen3 (normalised queries and keys) and
-Mistral families. What a Hugging Face `config.json` may say beyond that is refused by name, never ignored. Not
-covered: mixtures of experts, attention windows shorter than the context, quantised weights.
+Mistral families. What a `config.json` may say beyond that, and every field that would change the mathematics, is
+refused by name, never ignored. Both its older form (`rope_theta`, `rope_scaling`) and that of transformers 5
+(`rope_parameters`) are read.
+
+Not covered: mixtures of experts, attention windows shorter than the context, quantised weights.
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -29,7 +33,7 @@ class _Frozen(BaseModel):
 
 
 class RopeScaling(_Frozen):
-    """Llama 3's stretching of rotary wavelengths; see `penstock.model.language.rotary`.
+    """Llama 3's stretching of rotary wavelengths; see `penstock.model.language.decoder`.
 
     Attributes:
         factor: Long wavelengths are stretched by this.
@@ -161,14 +165,10 @@ class ModelConfig(_Frozen):
         Raises:
             ConfigError: naming the field that is missing, out of range, or asks for something unsupported.
         """
-        from penstock.model.language.hugging_face_config import read_config
-
         return cls.validated(read_config(config) | {"dtype": dtype}, "config.json")
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` that transformers reads as this model."""
-        from penstock.model.language.hugging_face_config import write_config
-
         return write_config(self)
 
     @classmethod
@@ -254,3 +254,135 @@ class PolicyConfig(_Frozen):
     def tokenizer_path(self) -> str:
         """Where the tokenizer is loaded from."""
         return self.tokenizer or self.path or "penstock"
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_NUMBERS = (
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "rope_theta",
+    "rms_norm_eps",
+)
+_DEFAULT_EPS = 1e-6
+_MAX_POSITIONS = 2048
+
+
+def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` (but for the dtype) from a parsed `config.json`.
+
+    Raises:
+        ConfigError: naming a field that is missing or asks for something the decoder does not do.
+    """
+    _check_kinds(config)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"config.json: model_type is {_shown(model_type)}: supported are {known}")
+    for name in _REQUIRED:
+        if config.get(name) is None:
+            raise ConfigError(f"config.json: {name} is missing")
+    _refuse_unsupported(config)
+    theta, scaling = _read_rope(config)
+    return {
+        "model_type": model_type,
+        **{name: config[name] for name in _REQUIRED},
+        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_dim": config.get("head_dim") or _default_head_dim(config),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": config.get("rms_norm_eps", _DEFAULT_EPS),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
+    }
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises where a number or a section of keys is something else; ranges are `ModelConfig`'s to check."""
+    for name in (*_REQUIRED, *_NUMBERS):
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"config.json: {name}: {_shown(value)} is no number")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), Mapping | None):
+            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be a section of keys")
+    if config.get("num_attention_heads") == 0:
+        raise ConfigError("config.json: num_attention_heads is 0: it must be at least 1")
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _default_head_dim(config: Mapping[str, Any]) -> int:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json: head_dim is missing and hidden_size ({hidden}) is no multiple of "
+            f"num_attention_heads ({heads})"
+        )
+    return hidden // heads
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises on whatever would make the decoder compute something else than transformers does."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json: hidden_act is {_shown(config['hidden_act'])}: only silu is supported")
+    # In these two families the flag adds a bias to the output projection too, which the decoder has not.
+    if config["model_type"] != "qwen2" and config.get("attention_bias"):
+        raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
+    if config.get("mlp_bias"):
+        raise ConfigError("config.json: mlp_bias is true: biases in the MLP are not supported")
+    if config.get("quantization_config"):
+        raise ConfigError("config.json: quantization_config is set: load the weights unquantised")
+    _refuse_window(config)
+
+
+def _refuse_window(config: Mapping[str, Any]) -> None:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    positions = config.get("max_position_embeddings", _MAX_POSITIONS)
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"config.json: sliding_window is {window}, less than max_position_embeddings ({positions}): "
+            f"windowed attention is not supported; where no sequence is longer than the window, "
+            f"set max_position_embeddings to {window}, which gives the same results"
+        )
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and Llama 3 scaling, from either form of the file."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta", parameters.get("rope_theta", 10000.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not 1: partial rotation is not supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are default and llama3")
+    missing = [name for name in _LLAMA3_KEYS if name not in parameters]
+    if missing:
+        raise ConfigError(f"config.json: llama3 rope scaling lacks {', '.join(missing)}")
+    return theta, {name: parameters[name] for name in _LLAMA3_KEYS}
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
+    scaling = config.rope_scaling
+    fields = config.model_dump(exclude={"dtype", "rope_scaling"})
+    fields |= {
+        "architectures": [ARCHITECTURES[config.model_type]],
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()},
+        "hidden_act": "silu",
+        "torch_dtype": config.dtype,
+        "use_cache": True,
+    }
+    if config.model_type in ("llama", "qwen3"):
+        fields["attention_bias"] = False
+    if config.model_type == "mistral":
+        fields["sliding_window"] = None
+    if config.model_type in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = False
+    return fields

@@ -1,10 +1,25 @@
 """The decoder: embedding, layers stacked and scanned, final norm, tied or untied output matrix.
 
 One network serves the learner (packed rows through `hidden_states`) and the inference engine (which scans
-`layers` itself and puts its cache between `Layer.project` and `Layer.finish`). Parameters are the only state.
-The loss's output head is not here: it must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
+`layers` itself and puts its cache between `Layer.project` and `Layer.finish`). Parameters are the only state; what a
+decoder does not have (an untied head, biases) has no name among its arrays.
+
+A layer is two pure pieces, so that training and cached decoding share one set of equations: `project` is everything
+before attention, `finish` everything after it; what keys a query sees (a packed row, a cache) is the caller's.
+Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` every array has a leading layer axis; a
+`Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out.
+
+Attention is grouped-query, over keys and values laid out (batch, head, position, dim). That layout is the fast one on a
+CPU: both products are plain batched matrix products over contiguous rows, and a cache needs no transposition. Scores
+and their softmax are float32. There is no window: `ModelConfig` refuses one shorter than the context.
+
+Positions are rotary (Su et al. 2021, https://arxiv.org/abs/2104.09864) in Hugging Face's arrangement, where dimension i
+is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: none, and Llama 3's.
+
+Not covered: the loss's output head, which must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +27,178 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from penstock.model.language.attention import grouped_attention, packed_mask
-from penstock.model.language.config import ModelConfig
-from penstock.model.language.layer import PRODUCTS, Layer, rms_norm
-from penstock.model.language.rotary import rotary_tables
+from penstock.model.arrays import named_leaves, with_named_leaves
+from penstock.model.language.config import ModelConfig, RopeScaling
+
+MASKED = -1e30
+"""Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
+
+
+def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
+    """Who sees whom in packed rows: the same segment, not later in the row.
+
+    Padding (segment 0) sees earlier padding and itself only, so every row of the mask allows something.
+    """
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return same & jnp.tril(jnp.ones(same.shape[1:], bool))
+
+
+def grouped_attention(
+    query: Float[Array, "batch queries heads head_dim"],
+    key: Float[Array, "batch kv_heads keys head_dim"],
+    value: Float[Array, "batch kv_heads keys head_dim"],
+    mask: Bool[Array, "batch queries keys"],
+) -> Float[Array, "batch queries heads head_dim"]:
+    """softmax(q·k / sqrt(head_dim)) v, where consecutive query heads share a key head.
+
+    Args:
+        query: As `Layer.project` returns it.
+        key: Keys by head, then position; entries the mask forbids may hold anything finite.
+        value: Likewise.
+        mask: True where a query may see a key, for every head.
+    """
+    batch, queries, heads, head_dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    group = heads // kv_heads
+    # The group's queries become rows of one product per key head: [batch, kv_heads, group * queries, head_dim].
+    rows = query.reshape(batch, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * queries, head_dim)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
+    weights = weights.reshape(batch, kv_heads, group * queries, keys).astype(value.dtype)
+    attended = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+    attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
+    return attended.reshape(batch, queries, heads, head_dim)
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
+
+
+def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3.1: long wavelengths divided by the factor, short ones kept, a linear blend between."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return ((1 - blend) * frequencies / scaling.factor + blend * frequencies).astype(np.float32)
+
+
+def rotary_tables(
+    config: ModelConfig, position_ids: Int[Array, "*batch"]
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Cosines and sines of the angles at these positions, float32, half = head_dim / 2."""
+    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "*batch heads head_dim"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+) -> Float[Array, "*batch heads head_dim"]:
+    """Turns every head at every position by the tables' angles; computed in float32, returned in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def rms_norm(
+    x: Float[Array, "*batch width"], weight: Float[Array, " width"], eps: float
+) -> Float[Array, "*batch width"]:
+    """Normalises the last axis: x / sqrt(mean(x²) + eps) · weight; the division in float32, then in x's dtype.
+
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+    """Multiplies the last axis by a matrix.
+
+    As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
+    operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.
+    """
+    return (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[-1])
+
+
+PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
+"""Names of what a layer computes by matrix products, for `jax.checkpoint`: all else is cheap to recompute."""
+
+
+class Layer(eqx.Module):
+    """Attention and a gated MLP, each with a norm before and a residual connection around it."""
+
+    input_norm: Float[Array, "*layers hidden"]
+    query: Float[Array, "*layers hidden query_size"]
+    key: Float[Array, "*layers hidden key_value_size"]
+    value: Float[Array, "*layers hidden key_value_size"]
+    query_bias: Float[Array, "*layers query_size"] | None
+    key_bias: Float[Array, "*layers key_value_size"] | None
+    value_bias: Float[Array, "*layers key_value_size"] | None
+    query_norm: Float[Array, "*layers head_dim"] | None
+    key_norm: Float[Array, "*layers head_dim"] | None
+    output: Float[Array, "*layers query_size hidden"]
+    post_norm: Float[Array, "*layers hidden"]
+    gate: Float[Array, "*layers hidden intermediate"]
+    up: Float[Array, "*layers hidden intermediate"]
+    down: Float[Array, "*layers intermediate hidden"]
+    config: ModelConfig = eqx.field(static=True)
+
+    def project(
+        self,
+        x: Float[Array, "*batch hidden"],
+        cos: Float[Array, "*batch half"],
+        sin: Float[Array, "*batch half"],
+    ) -> tuple[
+        Float[Array, "*batch heads head_dim"],
+        Float[Array, "*batch kv_heads head_dim"],
+        Float[Array, "*batch kv_heads head_dim"],
+    ]:
+        """Queries, keys and values of each position, normalised (Qwen3) and rotated.
+
+        Args:
+            x: The residual stream.
+            cos: From `rotary_tables` at x's positions.
+            sin: Likewise.
+        """
+        config = self.config
+        normed = rms_norm(x, self.input_norm, config.rms_norm_eps)
+        query = _heads(linear(normed, self.query), self.query_bias, config.num_attention_heads)
+        key = _heads(linear(normed, self.key), self.key_bias, config.num_key_value_heads)
+        value = _heads(linear(normed, self.value), self.value_bias, config.num_key_value_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query = rms_norm(query, self.query_norm, config.rms_norm_eps)
+            key = rms_norm(key, self.key_norm, config.rms_norm_eps)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
+
+    def finish(
+        self, x: Float[Array, "*batch hidden"], attended: Float[Array, "*batch heads head_dim"]
+    ) -> Float[Array, "*batch hidden"]:
+        """The residual stream after this layer, given what its queries attended to."""
+        attended = checkpoint_name(attended.reshape(*x.shape[:-1], -1), "attended")
+        x = checkpoint_name(x + linear(attended, self.output), "residual")
+        normed = rms_norm(x, self.post_norm, self.config.rms_norm_eps)
+        gate = checkpoint_name(linear(normed, self.gate), "gate")
+        up = checkpoint_name(linear(normed, self.up), "up")
+        return x + linear(jax.nn.silu(gate) * up, self.down)
+
+
+def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
+    """[..., heads * head_dim] -> [..., heads, head_dim], with the bias added where there is one."""
+    projected = projected if bias is None else projected + bias
+    return projected.reshape(*projected.shape[:-1], heads, -1)
+
 
 EMBEDDING_STD = 0.02
 
@@ -137,3 +318,17 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
         writes_residual = name in ("layers.output", "layers.down")
         std = (fan_in * (2 * depth if writes_residual else 1)) ** -0.5
     return rng.standard_normal(shape, np.float32) * np.float32(std)
+
+
+def named_arrays(decoder: Decoder) -> dict[str, Array]:
+    """Every parameter of the decoder by name (``embedding``, ``layers.query``), in a fixed order."""
+    return named_leaves(decoder)
+
+
+def with_named_arrays(decoder: Decoder, arrays: Mapping[str, Array | np.ndarray]) -> Decoder:
+    """A decoder of the same shape that holds these arrays instead.
+
+    Raises:
+        WeightsError: naming the arrays that are missing, extra, or of another shape or dtype.
+    """
+    return with_named_leaves(decoder, arrays, "the decoder")

@@ -15,10 +15,9 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.numpy import save_file
 
-from penstock.model.language.arrays import named_arrays
 from penstock.model.language.config import Dtype, ModelConfig, PolicyConfig
-from penstock.model.language.decoder import Decoder
-from penstock.model.language.hugging_face_files import WEIGHTS_FILE, TensorFiles, open_tensors, read_json
+from penstock.model.language.decoder import Decoder, named_arrays
+from penstock.model.tensor_files import WEIGHTS_FILE, TensorFiles, open_tensors, read_json
 from penstock.types import CheckpointError, ConfigError, fold
 
 _LAYERS = "layers."

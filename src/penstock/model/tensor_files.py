@@ -1,0 +1,96 @@
+"""The tensors of a model's directory: one ``model.safetensors``, or shards with an index, as Hugging Face names them.
+
+Shapes are known before any data is read, and tensors are read one at a time, so that loading needs little more
+memory than the model. Only safetensors is read: a ``.bin`` file is a pickle, which could run code.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from penstock.types.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class TensorFiles:
+    """The tensors of an open directory, by name. Made by `open_tensors`."""
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        self._handles = handles
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, handle in handles.items():
+            view = handle.get_slice(name)
+            if view.get_dtype() not in _FLOATS:
+                raise CheckpointError(f"{name} is stored as {view.get_dtype()}: only floating point is supported")
+            self.shapes[name] = tuple(view.get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in the dtype that it was saved in."""
+        return self._handles[name].get_tensor(name)
+
+
+@contextmanager
+def open_tensors(directory: Path) -> Iterator[TensorFiles]:
+    """Opens a directory's weights.
+
+    Raises:
+        CheckpointError: they are missing, cut short, not safetensors, or not what the index promises.
+    """
+    with ExitStack() as stack:
+        handles: dict[str, Any] = {}
+        for path, wanted in _files(directory).items():
+            try:
+                handle = stack.enter_context(safe_open(str(path), framework="np"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            present = set(handle.keys())
+            missing = sorted((wanted or set()) - present)
+            if missing:
+                raise CheckpointError(f"{path} lacks {missing[0]}, which the index says it holds")
+            handles |= dict.fromkeys(present if wanted is None else wanted, handle)
+        yield TensorFiles(handles)
+
+
+def _files(directory: Path) -> dict[Path, set[str] | None]:
+    """Each file to open, with the tensors to take from it (None: all)."""
+    if (directory / WEIGHTS_FILE).is_file():
+        return {directory / WEIGHTS_FILE: None}
+    if not (directory / INDEX_FILE).is_file():
+        raise CheckpointError(
+            f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}: "
+            "save the model in safetensors format (transformers' save_pretrained does)"
+        )
+    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
+    files: dict[Path, set[str] | None] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or not (directory / shard).is_file():
+            raise CheckpointError(f"{directory / INDEX_FILE} names {shard!r}, which is not a file beside it")
+        files[directory / shard] = {name for name, file in weight_map.items() if file == shard}
+    return files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content

@@ -1,0 +1,122 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.learner.losses import HeadInputs, tiled_logprobs
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+K, HIDDEN, VOCAB = 20, 6, 33
+
+
+@pytest.fixture
+def problem():
+    """Hidden states, output matrix, labels, temperatures and a cotangent."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    hidden = jax.random.normal(keys[0], (K, HIDDEN))
+    matrix = jax.random.normal(keys[1], (VOCAB, HIDDEN)) * 0.7
+    labels = jax.random.randint(keys[2], (K,), 0, VOCAB)
+    temperature = jax.random.uniform(keys[3], (K,), minval=0.5, maxval=1.5)
+    return hidden, matrix, labels, temperature, jax.random.normal(keys[4], (K,))
+
+
+def plain(hidden, matrix, labels, temperature):
+    scores = jax.nn.log_softmax(hidden @ matrix.T / temperature[:, None], axis=-1)
+    entropy = -(jnp.exp(scores) * scores).sum(axis=-1)
+    return jnp.take_along_axis(scores, labels[:, None], axis=-1)[:, 0], entropy
+
+
+def inputs(labels, temperature, count=K):
+    return HeadInputs(labels, temperature, jnp.int32(count))
+
+
+@pytest.mark.parametrize("tile", [1, 7, K, 64])
+def test_values_and_gradients_equal_the_plain_log_softmax(problem, tile):
+    hidden, matrix, labels, temperature, weight = problem
+
+    def tiled_sum(hidden, matrix):
+        return (tiled_logprobs(hidden, matrix, inputs(labels, temperature), tile).logprobs * weight).sum()
+
+    def plain_sum(hidden, matrix):
+        return (plain(hidden, matrix, labels, temperature)[0] * weight).sum()
+
+    outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature), tile)
+    expected, entropy = plain(hidden, matrix, labels, temperature)
+    np.testing.assert_allclose(outputs.logprobs, expected, atol=1e-5)
+    np.testing.assert_allclose(outputs.entropy, entropy, atol=1e-5)
+    for ours, theirs in zip(
+        jax.grad(tiled_sum, (0, 1))(hidden, matrix), jax.grad(plain_sum, (0, 1))(hidden, matrix), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 7, 8])
+def test_only_the_tiles_that_hold_real_positions_are_computed(problem, count):
+    hidden, matrix, labels, temperature, weight = problem
+    real = jnp.arange(K) < count
+
+    def tiled_sum(hidden, matrix):
+        outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7)
+        return jnp.where(real, outputs.logprobs * weight, 0).sum()
+
+    def plain_sum(hidden, matrix):
+        return jnp.where(real, plain(hidden, matrix, labels, temperature)[0] * weight, 0).sum()
+
+    outputs = tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), 7)
+    np.testing.assert_allclose(outputs.logprobs[:count], plain(*problem[:4])[0][:count], atol=1e-5)
+    beyond = -(-count // 7) * 7
+    assert (outputs.logprobs[beyond:] == 0).all(), "a tile beyond the last real position was computed"
+    for ours, theirs in zip(
+        jax.grad(tiled_sum, (0, 1))(hidden, matrix), jax.grad(plain_sum, (0, 1))(hidden, matrix), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_very_large_scores_overflow_nowhere(problem):
+    hidden, matrix, labels, temperature, _ = problem
+
+    def total(hidden):
+        return tiled_logprobs(hidden * 1e4, matrix, inputs(labels, temperature), 7).logprobs.sum()
+
+    value, gradient = jax.value_and_grad(total)(hidden)
+    assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+
+
+def test_no_gradient_flows_through_the_entropy(problem):
+    hidden, matrix, labels, temperature, _ = problem
+    gradient = jax.grad(lambda h: tiled_logprobs(h, matrix, inputs(labels, temperature), 7).entropy.sum())(hidden)
+    assert (gradient == 0).all()
+
+
+def test_bfloat16_scores_are_float32(problem):
+    hidden, matrix, labels, temperature, _ = problem
+    half = (hidden.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16))
+    outputs = tiled_logprobs(*half, inputs(labels, temperature), 7)
+    assert outputs.logprobs.dtype == jnp.float32
+    widened = plain(*(x.astype(jnp.float32) for x in half), labels, temperature)[0]
+    np.testing.assert_allclose(outputs.logprobs, widened, atol=1e-4)
+    gradients = jax.grad(lambda h, m: tiled_logprobs(h, m, inputs(labels, temperature), 7).logprobs.sum(), (0, 1))(
+        *half
+    )
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.bfloat16]
+
+
+def _largest(jaxpr) -> int:
+    """Size of the largest array that any equation makes, sub-computations included."""
+    sizes = [var.aval.size for equation in jaxpr.eqns for var in equation.outvars]
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                sizes.append(_largest(inner))
+    return max(sizes, default=0)
+
+
+def test_no_array_of_tokens_by_vocabulary_exists_in_either_pass():
+    k, vocab, tile = 64, 128, 8
+    hidden, matrix = jnp.ones((k, HIDDEN)), jnp.ones((vocab, HIDDEN))
+    asked = HeadInputs(jnp.zeros(k, jnp.int32), jnp.ones(k), jnp.int32(k))
+    jaxpr = jax.make_jaxpr(jax.grad(lambda h, m: tiled_logprobs(h, m, asked, tile).logprobs.sum(), (0, 1)))
+    largest = _largest(jaxpr(hidden, matrix).jaxpr)
+    assert largest == tile * vocab, f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"

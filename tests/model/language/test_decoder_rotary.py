@@ -1,0 +1,55 @@
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from penstock.model.language.config import RopeScaling
+from penstock.model.language.decoder import inverse_frequencies, rotary_tables, rotate
+
+
+def test_frequencies_fall_from_one_by_powers_of_theta(tiny_config):
+    config = tiny_config(head_dim=4, rope_theta=100.0)
+    np.testing.assert_allclose(inverse_frequencies(config), [1.0, 0.1], rtol=1e-6)
+
+
+def test_dimension_i_is_paired_with_i_plus_half(tiny_config):
+    config = tiny_config(head_dim=4, rope_theta=100.0)
+    cos, sin = rotary_tables(config, jnp.array([0, 1]))
+    turned = np.asarray(rotate(jnp.array([[[1.0, 0.0, 0.0, 0.0]], [[1.0, 2.0, 0.0, 0.0]]]), cos, sin))
+    np.testing.assert_allclose(turned[0, 0], [1, 0, 0, 0])
+    expected = [math.cos(1), 2 * math.cos(0.1), math.sin(1), 2 * math.sin(0.1)]
+    np.testing.assert_allclose(turned[1, 0], expected, rtol=1e-6)
+
+
+def test_inner_products_depend_on_the_distance_only(tiny_config):
+    config = tiny_config(head_dim=6)
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.standard_normal((1, 1, 6)), jnp.float32) for _ in range(2))
+
+    def product(query_position, key_position):
+        turned = [
+            rotate(x, *rotary_tables(config, jnp.array([position])))
+            for x, position in ((query, query_position), (key, key_position))
+        ]
+        return float(jnp.vdot(*turned))
+
+    assert product(7, 3) == pytest.approx(product(40, 36), abs=1e-5)
+    assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
+
+
+def test_bfloat16_heads_stay_bfloat16_and_tables_float32(tiny_config):
+    cos, sin = rotary_tables(tiny_config(), jnp.arange(3))
+    assert cos.dtype == sin.dtype == jnp.float32
+    assert rotate(jnp.ones((3, 4, 6), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
+
+
+def test_llama3_scaling_divides_long_wavelengths_keeps_short_ones_and_blends_between(tiny_config):
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    plain = tiny_config(head_dim=6, rope_theta=1000.0)
+    stretched = inverse_frequencies(plain.model_copy(update={"rope_scaling": scaling}))
+    base = [1.0, 0.1, 0.01]  # 10.2, 1.02 and 0.102 turns within the original context
+    blend = (64 * 0.1 / (2 * math.pi) - 1) / 3
+    np.testing.assert_allclose(
+        stretched, [base[0], (1 - blend) * base[1] / 8 + blend * base[1], base[2] / 8], rtol=1e-5
+    )
