@@ -16,6 +16,16 @@ from benchmarks.chaos import memory
 LOOK_S = 0.05
 """A new offset is noticed so soon."""
 
+FACTORIES = {
+    "learner": "penstock.overseer.language.kind:make_learner",
+    "replay": "penstock.overseer.distributed.roles.replay:make_replay",
+    "curriculum": "penstock.overseer.distributed.roles.curriculum:make_curriculum",
+    "inference": "penstock.overseer.distributed.roles.inference:make_inference",
+    "rollout": "penstock.overseer.distributed.roles.rollout:make_rollout",
+    "evaluator": "penstock.overseer.distributed.roles.evaluator:make_evaluator",
+}
+"""Each imported in its own process, after the clock is replaced."""
+
 _true_time, _true_time_ns = time.time, time.time_ns
 
 
@@ -73,15 +83,12 @@ def components(folder: Path) -> dict[str, Any]:
     Args:
         folder: Where the offsets stand; not in the run directory, whose disk may be full.
     """
-    return {
-        role: partial(make, role, str(folder))
-        for role in ("learner", "replay", "curriculum", "inference", "rollout", "evaluator")
-    }
+    return {role: partial(make, role, str(folder)) for role in FACTORIES}
 
 
 def make(role: str, folder: str, around: Any, settings: Mapping[str, Any]) -> Any:
     """A component like any other of its role, with a clock of its own, which takes memory where it is told to."""
     follow(Path(folder) / around.identity.name)
     memory.follow(Path(folder) / f"{around.identity.name}.memory")
-    module = importlib.import_module(f"penstock.overseer.distributed.roles.{role}")
-    return getattr(module, f"make_{role}")(around, settings)
+    module, _, name = FACTORIES[role].partition(":")
+    return getattr(importlib.import_module(module), name)(around, settings)
