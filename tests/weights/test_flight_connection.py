@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.types import UnreachableError, WeightsError
+from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut_streams
 from penstock.weights.flight_messages import (
     OFFER_KEY,
@@ -71,7 +71,7 @@ def test_a_stream_that_is_not_there_has_nothing():
 ACCESS = Access("token")
 LIMIT_S = 20.0
 TICKET = StreamTicket(
-    job="j", client="c", incarnation="i", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
+    job="j", client="c", incarnation="i", version=WeightVersion(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
 )
 
 
@@ -275,7 +275,7 @@ def test_closing_under_a_question_lets_it_end_and_no_other_begin():
             release.wait(LIMIT_S)
             return [b"{}"]
 
-    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    request = FinishedRequest(job="j", client="c", version=WeightVersion(0, 1), port=None)
     with Slow([]) as server:
         channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
         answers = []
@@ -314,7 +314,7 @@ def test_one_stream_that_fails_ends_the_others():
 
 
 def test_answers_are_bounded_and_read():
-    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    request = FinishedRequest(job="j", client="c", version=WeightVersion(0, 1), port=None)
     for answers, message in (((b"{}", b"{}"), "2 answers"), ((), "0 answers"), ((b"[",), "not a FinishedAnswer")):
         with Server([], answers=answers) as server:
             channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
