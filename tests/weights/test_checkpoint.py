@@ -1,3 +1,5 @@
+"""Checkpoint files: what is written and read of them, kept, damaged, and left by the dead."""
+
 import io
 import uuid
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The client of every transport: damage, deltas, restarts of the broadcaster, lag."""
+
 import threading
 from collections.abc import Mapping
 from typing import Any

@@ -1,3 +1,5 @@
+"""The signed pointer, files under it, and reads that hang."""
+
 import hashlib
 import hmac
 import json

@@ -1,7 +1,4 @@
-"""Clients in a tree: who fetches from whom, and how every failure of a parent leads back to the root.
-
-A client that serves others: from the first version that it is asked to keep, to its end.
-"""
+"""Who fetches from whom: clients in a tree, the relay of each, and how every failure of a parent leads to the root."""
 
 import threading
 import time

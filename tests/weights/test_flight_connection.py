@@ -1,7 +1,4 @@
-"""Streams from servers that misbehave: every fetch ends, whole or with an error that says what came.
-
-Both ends of a transfer cut it alike, and nothing is left out.
-"""
+"""How a payload is cut into streams, and that every fetch ends, whole or with an error that says what came."""
 
 import threading
 import time
@@ -290,7 +287,7 @@ def test_closing_under_a_question_lets_it_end_and_no_other_begin():
             channel.ask("finished", request, FinishedAnswer, LIMIT_S)
         with pytest.raises(UnreachableError, match="was closed"):
             channel.begin(TICKET, [np.zeros(2, np.uint8)], time.monotonic() + LIMIT_S)
-        channel.tell("finished", request, LIMIT_S)
+        channel.notify("finished", request, LIMIT_S)
         release.set()
         asking.join(LIMIT_S)
         assert answers == [FinishedAnswer()]

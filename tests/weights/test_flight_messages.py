@@ -1,7 +1,4 @@
-"""Messages of other processes: what is not one is refused by name, whatever it is.
-
-Tokens, certificates, addresses, and errors that cross a socket.
-"""
+"""Messages of other processes, tokens, certificates, addresses, and errors that cross a socket."""
 
 import hmac
 import json

@@ -1,7 +1,4 @@
-"""The root: what it tells clients of itself, of new versions, and of their places.
-
-The server of one publication: what it sends, what it refuses, and how it ends.
-"""
+"""What the server of a publication sends and refuses, and what the root says of versions and places."""
 
 import threading
 import time

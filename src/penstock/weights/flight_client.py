@@ -278,7 +278,7 @@ class FlightReader(TransportReader):
             except ConfigError as error:
                 _log.warning("this client serves no other: %s", error)
         request = FinishedRequest(**self._who, version=manifest.version, port=port)
-        self._root.tell("finished", request, _ANSWER_S)
+        self._root.notify("finished", request, _ANSWER_S)
 
 
 class PeerRelay:

@@ -162,7 +162,7 @@ class StreamTicket(Request):
         incarnation: The broadcaster whose version it is.
         version: Of which weights.
         base: What the deltas start from; None asks for the whole arrays.
-        stream: Which stream, from 0.
+        stream: Its number, from 0.
         streams: Of how many.
         chunk_bytes: Largest message.
         asks: Has the stream begin with the answer to an `OfferRequest` for the same, where that is not too long.
