@@ -23,13 +23,10 @@ class FakeReader:
         self.bases: list[Any] = []
         self.reachable, self.closed = True, threading.Event()
 
-    def newest(self) -> LatestVersion | None:
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         if not self.reachable:
             raise UnreachableError("nobody answers")
-        return self.announced
-
-    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
-        if self.newest() == known:
+        if self.announced == known:
             self.closed.wait(timeout_s)
         return self.announced
 

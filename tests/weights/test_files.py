@@ -388,7 +388,7 @@ def reader_of(place: PublishedFiles) -> FileTransport:
 
 def test_an_empty_place_has_nothing():
     reader = reader_of(PublishedFiles(None))
-    assert reader.newest() is None
+    assert reader.wait(None, 0.0) is None
     with pytest.raises(SupersededVersionError, match="nothing is published"):
         reader.read(WeightVersion(0, 0), None, 1.0)
 
@@ -438,7 +438,7 @@ def test_a_version_that_is_published_anew_while_it_is_read_is_read_again():
 def test_a_wait_ends_when_something_else_is_there():
     place, seen = PublishedFiles(marker_of(3)), []
     reader = reader_of(place)
-    known = reader.newest()
+    known = reader.wait(None, 0.0)
     assert reader.wait(known, 0.0) == known
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
@@ -449,7 +449,7 @@ def test_a_wait_ends_when_something_else_is_there():
 
 def test_closing_ends_a_wait_and_every_read():
     reader, seen = reader_of(PublishedFiles(marker_of(3))), []
-    known = reader.newest()
+    known = reader.wait(None, 0.0)
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
     reader.close()

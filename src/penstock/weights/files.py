@@ -285,15 +285,11 @@ class FileTransport(TransportServer, TransportReader):
         return self._files.endpoint()
 
     @override
-    def newest(self) -> LatestVersion | None:
-        current = self._within("reading the marker of weights", self._read_pointer, POINTER_S)
-        return None if current is None else current.latest
-
-    @override
     def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            newest = self.newest()
+            current = self._within("reading the marker of weights", self._read_pointer, POINTER_S)
+            newest = None if current is None else current.latest
             remaining_s = deadline - time.monotonic()
             if newest != known or remaining_s <= 0 or self._closed.is_set():
                 return newest

@@ -110,10 +110,6 @@ class FlightReader(TransportReader):
         self._numbers = {"weights/bytes_received": 0.0, "weights/from_clients": 0.0, "weights/parent_failures": 0.0}
 
     @override
-    def newest(self) -> LatestVersion | None:
-        return self.wait(None, 0.0)
-
-    @override
     def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         request = WaitRequest(**self._who, known=known, timeout_s=timeout_s)
         newest = self._root.ask("wait", request, WaitAnswer, timeout_s + _ANSWER_S).newest
