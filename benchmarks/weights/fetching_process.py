@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.weights.raw_flight import RawClient
+from benchmarks.weights.slow_link import SlowLink
 from penstock.types import WeightVersion
 from penstock.weights import WeightClient, WeightsConfig, open_client
+from penstock.weights.flight_client import PeerRelay
 from penstock.weights.manifest import array_digest
 
 TOKEN = "benchmark"
@@ -59,9 +61,16 @@ class Commands:
         self._clients: dict[str, WeightClient] = {}
         self._raw: dict[int, RawClient] = {}
         self._held: dict[str, Any] = {}
+        self._links: dict[int, SlowLink] = {}
 
-    def open(self, name: str, endpoint: dict[str, Any], config: dict[str, Any]) -> None:
-        self._clients[name] = open_client(endpoint, WeightsConfig(**config), TOKEN, name)
+    def open(
+        self, name: str, endpoint: dict[str, Any], config: dict[str, Any], number: int = 0,
+        bits_per_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Opens a client; with `bits_per_s`, other clients that fetch from it get no more than that in all."""
+        if bits_per_s is not None and not self._links:
+            self._limit_relays(bits_per_s)
+        self._clients[name] = open_client(endpoint, WeightsConfig(**config), TOKEN, f"{name}-{number}")
 
     def fetch(self, name: str, step: int) -> dict[str, float]:
         """Seconds of `wait_for` and `fetch`, and the client's own numbers."""
@@ -92,12 +101,35 @@ class Commands:
         read = client.read(chunk_bytes, how, nbytes)
         return {"seconds": time.perf_counter() - began, "bytes": read}
 
+    def end(self) -> None:
+        """Closes what is open."""
+        for client in self._clients.values():
+            client.close()
+        for link in self._links.values():
+            link.close()
+
+    def _limit_relays(self, bits_per_s: float) -> None:
+        keep = PeerRelay.keep
+
+        def keep_behind_link(relay: PeerRelay, *what: Any) -> int | None:
+            port = keep(relay, *what)
+            if port is None:
+                return None
+            if port not in self._links:
+                self._links[port] = SlowLink(f"127.0.0.1:{port}", bits_per_s)
+            return int(self._links[port].address.rpartition(":")[2])
+
+        PeerRelay.keep = keep_behind_link
+
 
 def main() -> None:
     commands = Commands()
-    for line in sys.stdin:
-        arguments = json.loads(line)
-        print(json.dumps(getattr(commands, arguments.pop("do"))(**arguments)), flush=True)
+    try:
+        for line in sys.stdin:
+            arguments = json.loads(line)
+            print(json.dumps(getattr(commands, arguments.pop("do"))(**arguments)), flush=True)
+    finally:
+        commands.end()
 
 
 if __name__ == "__main__":

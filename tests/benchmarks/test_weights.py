@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from benchmarks.weights import __main__ as benchmark
-from benchmarks.weights import deltas, handover, training
+from benchmarks.weights import deltas, distribution, handover, training
 from benchmarks.weights.handover import Measured, make_arrays
 from benchmarks.weights.raw_flight import RawClient, RawServer
 from benchmarks.weights.slow_link import SlowLink
@@ -119,6 +119,15 @@ def test_the_slow_link_passes_everything_at_its_rate():
     assert received == sent and time.monotonic() - began > 0.2  # 262 kB at 1 MB/s
     link.close()
     source.close()
+
+
+@pytest.mark.parametrize("bits_per_s", [None, 1e9])
+def test_the_tree_is_measured_beside_a_server_that_serves_everybody(bits_per_s):
+    found = distribution.measure(clients=2, nbytes=50_000, rounds=1, bits_per_s=bits_per_s, fanout=1)
+    assert found.keys() == {"tree", "no tree"} and all(len(rounds) == 1 for rounds in found.values())
+    assert all(0 < mean <= last for [(mean, last)] in found.values())
+    with pytest.raises(AssertionError, match="fetches from other clients"):
+        distribution.measure(clients=1, nbytes=50_000, rounds=1, bits_per_s=None, fanout=1)
 
 
 def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):

@@ -61,10 +61,10 @@ def is_typed(error):
 
 
 def requests():
-    version, client = (VERSION.lineage, VERSION.step), "fuzzer"
+    version, client = VERSION, "fuzzer"
     return {
         "wait": WaitRequest(job=JOB, client=client, known=None, timeout_s=0.0),
-        "offer": OfferRequest(job=JOB, client=client, version=version, base=((0, 2), "ab"), timeout_s=0.0),
+        "offer": OfferRequest(job=JOB, client=client, version=version, base=(WeightVersion(0, 2), "ab"), timeout_s=0.0),
         "finished": FinishedRequest(job=JOB, client=client, version=version, port=1234),
         "stream": StreamTicket(
             job=JOB, client=client, incarnation="0" * 32, version=version, base=None, stream=0, streams=2,
@@ -122,7 +122,7 @@ def test_manifests_and_answers_are_read_or_refused(count):
     manifest, _ = published(3)
     values = manifest.to_values()
     answers = {
-        WaitAnswer: WaitAnswer(newest=("0" * 32, (0, 3))),
+        WaitAnswer: WaitAnswer(newest=("0" * 32, VERSION)),
         OfferAnswer: OfferAnswer(manifest=values, parent="127.0.0.1:1234", keep=True, deltas=[3, 4]),
     }
     readers = [

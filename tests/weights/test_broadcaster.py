@@ -1,3 +1,5 @@
+"""Which arrays are published, how they come to the host, and what a publication is."""
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Checkpoint files: what is written and read of them, kept, damaged, and left by the dead."""
+
 import io
 import uuid
 from pathlib import Path
@@ -132,7 +134,7 @@ def test_what_a_killed_broadcaster_left_behind_goes(tmp_path: Path):
     first.publish(WeightVersion(0, 0), arrays_of(0))
     folder = next(tmp_path.rglob("marker.json")).parent
     (folder / ".weights-1.safetensors.123.tmp").write_bytes(b"half")
-    (folder / "weights-1.safetensors").write_bytes(b"whole, but not in the marker yet")
+    (folder / "weights-1.safetensors").write_bytes(b"whole, but the pointer does not name it yet")
     second = open_broadcaster(CONFIG, JOB, "t", str(tmp_path))
     second.publish(WeightVersion(0, 1), arrays_of(1))
     assert files(tmp_path) == ["marker.json", "weights-0.safetensors", "weights-1.safetensors"]
@@ -141,7 +143,7 @@ def test_what_a_killed_broadcaster_left_behind_goes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"{}"])
-def test_a_marker_that_is_not_ours_is_written_over(tmp_path: Path, content: bytes):
+def test_a_pointer_that_is_not_ours_is_written_over(tmp_path: Path, content: bytes):
     first = open_broadcaster(CONFIG, JOB, "another token", str(tmp_path))
     first.publish(WeightVersion(0, 7), arrays_of(7))
     if content:

@@ -1,3 +1,5 @@
+"""The client of every transport: damage, deltas, restarts of the broadcaster, lag."""
+
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -21,13 +23,10 @@ class FakeReader:
         self.bases: list[Any] = []
         self.reachable, self.closed = True, threading.Event()
 
-    def newest(self) -> LatestVersion | None:
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         if not self.reachable:
             raise UnreachableError("nobody answers")
-        return self.announced
-
-    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
-        if self.newest() == known:
+        if self.announced == known:
             self.closed.wait(timeout_s)
         return self.announced
 

@@ -1,3 +1,5 @@
+"""Deltas are lossless, damage to them is noticed, and the last few of them are kept."""
+
 import ml_dtypes
 import numpy as np
 import pytest

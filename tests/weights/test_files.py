@@ -1,3 +1,5 @@
+"""The signed pointer, files under it, and reads that hang."""
+
 import hashlib
 import hmac
 import json
@@ -86,7 +88,7 @@ LARGE = 1 << 40
 TOKEN = "token"
 
 
-def marker() -> CurrentVersion:
+def pointer() -> CurrentVersion:
     chains = {manifest_of(4).content: ("delta-0.bin", "delta-1.bin"), manifest_of(6).content: ()}
     return CurrentVersion(
         JOB, (OfferedVersion(manifest_of(6), "file-1", chains), OfferedVersion(manifest_of(5), "file-0", {}))
@@ -98,49 +100,49 @@ def signed(values: Any) -> bytes:
     return files._signature(text, TOKEN) + text
 
 
-def test_a_marker_survives_its_file():
-    assert CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, LARGE) == marker()
+def test_a_pointer_survives_its_file():
+    assert CurrentVersion.from_bytes(pointer().to_bytes(TOKEN), JOB, TOKEN, LARGE) == pointer()
 
 
 @pytest.mark.parametrize("token", ["token", "other", None])
 def test_the_signature_is_hmac_sha_256(token: str | None):
-    content = marker().to_bytes(token)
+    content = pointer().to_bytes(token)
     expected = hmac.new((token or "").encode(), content[64:], hashlib.sha256).hexdigest()
     assert content[:64] == expected.encode()
 
 
 def test_it_announces_the_newest_and_names_every_file():
-    assert marker().latest == LatestVersion(INCARNATION, WeightVersion(0, 6))
-    assert marker().files == {"file-0", "file-1", "delta-0.bin", "delta-1.bin"}
+    assert pointer().latest == LatestVersion(INCARNATION, WeightVersion(0, 6))
+    assert pointer().files == {"file-0", "file-1", "delta-0.bin", "delta-1.bin"}
 
 
 def test_a_version_that_is_not_offered_is_superseded():
-    assert marker().offer(WeightVersion(0, 5)).file == "file-0"
+    assert pointer().offer(WeightVersion(0, 5)).file == "file-0"
     with pytest.raises(SupersededVersionError, match="newest of 2 kept") as refusal:
-        marker().offer(WeightVersion(0, 4))
+        pointer().offer(WeightVersion(0, 4))
     assert refusal.value.newest == (0, 6)
 
 
 @pytest.mark.parametrize("token", ["other", None, ""])
 def test_another_token_is_refused(token: str | None):
     with pytest.raises(WeightsError, match="another token"):
-        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, token, LARGE)
+        CurrentVersion.from_bytes(pointer().to_bytes(TOKEN), JOB, token, LARGE)
 
 
 def test_another_job_is_refused_although_the_token_fits():
     with pytest.raises(WeightsError, match="of job 'job', not 'other'"):
-        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), "other", TOKEN, LARGE)
+        CurrentVersion.from_bytes(pointer().to_bytes(TOKEN), "other", TOKEN, LARGE)
 
 
 def test_an_offer_of_another_job_is_refused():
-    values = json.loads(marker().to_bytes(TOKEN)[64:])
+    values = json.loads(pointer().to_bytes(TOKEN)[64:])
     with pytest.raises(WeightsError, match="not of job 'other'"):
         CurrentVersion.from_bytes(signed(values | {"job": "other"}), "other", TOKEN, LARGE)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".hidden", "x" * 200, 7, None])
 def test_only_plain_file_names_are_taken(name: Any):
-    values = json.loads(marker().to_bytes(TOKEN)[64:])
+    values = json.loads(pointer().to_bytes(TOKEN)[64:])
     values["offers"][0]["file"] = name
     with pytest.raises(WeightsError, match="plain file name"):
         CurrentVersion.from_bytes(signed(values), JOB, TOKEN, LARGE)
@@ -151,7 +153,7 @@ def test_only_plain_file_names_are_taken(name: Any):
     [None, [], {}, {"format": 1, "job": JOB, "offers": []}, {"format": 1, "job": JOB, "offers": [{}]},
      {"format": 2, "job": JOB, "offers": []}, {"format": 1, "job": JOB, "offers": [[]] * 1001}],
 )  # fmt: skip
-def test_a_malformed_marker_is_refused_even_when_signed(values: Any):
+def test_a_malformed_pointer_is_refused_even_when_signed(values: Any):
     with pytest.raises(WeightsError):
         CurrentVersion.from_bytes(signed(values), JOB, TOKEN, LARGE)
 
@@ -159,7 +161,7 @@ def test_a_malformed_marker_is_refused_even_when_signed(values: Any):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_damage_is_noticed(data: st.DataObject):
-    content = bytearray(marker().to_bytes(TOKEN))
+    content = bytearray(pointer().to_bytes(TOKEN))
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(WeightsError):
@@ -168,7 +170,7 @@ def test_any_damage_is_noticed(data: st.DataObject):
 
 def test_a_larger_publication_than_allowed_is_refused():
     with pytest.raises(WeightsError, match="max_bytes allows 100"):
-        CurrentVersion.from_bytes(marker().to_bytes(TOKEN), JOB, TOKEN, 100)
+        CurrentVersion.from_bytes(pointer().to_bytes(TOKEN), JOB, TOKEN, 100)
 
 
 def test_free_names_are_the_first_that_are_free():
@@ -202,7 +204,7 @@ class RecordedFiles:
         if self.full:
             raise WeightsError("no room")
         self.content = content
-        self.log.append("marker")
+        self.log.append("pointer")
 
     def discard(self, names: set[str]) -> None:
         for name in names:
@@ -227,9 +229,7 @@ class RecordedFiles:
 
 def resumed(place: RecordedFiles, keep: int) -> FileTransport:
     """As a broadcaster that is started anew finds the place."""
-    transport = FileTransport(place, JOB, "t", LARGE, keep)
-    transport.prepare()
-    return transport
+    return FileTransport(place, JOB, "t", LARGE, keep).prepare()
 
 
 def offer(transport: FileTransport, publication: Publication) -> None:
@@ -237,19 +237,19 @@ def offer(transport: FileTransport, publication: Publication) -> None:
     transport.put(publication)
 
 
-def test_the_marker_comes_after_the_files_and_what_is_superseded_goes_last():
+def test_the_pointer_comes_after_the_files_and_what_is_superseded_goes_last():
     place = RecordedFiles()
     transport = FileTransport(place, JOB, "t", LARGE, keep=1)
     for publication in publications(3):
         offer(transport, publication)
     assert place.log == [
         "weights-0",
-        "marker",
+        "pointer",
         "weights-1",
-        "marker",
+        "pointer",
         "-weights-0",
         "weights-0",
-        "marker",
+        "pointer",
         "-weights-1",
     ]
     assert place.current().latest.version == WeightVersion(0, 2)
@@ -264,7 +264,7 @@ def test_as_many_versions_are_kept_as_asked():
     assert len(place.files) == 3
 
 
-def test_where_the_marker_cannot_be_written_the_version_before_stays():
+def test_where_the_pointer_cannot_be_written_the_version_before_stays():
     place = RecordedFiles()
     transport = FileTransport(place, JOB, "t", LARGE, keep=1)
     first, second, third = publications(3, deltas=True)
@@ -345,7 +345,7 @@ def test_bytes_written_are_counted():
     assert transport.metrics() == {"weights/bytes_written": 20_004.0 + delta.nbytes}
 
 
-def marker_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -> bytes:
+def pointer_of(step: int, incarnation: str = INCARNATION, deltas: bool = False) -> bytes:
     chains = {manifest_of(step - 1).content: ("delta-0.bin",)} if deltas else {}
     return CurrentVersion(JOB, (OfferedVersion(manifest_of(step, incarnation), f"file-{step}", chains),)).to_bytes("t")
 
@@ -386,20 +386,20 @@ def reader_of(place: PublishedFiles) -> FileTransport:
 
 def test_an_empty_place_has_nothing():
     reader = reader_of(PublishedFiles(None))
-    assert reader.newest() is None
+    assert reader.wait(None, 0.0) is None
     with pytest.raises(SupersededVersionError, match="nothing is published"):
         reader.read(WeightVersion(0, 0), None, 1.0)
 
 
 def test_a_version_is_read_whole():
-    received = reader_of(PublishedFiles(marker_of(3))).read(WeightVersion(0, 3), None, 1.0)
+    received = reader_of(PublishedFiles(pointer_of(3))).read(WeightVersion(0, 3), None, 1.0)
     assert received.manifest == manifest_of(3)
     assert received.arrays is not None and received.arrays["step"][0] == 3
     assert received.moved_bytes == manifest_of(3).nbytes
 
 
 def test_a_delta_is_read_where_one_leads_from_the_base():
-    reader = reader_of(PublishedFiles(marker_of(1, deltas=True)))
+    reader = reader_of(PublishedFiles(pointer_of(1, deltas=True)))
     received = reader.read(WeightVersion(0, 1), manifest_of(0).content, 1.0)
     assert received.arrays is None and len(received.deltas) == 1
     assert received.moved_bytes == len(received.deltas[0])
@@ -407,19 +407,19 @@ def test_a_delta_is_read_where_one_leads_from_the_base():
 
 
 def test_a_version_that_goes_while_it_is_read_is_superseded_not_damaged():
-    place = PublishedFiles(marker_of(3))
-    place.while_reading = lambda: place.put(marker_of(4))
+    place = PublishedFiles(pointer_of(3))
+    place.while_reading = lambda: place.put(pointer_of(4))
     with pytest.raises(SupersededVersionError) as refusal:
         reader_of(place).read(WeightVersion(0, 3), None, 1.0)
     assert refusal.value.newest == (0, 4)
-    place.put(marker_of(3))
+    place.put(pointer_of(3))
     place.missing = True
     with pytest.raises(SupersededVersionError):
         reader_of(place).read(WeightVersion(0, 3), None, 1.0)
 
 
 def test_a_file_that_is_gone_although_it_is_offered_is_damage():
-    place = PublishedFiles(marker_of(3))
+    place = PublishedFiles(pointer_of(3))
     place.missing = True
     with pytest.raises(WeightsError, match="file-3 is gone") as refusal:
         reader_of(place).read(WeightVersion(0, 3), None, 1.0)
@@ -427,27 +427,27 @@ def test_a_file_that_is_gone_although_it_is_offered_is_damage():
 
 
 def test_a_version_that_is_published_anew_while_it_is_read_is_read_again():
-    place = PublishedFiles(marker_of(3))
-    place.while_reading = lambda: place.put(marker_of(3, "b" * 32))
+    place = PublishedFiles(pointer_of(3))
+    place.while_reading = lambda: place.put(pointer_of(3, "b" * 32))
     with pytest.raises(WeightsError, match="published anew"):
         reader_of(place).read(WeightVersion(0, 3), None, 1.0)
 
 
 def test_a_wait_ends_when_something_else_is_there():
-    place, seen = PublishedFiles(marker_of(3)), []
+    place, seen = PublishedFiles(pointer_of(3)), []
     reader = reader_of(place)
-    known = reader.newest()
+    known = reader.wait(None, 0.0)
     assert reader.wait(known, 0.0) == known
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
-    place.put(marker_of(4))
+    place.put(pointer_of(4))
     waiter.join(30.0)
     assert seen == [LatestVersion(INCARNATION, WeightVersion(0, 4))]
 
 
 def test_closing_ends_a_wait_and_every_read():
-    reader, seen = reader_of(PublishedFiles(marker_of(3))), []
-    known = reader.newest()
+    reader, seen = reader_of(PublishedFiles(pointer_of(3))), []
+    known = reader.wait(None, 0.0)
     waiter = threading.Thread(target=lambda: seen.append(reader.wait(known, 30.0)))
     waiter.start()
     reader.close()
@@ -458,7 +458,7 @@ def test_closing_ends_a_wait_and_every_read():
 
 
 def hanging_place(released: threading.Event) -> PublishedFiles:
-    place = PublishedFiles(marker_of(3))
+    place = PublishedFiles(pointer_of(3))
     place.may_hang = True
     place.while_reading = lambda: released.wait(30.0)
     return place
@@ -473,7 +473,7 @@ def test_a_read_that_hangs_ends_at_the_fetchs_limit():
     assert reader.read(WeightVersion(0, 3), None, 30.0).manifest == manifest_of(3)
 
 
-def test_a_marker_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.MonkeyPatch):
+def test_a_pointer_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.MonkeyPatch):
     released = threading.Event()
     place = hanging_place(released)
     monkeypatch.setattr(place, "read_pointer", lambda: released.wait(30.0) and None)
@@ -489,7 +489,7 @@ def test_a_marker_that_hangs_is_a_failure_of_the_client(monkeypatch: pytest.Monk
 
 
 def test_what_cannot_hang_is_read_in_the_callers_thread():
-    place, threads = PublishedFiles(marker_of(3)), []
+    place, threads = PublishedFiles(pointer_of(3)), []
     place.while_reading = lambda: threads.append(threading.current_thread())
     reader_of(place).read(WeightVersion(0, 3), None, 1.0)
     assert threads == [threading.current_thread()]

@@ -1,7 +1,4 @@
-"""Clients in a tree: who fetches from whom, and how every failure of a parent leads back to the root.
-
-A client that serves others: from the first version that it is asked to keep, to its end.
-"""
+"""Who fetches from whom: clients in a tree, the relay of each, and how every failure of a parent leads to the root."""
 
 import threading
 import time
@@ -18,7 +15,7 @@ from penstock.weights.flight_connection import Channel
 from penstock.weights.flight_messages import Access, OfferAnswer, OfferRequest
 from penstock.weights.manifest import describe
 
-BASE = ((0, 1), "digest")
+BASE = (WeightVersion(0, 1), "digest")
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def keep(relay, step, base=None, messages=()):
 def offer(port, step, base=None, job="job", token="token"):
     channel = Channel(f"127.0.0.1:{port}", False, Access(token), 1, 4096)
     try:
-        request = OfferRequest(job=job, client="c", version=(0, step), base=base, timeout_s=0.0)
+        request = OfferRequest(job=job, client="c", version=WeightVersion(0, step), base=base, timeout_s=0.0)
         return channel.ask("offer", request, OfferAnswer, 20.0)
     finally:
         channel.close()
@@ -54,7 +51,7 @@ def test_the_version_kept_last_is_offered(relay):
 def test_deltas_are_offered_as_they_came(relay):
     port = keep(relay, 2, BASE, [b"123", b"45"])
     assert offer(port, 2, BASE).deltas == [3, 2]
-    assert offer(port, 2, ((0, 0), "digest")).deltas is None
+    assert offer(port, 2, (WeightVersion(0, 0), "digest")).deltas is None
 
 
 def test_others_jobs_and_tokens_get_nothing(relay):
@@ -264,18 +261,18 @@ def test_with_few_clients_nobody_relays(job):
 @pytest.mark.parametrize("job", [{"clients": 1}], indirect=True)
 def test_streams_are_opened_while_the_root_is_asked(job, monkeypatch):
     service, opened, early = job.root._server._service, threading.Event(), []
-    batches, offer = service._batches, service._actions["offer"]
+    batches, (kind, offer) = service._batches, service._actions["offer"]
 
     def noted(buffers, pieces, client):
         opened.set()
         return batches(buffers, pieces, client)
 
-    def patient(body, host):
+    def patient(request, host):
         early.append(opened.wait(5.0))
-        return offer(body, host)
+        return offer(request, host)
 
     monkeypatch.setattr(service, "_batches", noted)
-    monkeypatch.setitem(service._actions, "offer", patient)
+    monkeypatch.setitem(service._actions, "offer", (kind, patient))
     before = job.served()
     job.publish(1)
     job.fetch(0, 1)

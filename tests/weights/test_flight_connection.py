@@ -1,7 +1,4 @@
-"""Streams from servers that misbehave: every fetch ends, whole or with an error that says what came.
-
-Both ends of a transfer cut it alike, and nothing is left out.
-"""
+"""How a payload is cut into streams, and that every fetch ends, whole or with an error that says what came."""
 
 import threading
 import time
@@ -13,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.types import UnreachableError, WeightsError
+from penstock.types import UnreachableError, WeightsError, WeightVersion
 from penstock.weights.flight_connection import Channel, Fetch, StreamChunk, chunks_of, cut_streams
 from penstock.weights.flight_messages import (
     OFFER_KEY,
@@ -71,7 +68,7 @@ def test_a_stream_that_is_not_there_has_nothing():
 ACCESS = Access("token")
 LIMIT_S = 20.0
 TICKET = StreamTicket(
-    job="j", client="c", incarnation="i", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
+    job="j", client="c", incarnation="i", version=WeightVersion(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
 )
 
 
@@ -275,7 +272,7 @@ def test_closing_under_a_question_lets_it_end_and_no_other_begin():
             release.wait(LIMIT_S)
             return [b"{}"]
 
-    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    request = FinishedRequest(job="j", client="c", version=WeightVersion(0, 1), port=None)
     with Slow([]) as server:
         channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)
         answers = []
@@ -290,7 +287,7 @@ def test_closing_under_a_question_lets_it_end_and_no_other_begin():
             channel.ask("finished", request, FinishedAnswer, LIMIT_S)
         with pytest.raises(UnreachableError, match="was closed"):
             channel.begin(TICKET, [np.zeros(2, np.uint8)], time.monotonic() + LIMIT_S)
-        channel.tell("finished", request, LIMIT_S)
+        channel.notify("finished", request, LIMIT_S)
         release.set()
         asking.join(LIMIT_S)
         assert answers == [FinishedAnswer()]
@@ -314,7 +311,7 @@ def test_one_stream_that_fails_ends_the_others():
 
 
 def test_answers_are_bounded_and_read():
-    request = FinishedRequest(job="j", client="c", version=(0, 1), port=None)
+    request = FinishedRequest(job="j", client="c", version=WeightVersion(0, 1), port=None)
     for answers, message in (((b"{}", b"{}"), "2 answers"), ((), "0 answers"), ((b"[",), "not a FinishedAnswer")):
         with Server([], answers=answers) as server:
             channel = Channel(f"127.0.0.1:{server.port}", False, ACCESS, 1, 4096)

@@ -1,7 +1,4 @@
-"""Messages of other processes: what is not one is refused by name, whatever it is.
-
-Tokens, certificates, addresses, and errors that cross a socket.
-"""
+"""Messages of other processes, tokens, certificates, addresses, and errors that cross a socket."""
 
 import hmac
 import json
@@ -24,14 +21,12 @@ from penstock.weights.flight_messages import (
     StreamTicket,
     WaitAnswer,
     WaitRequest,
-    content_pair,
     host_of,
     is_loopback,
     join_address,
     local_error,
     open_channel,
     own_address,
-    pair,
     peer_host,
     read_answer,
     read_request,
@@ -214,18 +209,18 @@ TICKET = StreamTicket(
     job="run",
     client="inference-0",
     incarnation="ab",
-    version=(1, 7),
-    base=((1, 6), "digest"),
+    version=WeightVersion(1, 7),
+    base=(WeightVersion(1, 6), "digest"),
     stream=3,
     streams=4,
     chunk_bytes=4096,
 )
 MESSAGES = [
     TICKET,
-    WaitRequest(job="run", client="c", known=("ab", (0, 3)), timeout_s=1.5),
+    WaitRequest(job="run", client="c", known=("ab", WeightVersion(0, 3)), timeout_s=1.5),
     WaitRequest(job="run", client="c", known=None, timeout_s=0.0),
-    OfferRequest(job="run", client="c", version=(0, 3), base=None, failed=True, timeout_s=2.0),
-    FinishedRequest(job="run", client="c", version=(0, 3), port=8123),
+    OfferRequest(job="run", client="c", version=WeightVersion(0, 3), base=None, failed=True, timeout_s=2.0),
+    FinishedRequest(job="run", client="c", version=WeightVersion(0, 3), port=8123),
 ]
 
 
@@ -235,13 +230,23 @@ def test_requests_are_read_as_they_were_sent(message):
 
 
 def test_answers_are_read_as_they_were_sent():
-    for answer in (WaitAnswer(newest=("ab", (0, 3))), OfferAnswer(parent=None), OfferAnswer(deltas=[3, 0], keep=True)):
+    for answer in (
+        WaitAnswer(newest=("ab", WeightVersion(0, 3))),
+        OfferAnswer(parent=None),
+        OfferAnswer(deltas=[3, 0], keep=True),
+    ):
         assert read_answer(type(answer), answer.to_bytes()) == answer
 
 
 def test_versions_travel_as_pairs():
-    assert pair(WeightVersion(2, 5)) == (2, 5)
-    assert content_pair((WeightVersion(2, 5), "d")) == ((2, 5), "d") and content_pair(None) is None
+    request = OfferRequest(
+        job="j", client="c", version=WeightVersion(2, 5), base=(WeightVersion(2, 4), "d"), timeout_s=0
+    )
+    values = json.loads(request.to_bytes())
+    assert (values["version"], values["base"]) == ([2, 5], [[2, 4], "d"])
+    for wrong in ([2], [2, -1], [2, "5"], {"lineage": 2, "step": 5}, None):
+        with pytest.raises(WeightsError, match="version"):
+            read_request(OfferRequest, json.dumps(values | {"version": wrong}).encode())
 
 
 @pytest.mark.parametrize(

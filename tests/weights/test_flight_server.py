@@ -1,7 +1,4 @@
-"""The root: what it tells clients of itself, of new versions, and of their places.
-
-The server of one publication: what it sends, what it refuses, and how it ends.
-"""
+"""What the server of a publication sends and refuses, and what the root says of versions and places."""
 
 import threading
 import time
@@ -32,7 +29,7 @@ from penstock.weights.manifest import describe
 
 ACCESS = Access("token")
 CALL_OPTIONS = flight.FlightCallOptions(timeout=20)
-BASE = ((0, 6), "earlier")
+BASE = (WeightVersion(0, 6), "earlier")
 
 
 def served(step, arrays=None, ways=None):
@@ -41,7 +38,7 @@ def served(step, arrays=None, ways=None):
 
 
 def ticket(**changes):
-    values = {"job": "job", "client": "c", "incarnation": "incarnation", "version": (0, 7), "base": None}
+    values = {"job": "job", "client": "c", "incarnation": "incarnation", "version": WeightVersion(0, 7), "base": None}
     return StreamTicket(**values | {"stream": 0, "streams": 1, "chunk_bytes": 4096} | changes)
 
 
@@ -91,24 +88,26 @@ def test_deltas_are_sent_to_those_who_have_their_base(service):
     service.put(served(7, ways={BASE: [b"first", b"second"]}))
     assert streams_of(service, ticket(base=BASE)) == [b"first", b"second"]
     with pytest.raises(WeightsError, match="no delta from"):
-        streams_of(service, ticket(base=((0, 6), "other")))
+        streams_of(service, ticket(base=(WeightVersion(0, 6), "other")))
 
 
 def test_a_stream_that_asks_begins_with_the_offer():
     asked = []
 
-    def offer(body, host):
-        asked.append((OfferRequest.from_bytes(body, 1000), host))
-        return b'{"parent": "here"}'
+    def offer(request, host):
+        asked.append((request, host))
+        return OfferAnswer(parent="here")
 
-    service = WeightService("job", ACCESS, "127.0.0.1", 0, {"offer": offer})
+    service = WeightService("job", ACCESS, "127.0.0.1", 0, {"offer": (OfferRequest, offer)})
     service.put(served(7))
     try:
         assert schema_of(service, ticket()).metadata is None and asked == []
-        assert schema_of(service, ticket(asks=True)).metadata == {b"offer": b'{"parent": "here"}'}
+        assert schema_of(service, ticket(asks=True)).metadata == {b"offer": OfferAnswer(parent="here").to_bytes()}
     finally:
         service.close()
-    assert asked == [(OfferRequest(job="job", client="c", version=(0, 7), base=None, timeout_s=0.0), "127.0.0.1")]
+    assert asked == [
+        (OfferRequest(job="job", client="c", version=WeightVersion(0, 7), base=None, timeout_s=0.0), "127.0.0.1")
+    ]
 
 
 def test_where_there_are_no_offers_a_stream_that_asks_begins_without(service):
@@ -117,18 +116,18 @@ def test_where_there_are_no_offers_a_stream_that_asks_begins_without(service):
 
 def test_the_sizes_of_deltas_are_known_before_they_are_fetched():
     publication = served(7, ways={BASE: [b"first", b"second"]})
-    own = ((0, 7), publication.manifest.digest)
+    own = (WeightVersion(0, 7), publication.manifest.digest)
     assert publication.delta_sizes(BASE) == [5, 6]
     assert publication.delta_sizes(own) == []
-    assert publication.delta_sizes(((0, 5), "unknown")) is None is publication.delta_sizes(None)
+    assert publication.delta_sizes((WeightVersion(0, 5), "unknown")) is None is publication.delta_sizes(None)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"job": "other"}, "job 'other' asks the weight server of job 'job'"),
-        ({"version": (0, 6)}, "not available"),
-        ({"version": (1, 7)}, "not available"),
+        ({"version": WeightVersion(0, 6)}, "not available"),
+        ({"version": WeightVersion(1, 7)}, "not available"),
         ({"incarnation": "before"}, "published it anew"),
     ],
 )
@@ -235,11 +234,11 @@ class Root:
 
     def offer(self, client, step, **more):
         values = {"job": "job", "base": None, "timeout_s": 0.0} | more
-        request = OfferRequest(client=client, version=(0, step), **values)
+        request = OfferRequest(client=client, version=WeightVersion(0, step), **values)
         return self.channel.ask("offer", request, OfferAnswer, LIMIT_S)
 
     def finished(self, client, step, port):
-        request = FinishedRequest(job="job", client=client, version=(0, step), port=port)
+        request = FinishedRequest(job="job", client=client, version=WeightVersion(0, step), port=port)
         self.channel.ask("finished", request, FinishedAnswer, LIMIT_S)
 
     def close(self):
@@ -258,10 +257,13 @@ def root():
 def test_what_is_known_is_no_news_until_there_is_more(root):
     assert root.wait() is None
     root.put(1)
-    assert root.wait() == ("ab", (0, 1))
+    assert root.wait() == ("ab", WeightVersion(0, 1))
     began = time.monotonic()
-    assert root.wait(("ab", (0, 1)), timeout_s=0.2) == ("ab", (0, 1)) and time.monotonic() - began >= 0.2
-    assert root.wait(("another", (0, 1)), timeout_s=LIMIT_S) == ("ab", (0, 1))
+    assert (
+        root.wait(("ab", WeightVersion(0, 1)), timeout_s=0.2) == ("ab", WeightVersion(0, 1))
+        and time.monotonic() - began >= 0.2
+    )
+    assert root.wait(("another", WeightVersion(0, 1)), timeout_s=LIMIT_S) == ("ab", WeightVersion(0, 1))
 
 
 def test_a_publication_wakes_who_waits(root):
@@ -270,7 +272,7 @@ def test_a_publication_wakes_who_waits(root):
     waiter.start()
     root.put(1)
     waiter.join(LIMIT_S)
-    assert seen == [("ab", (0, 1))]
+    assert seen == [("ab", WeightVersion(0, 1))]
 
 
 def test_closing_ends_waits(root):
@@ -320,7 +322,14 @@ def test_a_stream_keeps_the_place_of_its_client(root):
     root.offer("a", 1)
     root.now += 59.0
     ticket = StreamTicket(
-        job="job", client="a", incarnation="ab", version=(0, 1), base=None, stream=0, streams=1, chunk_bytes=4096
+        job="job",
+        client="a",
+        incarnation="ab",
+        version=WeightVersion(0, 1),
+        base=None,
+        stream=0,
+        streams=1,
+        chunk_bytes=4096,
     )
     root.channel.begin(ticket, [np.empty(12, np.uint8)], time.monotonic() + LIMIT_S).wait(None)
     root.now += 59.0

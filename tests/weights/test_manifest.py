@@ -1,4 +1,4 @@
-"""Memory comes back exactly when nobody refers to it any more."""
+"""Manifests of other processes, digests, work in several threads, and memory that is used again."""
 
 import gc
 import json

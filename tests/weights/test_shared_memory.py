@@ -1,3 +1,5 @@
+"""Segments, who may write over them, and folders that the dead left in memory."""
+
 import gc
 import os
 import queue

@@ -2,7 +2,7 @@
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from penstock.weights import (
     open_broadcaster,
     open_client,
 )
+from penstock.weights.config import Transport
+from penstock.weights.transports import TRANSPORTS
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "checkpoint", "arrow_flight"])
@@ -49,6 +51,11 @@ def test_an_endpoint_of_another_configuration_is_refused(endpoint: dict[str, Any
 
 
 rig = pytest.fixture(params=[("local", "full"), *CROSSING], ids="-".join)(rig_of)
+
+
+def test_every_transport_of_the_configuration_is_made_and_no_other():
+    assert TRANSPORTS.keys() == set(get_args(Transport))
+    assert TRANSPORTS.keys() == {transport for transport, _ in CROSSING} - {"memory_url"}
 
 
 def test_before_the_first_publication_there_is_nothing(rig: Rig):

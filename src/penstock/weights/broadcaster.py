@@ -46,7 +46,7 @@ class TransportServer(Protocol):
         """Begins what can be done for the next publication before its digests are known.
 
         Raises:
-            WeightsError: there is no room for them.
+            WeightsError: there is no space for them.
         """
         ...
 
@@ -54,7 +54,7 @@ class TransportServer(Protocol):
         """Offers what was begun, whole, in place of the one before; where it raises, that one is still offered.
 
         Raises:
-            WeightsError: there is no room for it.
+            WeightsError: there is no space for it.
         """
         ...
 

@@ -56,17 +56,13 @@ class FetchedArrays:
 class TransportReader(Protocol):
     """Speaks to one broadcaster. `close` comes from another thread, and ends what runs."""
 
-    def newest(self) -> LatestVersion | None:
-        """What is there now; None before the first publication.
+    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
+        """What is there when that differs from `known`, or at the timeout; None before the first publication.
 
         Raises:
             UnreachableError: nobody answers.
             WeightsError: what is there is of another job or token.
         """
-        ...
-
-    def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
-        """Returns when the newest differs from `known`, or at the timeout; what is there then. Raises as `newest`."""
         ...
 
     def read(self, version: WeightVersion, base: Content | None, timeout_s: float) -> FetchedArrays:
@@ -138,7 +134,7 @@ class FetchingClient(WeightClient):
     @override
     def latest(self) -> WeightVersion | None:
         try:
-            self._newest, self._failure = self._reader.newest(), None
+            self._newest, self._failure = self._reader.wait(None, 0.0), None
         except UnreachableError as error:
             self._note_failure(error)
         return None if self._newest is None else self._newest.version

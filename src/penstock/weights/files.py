@@ -70,7 +70,7 @@ class VersionFiles(Protocol):
         """Names a file for these arrays that is not among the taken ones; whatever can, is written from here on.
 
         Raises:
-            WeightsError: there is no room.
+            WeightsError: there is no space.
         """
         ...
 
@@ -80,7 +80,7 @@ class VersionFiles(Protocol):
         They may still be written when this returns, and are whole when the pointer is. They do not change meanwhile.
 
         Raises:
-            WeightsError: there is no room.
+            WeightsError: there is no space.
         """
         ...
 
@@ -241,8 +241,8 @@ class FileTransport(TransportServer, TransportReader):
         self._deltas: dict[tuple[Content, Content], str] = {}
         self._numbers: dict[str, float] = {}
 
-    def prepare(self) -> None:
-        """Makes the place ready for `put`, and keeps what a broadcaster before offers there.
+    def prepare(self) -> "FileTransport":
+        """Makes the place ready for `put`, and keeps what a broadcaster before offers there; returns this.
 
         What that signed with another token, or left damaged, is written over.
 
@@ -256,6 +256,7 @@ class FileTransport(TransportServer, TransportReader):
             self._offered = None if content is None else self._parsed(content)
         except WeightsError:
             self._offered = None
+        return self
 
     @override
     def begin(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -284,15 +285,11 @@ class FileTransport(TransportServer, TransportReader):
         return self._files.endpoint()
 
     @override
-    def newest(self) -> LatestVersion | None:
-        current = self._within("reading the marker of weights", self._read_pointer, POINTER_S)
-        return None if current is None else current.latest
-
-    @override
     def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            newest = self.newest()
+            current = self._within("reading the marker of weights", self._read_pointer, POINTER_S)
+            newest = None if current is None else current.latest
             remaining_s = deadline - time.monotonic()
             if newest != known or remaining_s <= 0 or self._closed.is_set():
                 return newest

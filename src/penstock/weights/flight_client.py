@@ -27,11 +27,7 @@ from penstock.weights.flight_messages import (
     StreamTicket,
     WaitAnswer,
     WaitRequest,
-    WireContent,
-    content_pair,
     host_of,
-    pair,
-    read_request,
 )
 from penstock.weights.flight_server import ServedVersion, WeightService
 from penstock.weights.flight_tree import ROOT
@@ -114,18 +110,10 @@ class FlightReader(TransportReader):
         self._numbers = {"weights/bytes_received": 0.0, "weights/from_clients": 0.0, "weights/parent_failures": 0.0}
 
     @override
-    def newest(self) -> LatestVersion | None:
-        return self.wait(None, 0.0)
-
-    @override
     def wait(self, known: LatestVersion | None, timeout_s: float) -> LatestVersion | None:
-        request = WaitRequest(
-            **self._who,
-            known=None if known is None else (known.incarnation, pair(known.version)),
-            timeout_s=timeout_s,
-        )
+        request = WaitRequest(**self._who, known=known, timeout_s=timeout_s)
         newest = self._root.ask("wait", request, WaitAnswer, timeout_s + _ANSWER_S).newest
-        return None if newest is None else LatestVersion(newest[0], WeightVersion(*newest[1]))
+        return None if newest is None else LatestVersion(*newest)
 
     @override
     def read(self, version: WeightVersion, base: Content | None, timeout_s: float) -> FetchedArrays:
@@ -170,22 +158,16 @@ class FlightReader(TransportReader):
             self._parent.close()
 
     def _offer(self, version: WeightVersion, base: Content | None, failed: bool, deadline: float) -> OfferAnswer:
-        remaining_s = max(0.0, deadline - time.monotonic())
-        request = OfferRequest(
-            **self._who,
-            version=pair(version),
-            base=content_pair(base),
-            failed=failed,
-            timeout_s=min(_PLACE_S, remaining_s),
-        )
-        return self._root.ask("offer", request, OfferAnswer, min(_PLACE_S, remaining_s) + _ANSWER_S)
+        timeout_s = min(_PLACE_S, max(0.0, deadline - time.monotonic()))
+        request = OfferRequest(**self._who, version=version, base=base, failed=failed, timeout_s=timeout_s)
+        return self._root.ask("offer", request, OfferAnswer, timeout_s + _ANSWER_S)
 
     def _source_at_root(self, offer: OfferAnswer) -> _Source:
         return _Source(self._root, offer.read_manifest(self._config.max_bytes), offer.deltas, offer.keep)
 
     def _from_parent(self, address: str, source: _Source, base: Content | None, deadline: float) -> FetchedArrays:
-        parent, version = self._channel_to(address), pair(source.manifest.version)
-        request = OfferRequest(**self._who, version=version, base=content_pair(base), timeout_s=0.0)
+        parent = self._channel_to(address)
+        request = OfferRequest(**self._who, version=source.manifest.version, base=base, timeout_s=0.0)
         deltas = parent.ask("offer", request, OfferAnswer, _ANSWER_S).deltas
         fetched = self._receive(_Source(parent, source.manifest, deltas, source.keep, STALL_S), base, deadline)
         self._numbers["weights/from_clients"] += 1
@@ -195,7 +177,7 @@ class FlightReader(TransportReader):
         self, source: _Source, base: Content | None, deadline: float, prefetched: PrefetchedStreams | None = None
     ) -> FetchedArrays:
         manifest, deltas = source.manifest, source.deltas
-        start = None if deltas is None else content_pair(base)
+        start = None if deltas is None else base
         sizes = [spec.nbytes for spec in manifest.arrays] if deltas is None else list(deltas)
         moved_bytes = sum(sizes)
         if moved_bytes > manifest.nbytes:
@@ -253,11 +235,11 @@ class FlightReader(TransportReader):
             prefetched.fetch.give_up()
             return None, None
 
-    def _ticket(self, incarnation: str, version: WeightVersion, base: WireContent | None) -> StreamTicket:
+    def _ticket(self, incarnation: str, version: WeightVersion, base: Content | None) -> StreamTicket:
         return StreamTicket(
             **self._who,
             incarnation=incarnation,
-            version=pair(version),
+            version=version,
             base=base,
             stream=0,
             streams=1,
@@ -276,7 +258,7 @@ class FlightReader(TransportReader):
     def _report(
         self,
         manifest: Manifest,
-        base: WireContent | None,
+        base: Content | None,
         deltas: Sequence[Any],
         keep: bool,
         arrays: Mapping[str, np.ndarray],
@@ -291,8 +273,8 @@ class FlightReader(TransportReader):
                 port = self._relay.keep(manifest, arrays, base, deltas)
             except ConfigError as error:
                 _log.warning("this client serves no other: %s", error)
-        request = FinishedRequest(**self._who, version=pair(manifest.version), port=port)
-        self._root.tell("finished", request, _ANSWER_S)
+        request = FinishedRequest(**self._who, version=manifest.version, port=port)
+        self._root.notify("finished", request, _ANSWER_S)
 
 
 class PeerRelay:
@@ -314,7 +296,7 @@ class PeerRelay:
         self._closed = False
 
     def keep(
-        self, manifest: Manifest, arrays: Mapping[str, np.ndarray], base: WireContent | None, messages: Sequence[Any]
+        self, manifest: Manifest, arrays: Mapping[str, np.ndarray], base: Content | None, messages: Sequence[Any]
     ) -> int | None:
         """Serves this version from here on, in place of the one before.
 
@@ -331,7 +313,9 @@ class PeerRelay:
             if self._closed:
                 return None
             if self._service is None:
-                self._service = WeightService(self._job, self._access, self._host, 0, {"offer": self._offer})
+                self._service = WeightService(
+                    self._job, self._access, self._host, 0, {"offer": (OfferRequest, self._offer)}
+                )
             ways = {} if base is None or not messages else {base: messages}
             self._service.put(ServedVersion(manifest, arrays, ways))
             return self._service.port
@@ -357,11 +341,8 @@ class PeerRelay:
         if service is not None:
             service.close()
 
-    def _offer(self, body: bytes, host: str) -> bytes:
-        request = read_request(OfferRequest, body)
+    def _offer(self, request: OfferRequest, host: str) -> OfferAnswer:
         service = self._service
         if service is None:
             raise ConnectionError("the relay is closing")
-        service.check_job(request.job)
-        served = service.get(WeightVersion(*request.version))
-        return OfferAnswer(deltas=served.delta_sizes(request.base)).to_bytes()
+        return OfferAnswer(deltas=service.get(request.version).delta_sizes(request.base))

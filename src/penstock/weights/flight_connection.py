@@ -90,8 +90,8 @@ class Channel:
             raise WeightsError(f"the weight server at {self.address} gave {len(results)} answers to {name!r}")
         return read_answer(kind, results[0].body)
 
-    def tell(self, name: str, request: FlightMessage, timeout_s: float) -> None:
-        """Asks without waiting for an answer; that it failed is logged, and nothing else comes of it."""
+    def notify(self, name: str, request: FlightMessage, timeout_s: float) -> None:
+        """Sends a request without waiting for the answer; a failure is logged, and nothing else comes of it."""
 
         def ask() -> None:
             try:
@@ -305,7 +305,7 @@ def chunks_of(sizes: Sequence[int], streams: int, chunk_bytes: int, stream: int)
         sizes: Bytes of every buffer.
         streams: How many there are.
         chunk_bytes: Most bytes of a message.
-        stream: Which; one that is not among them has nothing.
+        stream: Its number, from 0; one that is not among them has nothing.
     """
     share = -(-sum(sizes) // streams)
     first, end = stream * share, (stream + 1) * share if stream < streams else 0

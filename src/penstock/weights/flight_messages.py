@@ -21,11 +21,11 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.flight as flight
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from penstock.types import ConfigError, SupersededVersionError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights.config import WeightsConfig
-from penstock.weights.manifest import MAX_MANIFEST_BYTES, MAX_NAME_CHARACTERS, Content, Manifest, version_from_values
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, MAX_NAME_CHARACTERS, Manifest, version_from_values
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 MAX_REQUEST_BYTES = 64 * 1024
@@ -39,12 +39,15 @@ MAX_RIDING_OFFER_BYTES = 512 * 1024
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
-Version = tuple[Count, Count]
-"""Lineage and step."""
-Latest = tuple[Text, Version]
-"""Incarnation of a broadcaster, and its newest version."""
+Version = Annotated[
+    WeightVersion,
+    PlainValidator(lambda value: value if isinstance(value, WeightVersion) else version_from_values(value)),
+    PlainSerializer(lambda version: [version.lineage, version.step]),
+]
 WireContent = tuple[Version, Text]
-"""`Manifest.content`: version and digest."""
+"""`Manifest.content`."""
+WireLatest = tuple[Text, Version]
+"""`LatestVersion`."""
 
 _HEADER = "authorization"
 _MESSAGE_SLACK_BYTES = 1 << 20
@@ -80,14 +83,14 @@ class FlightMessage(BaseModel):
             raise WeightsError(f"not a {cls.__name__}: {'; '.join(problems):.600}") from error
 
 
-class _Request(FlightMessage):
+class Request(FlightMessage):
     """Attributes: job: whose weights; client: who asks, the same name in every request."""
 
     job: Text
     client: Text
 
 
-class WaitRequest(_Request):
+class WaitRequest(Request):
     """What is there? Answered when that differs from `known`, or after `timeout_s`.
 
     Attributes:
@@ -95,17 +98,17 @@ class WaitRequest(_Request):
         timeout_s: Longest wait.
     """
 
-    known: Latest | None
+    known: WireLatest | None
     timeout_s: float = Field(ge=0, le=MAX_WAIT_S)
 
 
 class WaitAnswer(FlightMessage):
     """What is there; None before the first publication."""
 
-    newest: Latest | None
+    newest: WireLatest | None
 
 
-class OfferRequest(_Request):
+class OfferRequest(Request):
     """How can I have this version?
 
     Attributes:
@@ -141,7 +144,7 @@ class OfferAnswer(FlightMessage):
         return Manifest.from_values(self.manifest, max_bytes)
 
 
-class FinishedRequest(_Request):
+class FinishedRequest(Request):
     """The client has the whole version, and serves it on `port` of the host that it calls from (None: it does not)."""
 
     version: Version
@@ -152,14 +155,14 @@ class FinishedAnswer(FlightMessage):
     """Empty: it was noted."""
 
 
-class StreamTicket(_Request):
+class StreamTicket(Request):
     """One stream of a fetch.
 
     Attributes:
         incarnation: The broadcaster whose version it is.
         version: Of which weights.
         base: What the deltas start from; None asks for the whole arrays.
-        stream: Which stream, from 0.
+        stream: Its number, from 0.
         streams: Of how many.
         chunk_bytes: Largest message.
         asks: Has the stream begin with the answer to an `OfferRequest` for the same, where that is not too long.
@@ -175,9 +178,10 @@ class StreamTicket(_Request):
 
 
 AnyFlightMessage = TypeVar("AnyFlightMessage", bound=FlightMessage)
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
-def read_request(kind: type[AnyFlightMessage], text: pa.Buffer | bytes) -> AnyFlightMessage:
+def read_request(kind: type[AnyRequest], text: pa.Buffer | bytes) -> AnyRequest:
     """A request, of bounded size. Raises WeightsError."""
     return kind.from_bytes(text, MAX_REQUEST_BYTES)
 
@@ -185,16 +189,6 @@ def read_request(kind: type[AnyFlightMessage], text: pa.Buffer | bytes) -> AnyFl
 def read_answer(kind: type[AnyFlightMessage], text: pa.Buffer | bytes) -> AnyFlightMessage:
     """An answer, of bounded size. Raises WeightsError."""
     return kind.from_bytes(text, MAX_MANIFEST_BYTES)
-
-
-def pair(version: WeightVersion) -> Version:
-    """A version as it travels."""
-    return version.lineage, version.step
-
-
-def content_pair(content: Content | None) -> WireContent | None:
-    """A content as it travels."""
-    return None if content is None else (pair(content[0]), content[1])
 
 
 @dataclass(frozen=True, slots=True)

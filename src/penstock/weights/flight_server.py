@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from penstock.types import ConfigError, SupersededVersionError, WeightsError, WeightVersion
 from penstock.weights.broadcaster import Publication, TransportServer
+from penstock.weights.client import LatestVersion
 from penstock.weights.config import WeightsConfig
 from penstock.weights.flight_connection import StreamChunk, chunks_of
 from penstock.weights.flight_messages import (
@@ -28,30 +29,28 @@ from penstock.weights.flight_messages import (
     OFFER_KEY,
     SCHEMA,
     Access,
+    AnyRequest,
     FinishedAnswer,
     FinishedRequest,
-    Latest,
+    FlightMessage,
     OfferAnswer,
     OfferRequest,
+    Request,
     StreamTicket,
-    Version,
     WaitAnswer,
     WaitRequest,
-    WireContent,
-    content_pair,
     join_address,
     own_address,
-    pair,
     peer_host,
     read_request,
     serving_options,
     wire_error,
 )
 from penstock.weights.flight_tree import ROOT, DistributionTree
-from penstock.weights.manifest import Manifest, compact_json, raw_bytes
+from penstock.weights.manifest import Content, Manifest, compact_json, raw_bytes
 
-Action = Callable[[bytes, str], bytes]
-"""Answers a request, given its body and the host that it came from."""
+Action = tuple[type[Request], Callable[[Any, str], FlightMessage]]
+"""What a request is, and what answers it, given the host that it came from."""
 
 _CLOSE_S = 5.0
 _PROGRESS_S = 0.25
@@ -75,7 +74,7 @@ class ServedVersion:
 
     manifest: Manifest
     arrays: Mapping[str, np.ndarray]
-    ways: Mapping[WireContent, Sequence[Any]]
+    ways: Mapping[Content, Sequence[Any]]
     values: dict[str, Any] = field(init=False)
     rides: bool = field(init=False)
 
@@ -83,16 +82,16 @@ class ServedVersion:
         object.__setattr__(self, "values", self.manifest.to_values())
         object.__setattr__(self, "rides", len(compact_json(self.values)) <= MAX_RIDING_OFFER_BYTES)
 
-    def delta_sizes(self, base: WireContent | None) -> list[int] | None:
+    def delta_sizes(self, base: Content | None) -> list[int] | None:
         """Bytes of each delta of the way from `base`; None where there is none, and arrays must be sent whole."""
         if base is None:
             return None
-        if base == content_pair(self.manifest.content):
+        if base == self.manifest.content:
             return []
         way = self.ways.get(base)
         return None if way is None else [memoryview(message).nbytes for message in way]
 
-    def buffers(self, base: WireContent | None) -> list[pa.Buffer]:
+    def buffers(self, base: Content | None) -> list[pa.Buffer]:
         """What is sent, by reference. Raises WeightsError where there is no way from `base`."""
         if base is None:
             return [pa.py_buffer(raw_bytes(self.arrays[spec.name])) for spec in self.manifest.arrays]
@@ -148,19 +147,15 @@ class WeightService(flight.FlightServerBase):
         """
         with self._lock:
             served = self._served
-        manifest = None if served is None else served.manifest
-        if served is not None and manifest is not None and manifest.version == version:
-            if incarnation in (None, manifest.incarnation):
-                return served
-            raise SupersededVersionError(
-                f"{version} of broadcaster {incarnation} is gone: {manifest.incarnation} published it anew",
-                pair(version),
-            )
-        raise SupersededVersionError(
-            f"{version} is not available: {'nothing' if manifest is None else manifest.version} is the newest and only "
-            "one kept",
-            None if manifest is None else pair(manifest.version),
-        )
+        if served is None:
+            raise SupersededVersionError(f"{version} is not available: nothing is the newest and only one kept", None)
+        newest, publisher = served.manifest.version, served.manifest.incarnation
+        if newest == version and incarnation in (None, publisher):
+            return served
+        why = f"is not available: {newest} is the newest and only one kept"
+        if newest == version:
+            why = f"of broadcaster {incarnation} is gone: {publisher} published it anew"
+        raise SupersededVersionError(f"{version} {why}", (newest.lineage, newest.step))
 
     def metrics(self) -> dict[str, float]:
         """Totals of what was sent."""
@@ -170,19 +165,19 @@ class WeightService(flight.FlightServerBase):
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         """Answers a request; called by Flight."""
         try:
-            answer = self._actions.get(action.type)
-            if answer is None:
+            if action.type not in self._actions:
                 raise WeightsError(f"unknown action {action.type!r:.100}: it is one of {sorted(self._actions)}")
-            return [answer(action.body, peer_host(context.peer()))]
+            kind, answer = self._actions[action.type]
+            request = self._read(kind, action.body)
+            return [answer(request, peer_host(context.peer())).to_bytes()]
         except WeightsError as error:
             raise wire_error(error) from error
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.FlightDataStream:
         """Sends one stream of a publication; called by Flight."""
         try:
-            request = read_request(StreamTicket, ticket.ticket)
-            self.check_job(request.job)
-            served = self.get(WeightVersion(*request.version), request.incarnation)
+            request = self._read(StreamTicket, ticket.ticket)
+            served = self.get(request.version, request.incarnation)
             buffers = served.buffers(request.base)
             schema = self._schema(request, peer_host(context.peer())) if served.rides else SCHEMA
         except WeightsError as error:
@@ -191,11 +186,6 @@ class WeightService(flight.FlightServerBase):
         chunks = chunks_of(sizes, request.streams, request.chunk_bytes, request.stream)
         batches = self._batches(buffers, chunks, request.client)
         return flight.RecordBatchStream(pa.RecordBatchReader.from_batches(schema, batches))
-
-    def check_job(self, job: str) -> None:
-        """Refuses another job's request. Raises WeightsError."""
-        if job != self._job:
-            raise WeightsError(f"job {job!r} asks the weight server of job {self._job!r}")
 
     def close(self) -> None:
         """Ends streams and refuses new ones; a client that takes nothing cannot hold it up for long."""
@@ -206,15 +196,21 @@ class WeightService(flight.FlightServerBase):
         if ending.is_alive():
             _log.warning("a client holds a stream of weights open and reads nothing: it is left behind")
 
-    def _schema(self, request: StreamTicket, host: str) -> pa.Schema:
-        """Of a stream: with the answer to its question, where it asks."""
-        offer = self._actions.get("offer")
-        if not request.asks or offer is None:
+    def _read(self, kind: type[AnyRequest], body: pa.Buffer | bytes) -> AnyRequest:
+        request = read_request(kind, body)
+        if request.job != self._job:
+            raise WeightsError(f"job {request.job!r} asks the weight server of job {self._job!r}")
+        return request
+
+    def _schema(self, ticket: StreamTicket, host: str) -> pa.Schema:
+        """Of a stream: with the answer to an `OfferRequest`, where the ticket asks."""
+        if not ticket.asks or "offer" not in self._actions:
             return SCHEMA
-        question = OfferRequest(
-            job=request.job, client=request.client, version=request.version, base=request.base, timeout_s=0.0
+        _, answer = self._actions["offer"]
+        request = OfferRequest(
+            job=ticket.job, client=ticket.client, version=ticket.version, base=ticket.base, timeout_s=0.0
         )
-        return SCHEMA.with_metadata({OFFER_KEY: offer(question.to_bytes(), host)})
+        return SCHEMA.with_metadata({OFFER_KEY: answer(request, host).to_bytes()})
 
     def _batches(
         self, buffers: Sequence[pa.Buffer], chunks: Iterator[StreamChunk], client: str
@@ -283,10 +279,14 @@ class FlightServer(TransportServer):
         self._tls = access.certificate is not None
         self._changed = threading.Condition()
         self._tree = DistributionTree(config.fanout, min(_LEASE_S, config.fetch_timeout_s / 2), _FORGET_S, clock)
-        self._newest: Latest | None = None
-        self._held: dict[str, Version] = {}
+        self._newest: LatestVersion | None = None
+        self._held: dict[str, WeightVersion] = {}
         self._closed = False
-        actions = {"wait": self._wait, "offer": self._offer, "finished": self._finished}
+        actions: dict[str, Action] = {
+            "wait": (WaitRequest, self._wait),
+            "offer": (OfferRequest, self._offer),
+            "finished": (FinishedRequest, self._finished),
+        }
         self._service = WeightService(job, access, config.host, config.port, actions, self._sent)
 
     @override
@@ -296,15 +296,12 @@ class FlightServer(TransportServer):
     @override
     def put(self, publication: Publication) -> None:
         messages = {id(delta): delta.to_bytes() for chain in publication.chains.values() for delta in chain}
-        ways: dict[WireContent, list[bytes]] = {
-            (pair(version), digest): [messages[id(delta)] for delta in chain]
-            for (version, digest), chain in publication.chains.items()
-        }
+        ways = {base: [messages[id(delta)] for delta in chain] for base, chain in publication.chains.items()}
         manifest = publication.manifest
         with self._changed:
             self._service.put(ServedVersion(manifest, publication.arrays, ways))
-            self._newest = (manifest.incarnation, pair(manifest.version))
-            self._tree.start(pair(manifest.version))
+            self._newest = LatestVersion(manifest.incarnation, manifest.version)
+            self._tree.start(manifest.version)
             self._changed.notify_all()
 
     @override
@@ -316,8 +313,8 @@ class FlightServer(TransportServer):
         with self._changed:
             clients = self._tree.clients
             self._held = {name: version for name, version in self._held.items() if self._tree.knows(name)}
-            newest = None if self._newest is None else self._newest[1]
-            behind = [newest[1] - held[1] for held in self._held.values() if newest is not None]
+            newest = self._newest
+            behind = [newest.version.step - held.step for held in self._held.values() if newest is not None]
         return self._service.metrics() | {
             "weights/clients": float(clients),
             "weights/slowest_lag": float(max(behind, default=0)),
@@ -338,9 +335,7 @@ class FlightServer(TransportServer):
             host = own_address()
         return join_address(host, self._service.port)
 
-    def _wait(self, body: bytes, host: str) -> bytes:
-        request = read_request(WaitRequest, body)
-        self._service.check_job(request.job)
+    def _wait(self, request: WaitRequest, host: str) -> WaitAnswer:
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
             self._tree.note(request.client)
@@ -348,11 +343,9 @@ class FlightServer(TransportServer):
                 lambda: self._closed or self._newest != request.known, max(0.0, deadline - time.monotonic())
             )
             self._check_open()
-            return WaitAnswer(newest=self._newest).to_bytes()
+            return WaitAnswer(newest=self._newest)
 
-    def _offer(self, body: bytes, host: str) -> bytes:
-        request = read_request(OfferRequest, body)
-        self._service.check_job(request.job)
+    def _offer(self, request: OfferRequest, host: str) -> OfferAnswer:
         deadline = time.monotonic() + request.timeout_s
         with self._changed:
             self._tree.note(request.client)
@@ -360,10 +353,10 @@ class FlightServer(TransportServer):
                 self._tree.failed(request.version, request.client)
                 self._changed.notify_all()
             parent = self._place(request, deadline)
-            served = self._service.get(WeightVersion(*request.version))
+            served = self._service.get(request.version)
             keep = self._tree.has_relays
         deltas = served.delta_sizes(request.base) if parent == ROOT else None
-        return OfferAnswer(manifest=served.values, parent=parent, keep=keep, deltas=deltas).to_bytes()
+        return OfferAnswer(manifest=served.values, parent=parent, keep=keep, deltas=deltas)
 
     def _place(self, request: OfferRequest, deadline: float) -> str | None:
         """Where the client shall fetch; None where no place came free until the deadline."""
@@ -375,16 +368,14 @@ class FlightServer(TransportServer):
                 return parent
             self._changed.wait(min(remaining_s, _TICK_S))
 
-    def _finished(self, body: bytes, host: str) -> bytes:
-        request = read_request(FinishedRequest, body)
-        self._service.check_job(request.job)
+    def _finished(self, request: FinishedRequest, host: str) -> FinishedAnswer:
         with self._changed:
             self._tree.note(request.client)
             location = None if request.port is None else join_address(host, request.port)
             self._held[request.client] = request.version
             if self._tree.finished(request.version, request.client, location):
                 self._changed.notify_all()
-        return FinishedAnswer().to_bytes()
+        return FinishedAnswer()
 
     def _sent(self, client: str) -> None:
         with self._changed:

@@ -81,7 +81,7 @@ class DistributionTree:
         With no place free and nobody under way who could offer one, it is the root, beyond its number.
         """
         if version != self._version:
-            return ROOT  # it will be told there that the version is superseded
+            return ROOT  # which answers that the version is superseded
         self._expire()
         if (assigned := self._tree.assigned.get(client)) is not None:
             return assigned.parent

@@ -82,7 +82,7 @@ class Manifest:
     Attributes:
         job: The run whose weights these are.
         incarnation: The broadcaster that published them: 32 hexadecimal digits, another one at every start.
-        version: Which weights.
+        version: Of these weights.
         arrays: In the order in which they are sent.
         digest: Of names, dtypes, shapes and digests of all arrays; equal for equal content, whoever published it.
     """

@@ -1,7 +1,7 @@
-"""Every transport, and how a broadcaster and a client of it are made: what is not said here is in its own module.
+"""Every transport, and how a broadcaster and a client of it are made.
 
-A transport is a name in `config.Transport` and an entry of `TRANSPORTS`. Modules are imported when they are used: only
-Flight needs its sockets.
+A transport is a name in `config.Transport`, an entry of `TRANSPORTS`, and a module of its own: `VersionFiles` where it
+is files of some kind, else a `TransportServer` and a `TransportReader`. Modules are imported when they are used.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,12 +67,10 @@ def open_client(endpoint: Mapping[str, Any], config: WeightsConfig, token: str |
     return TRANSPORTS[config.transport].connect(endpoint, config, token, client_id)
 
 
-def _serve_memory(config: WeightsConfig, job: str, token: str | None, _url: str, _incarnation: str) -> TransportServer:
+def _serve_memory(config: WeightsConfig, job: str, token: str | None, _url: str, _inc: str) -> TransportServer:
     from penstock.weights.shared_memory import SharedMemoryFiles
 
-    server = FileTransport(SharedMemoryFiles(job), job, token, config.max_bytes)
-    server.prepare()
-    return server
+    return FileTransport(SharedMemoryFiles(job), job, token, config.max_bytes).prepare()
 
 
 def _connect_memory(endpoint: Mapping[str, Any], config: WeightsConfig, token: str | None, _name: str) -> WeightClient:
@@ -84,15 +82,18 @@ def _connect_memory(endpoint: Mapping[str, Any], config: WeightsConfig, token: s
     )
 
 
-def _serve_files(config: WeightsConfig, job: str, token: str | None, url: str, _incarnation: str) -> TransportServer:
+def _serve_checkpoint(
+    config: WeightsConfig, job: str, token: str | None, url: str, _incarnation: str
+) -> TransportServer:
     from penstock.weights.checkpoint import CheckpointFiles
 
-    server = FileTransport(CheckpointFiles(config.url or url, job), job, token, config.max_bytes, config.keep)
-    server.prepare()
-    return server
+    files = CheckpointFiles(config.url or url, job)
+    return FileTransport(files, job, token, config.max_bytes, config.keep).prepare()
 
 
-def _connect_files(endpoint: Mapping[str, Any], config: WeightsConfig, token: str | None, _name: str) -> WeightClient:
+def _connect_checkpoint(
+    endpoint: Mapping[str, Any], config: WeightsConfig, token: str | None, _name: str
+) -> WeightClient:
     from penstock.weights.checkpoint import CheckpointFiles
 
     job = endpoint["job"]
@@ -125,6 +126,6 @@ def _connect_flight(endpoint: Mapping[str, Any], config: WeightsConfig, token: s
 
 TRANSPORTS: Mapping[str, Transport] = {
     "shared_memory": Transport(_serve_memory, _connect_memory),
-    "checkpoint": Transport(_serve_files, _connect_files),
+    "checkpoint": Transport(_serve_checkpoint, _connect_checkpoint),
     "arrow_flight": Transport(_serve_flight, _connect_flight),
 }
