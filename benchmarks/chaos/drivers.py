@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.chaos.invariants import violations
 from benchmarks.chaos.reporting import Marks
-from penstock.learner.checkpoint_files import latest_checkpoint
+from penstock.learner.checkpoints import latest_checkpoint
 from penstock.rundir import RunDirectory, read_events, read_status
 
 WORDS = (

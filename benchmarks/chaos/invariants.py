@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.learner.checkpoint_files import find_checkpoints, read_states
+from penstock.learner.checkpoints import find_checkpoints, read_states
 from penstock.replay import FATES, FRAGMENTS, LANGUAGE, ExperienceFormat, History, RolloutStore
 from penstock.replay.config import StoreConfig
 from penstock.replay.draws import parse_ticket_id

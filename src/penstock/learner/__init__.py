@@ -4,10 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.learner.checkpoint_files import latest_checkpoint, newest_good_checkpoint, read_states
     from penstock.learner.checkpoints import (
         Checkpoint,
+        latest_checkpoint,
         load_checkpoint,
+        newest_good_checkpoint,
+        read_states,
         restore_control_learner,
         restore_learner,
         save_checkpoint,
@@ -43,10 +45,10 @@ _EXPORTS = {
     "VTraceConfig": "config",
     "WarmStartConfig": "config",
     "gae": "control_losses",
-    "latest_checkpoint": "checkpoint_files",
+    "latest_checkpoint": "checkpoints",
     "load_checkpoint": "checkpoints",
-    "newest_good_checkpoint": "checkpoint_files",
-    "read_states": "checkpoint_files",
+    "newest_good_checkpoint": "checkpoints",
+    "read_states": "checkpoints",
     "restore_control_learner": "checkpoints",
     "restore_learner": "checkpoints",
     "save_checkpoint": "checkpoints",

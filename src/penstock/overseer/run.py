@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from penstock.learner import newest_good_checkpoint, read_states
-from penstock.learner.checkpoint_files import read_state
+from penstock.learner.checkpoints import read_state
 from penstock.overseer.distributed.ending import in_background
 from penstock.overseer.distributed.launcher import Launcher
 from penstock.overseer.distributed.look import Look
