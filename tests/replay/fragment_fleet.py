@@ -50,7 +50,7 @@ class Fleet:
         return ids(batch)
 
     def counts(self):
-        return {k: v for k, v in self.buffer._ledger.snapshot().items() if v}
+        return {k: v for k, v in self.buffer.pool.ledger.snapshot().items() if v}
 
     def reasons(self):
         return [row["reason"] for row in read_json_lines(self.directory.fates_path)]

@@ -6,7 +6,7 @@ from typing import Any
 from penstock.batch import make_batch_maker
 from penstock.replay import (
     MemoryRolloutStorage,
-    ReplayBuffer,
+    PacedReplayBuffer,
     ReplayBufferConfig,
     ReplayService,
     RolloutReceiver,
@@ -39,7 +39,7 @@ class Record:
 class Served:
     service: ReplayService
     issuer: TicketIssuer
-    buffer: ReplayBuffer
+    buffer: PacedReplayBuffer
     record: Record
     store: Any
     refusals: list[tuple[str, str]]
@@ -72,7 +72,7 @@ def serve(
         allow_truncated_sampling=False,
         seed=7,
     )
-    buffer = ReplayBuffer(
+    buffer = PacedReplayBuffer(
         settings, store, maker, issuer, curriculum_hook=curriculum.update if remote is None else remote.update_group
     )
     if states is not None:

@@ -85,7 +85,7 @@ def test_what_was_used_does_not_keep_others_out(fleet):
     assert run.counts() == {"started": 2, "waiting": 2} and run.buffer.has_room
     run.add(run.fragment())
     assert run.update(1) == ["cart-w0-0-2/0", "cart-w0-0-0/0"]  # what was in no batch yet, then the oldest
-    assert run.buffer._stock.unused == 0
+    assert run.buffer.pool.unused == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -106,6 +106,6 @@ def test_the_count_of_those_that_wait_for_a_first_batch_is_right(tmp_path_factor
             run.source.set_current_step(step)
         elif what == "time":
             run.now += 4
-        waiting = {r.rollout_id for group in run.buffer._stock.waiting for r in group.rollouts}
-        assert run.buffer._stock.unused == len(waiting - used) <= 6
+        waiting = {r.rollout_id for group in run.buffer.pool.waiting for r in group.rollouts}
+        assert run.buffer.pool.unused == len(waiting - used) <= 6
     run.end()

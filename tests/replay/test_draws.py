@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.replay.draws import TicketDraws, parse_ticket_id, ticket_id
+from penstock.replay.draws import TicketSampler, parse_ticket_id, ticket_id
 from penstock.types import CheckpointError, fold
 
 
@@ -27,14 +27,14 @@ def test_what_is_no_ticket_id_is_refused(name):
 
 def test_lessons_are_drawn_by_counter_and_indices_count_per_lesson():
     chooser = Recorder(["a", "b", "a"])
-    draws = TicketDraws(11, 0, chooser)
+    draws = TicketSampler(11, 0, chooser)
     assert [draws.draw() for _ in range(3)] == [("a", 0), ("b", 0), ("a", 1)]
     assert chooser.seeds == [fold(11, "lesson", number) for number in range(3)]
     assert draws.was_drawn("a", 1) and not draws.was_drawn("a", 2) and not draws.was_drawn("c", 0)
 
 
 def test_a_tickets_seed_depends_on_lesson_and_index_alone():
-    first, second = TicketDraws(11, 0, Recorder([])), TicketDraws(11, 4, Recorder([]))
+    first, second = TicketSampler(11, 0, Recorder([])), TicketSampler(11, 4, Recorder([]))
     one, other = first.ticket("a", 5, 1, 2), second.ticket("a", 5, 7, 8)
     assert one.seed == other.seed == fold(11, "a", 5)
     assert (one.ticket_id, other.ticket_id) == ("a-0-5", "a-4-5")
@@ -44,9 +44,9 @@ def test_a_tickets_seed_depends_on_lesson_and_index_alone():
 
 
 def test_the_counters_continue_where_the_checkpoint_left_them():
-    draws = TicketDraws(11, 0, Recorder(["a", "b"]))
+    draws = TicketSampler(11, 0, Recorder(["a", "b"]))
     draws.draw(), draws.draw()
     chooser = Recorder(["a"])
-    resumed = TicketDraws(11, 1, chooser)
+    resumed = TicketSampler(11, 1, chooser)
     resumed.restore(draws.state())
     assert resumed.draw() == ("a", 1) and chooser.seeds == [fold(11, "lesson", 2)]

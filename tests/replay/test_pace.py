@@ -1,7 +1,7 @@
 """Counters of overtaking and starvation, by lesson."""
 
 from penstock.replay.outstanding import Outstanding
-from penstock.replay.pace import Pace
+from penstock.replay.pace import PaceMetrics
 from penstock.types import Ticket
 
 
@@ -10,7 +10,7 @@ def groups(*lessons):
 
 
 def test_overtaking_is_counted_for_who_was_passed():
-    pace = Pace()
+    pace = PaceMetrics()
     slow, fast, later = groups("slow", "fast", "fast")
     metrics = pace.record(0, [fast], [slow, later])
     assert metrics["replay/overtakes"] == 1
@@ -23,7 +23,7 @@ def test_overtaking_is_counted_for_who_was_passed():
 
 
 def test_a_lesson_starves_while_it_has_groups_and_is_not_trained():
-    pace = Pace()
+    pace = PaceMetrics()
     slow, *fast = groups("slow", "fast", "fast", "fast")
     starved = []
     for step in range(3):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.replay.room import Room
+from penstock.replay.buffer import AdmissionLimit
 from penstock.types import NoProgressError
 
 
@@ -26,13 +26,13 @@ def test_below_the_limit_nobody_waits():
     shared = Shared(3)
     for most in (4, None):
         with shared.changed:
-            Room(most, 1.0, shared.clock).wait(shared.changed, shared.waiting, str)
-    assert Room(None, 1.0).metrics() == {}
+            AdmissionLimit(most, 1.0, shared.clock).wait(shared.changed, shared.waiting, str)
+    assert AdmissionLimit(None, 1.0).metrics() == {}
 
 
 def test_the_wait_ends_when_there_is_room_and_is_counted(monkeypatch):
     shared = Shared(4)
-    room = Room(4, 60.0, shared.clock)
+    room = AdmissionLimit(4, 60.0, shared.clock)
     seen = []
 
     def wait(timeout):
@@ -49,7 +49,7 @@ def test_the_wait_ends_when_there_is_room_and_is_counted(monkeypatch):
 
 def test_a_wait_that_is_too_long_says_what_for(monkeypatch):
     shared = Shared(4)
-    room = Room(4, 2.5, shared.clock)
+    room = AdmissionLimit(4, 2.5, shared.clock)
     monkeypatch.setattr(shared.changed, "wait", lambda timeout: setattr(shared, "now", shared.now + timeout))
     with (
         shared.changed,

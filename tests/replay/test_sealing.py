@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.replay.stored import HandClock
 
+from penstock.replay import Ledger, StoreConfig
+from penstock.replay.condition import NotifyingCondition
 from penstock.replay.disk_space import DiskSpace
 from penstock.replay.sealing import Sealer
 
@@ -27,7 +29,10 @@ class Store:
 
 
 def sealer(store: Any, clock: HandClock) -> Sealer:
-    return Sealer(store, threading.Condition(), 4, 30.0, clock, DiskSpace(60.0, clock))
+    config = StoreConfig(buffer_size=4, seal_s=30.0)
+    made = Sealer(store, Ledger(), NotifyingCondition(), config, clock, lambda group_ids: None)
+    made.space = DiskSpace(60.0, clock)
+    return made
 
 
 def test_groups_are_overdue_once_their_file_is_due_and_while_it_is_written():
@@ -37,7 +42,7 @@ def test_groups_are_overdue_once_their_file_is_due_and_while_it_is_written():
     assert (queue.overdue, len(queue)) == (0, 1)  # it may wait
     clock.now += 31.0
     assert queue.overdue == 1
-    writer = threading.Thread(target=queue.seal, args=(lambda group_ids: None,))
+    writer = threading.Thread(target=queue.seal)
     writer.start()
     assert store.writing.wait(LIMIT_S)
     queue.add("b", ["b/0"])
@@ -54,7 +59,7 @@ def test_nothing_is_overdue_while_a_full_disk_is_waited_for():
     queue: Any = sealer(store, clock)
     queue.add("a", ["a/0"] * 4)
     store.full = True
-    queue.seal(lambda group_ids: None)
+    queue.seal()
     assert (queue.overdue, len(queue)) == (0, 1)
     clock.now += 1.0
     assert queue.overdue == 1

@@ -14,7 +14,7 @@ class OneLesson:
 
 def issuer_at(update, lineage=0):
     issuer = TicketIssuer(ReplayBufferConfig(), 7, lineage, OneLesson(), Ledger(), lambda lesson: 3)
-    issuer.update = update
+    issuer.ledger.update = update
     return issuer
 
 

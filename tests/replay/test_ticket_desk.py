@@ -117,7 +117,7 @@ def test_a_failure_of_the_run_reaches_those_in_line_and_those_who_come_later(des
     desk, issuer = desk_of(serving=False)
     asked = desk.ask("a", 1, 1, 2, None)
     with issuer.changed:
-        issuer.end_with(RunFailed("nothing can come"))
+        issuer.changed.end_with(RunFailed("nothing can come"))
     with pytest.raises(RunFailed, match="nothing can come"):
         asked.result(LIMIT_S)
     with pytest.raises(RunFailed, match="nothing can come"):

@@ -82,5 +82,5 @@ def test_closing_does_not_wait_for_a_merge_and_the_thread_ends(sim, buffer_over)
     buffer.close()
     assert time.monotonic() - started < 5.0
     released.set()
-    buffer._upkeep._thread.join(10.0)
-    assert not buffer._upkeep._thread.is_alive()
+    buffer.pool.sealer._thread.join(10.0)
+    assert not buffer.pool.sealer._thread.is_alive()

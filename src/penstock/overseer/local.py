@@ -22,7 +22,7 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import (
     Ledger,
-    ReplayBuffer,
+    PacedReplayBuffer,
     ReplayDataLoader,
     RolloutReceiver,
     RolloutStorage,
@@ -69,7 +69,7 @@ class Components:
     issuer: TicketIssuer
     ledger: Ledger
     store: RolloutStore
-    buffer: ReplayBuffer
+    buffer: PacedReplayBuffer
     loader: ReplayDataLoader
     storage: RolloutStorage
     receiver: RolloutReceiver
@@ -181,7 +181,7 @@ class _Wiring:
 
     def replay(
         self, curriculum: Curriculum, manager: RolloutManager
-    ) -> tuple[RolloutStore, Ledger, TicketIssuer, ReplayBuffer]:
+    ) -> tuple[RolloutStore, Ledger, TicketIssuer, PacedReplayBuffer]:
         """What stores rollouts, counts them, and asks for more."""
         config, log, lineage = self.config, self.log, self.start.lineage
 
@@ -196,7 +196,7 @@ class _Wiring:
         with naming("replay.store.url", config.replay.store.url or self.directory.path):
             ledger = store.open_ledger(lineage)
         issuer = TicketIssuer(config.replay, config.seed, lineage, curriculum, ledger, group_size_of)
-        buffer = ReplayBuffer(
+        buffer = PacedReplayBuffer(
             config.replay,
             store,
             make_batch_makers(config, {environment.name for environment in self.environments.values()}),

@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.replay.admission import Admission, OpenAdmission
-    from penstock.replay.buffer import ReplayBuffer
+    from penstock.replay.buffer import OpenAdmission, ReplayBuffer
     from penstock.replay.config import ReplayBufferConfig, StoreConfig, Tolerance
     from penstock.replay.data_loader import ReplayDataLoader
     from penstock.replay.file_storage import FileRolloutStorage
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.replay.lineages import Lineages
     from penstock.replay.memory_storage import MemoryRolloutStorage
     from penstock.replay.open_source import OpenBatchSource
+    from penstock.replay.paced import PacedReplayBuffer
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from penstock.replay.transfer import batch_from_buffer, batch_to_buffer
 
 _EXPORTS = {
-    "Admission": "admission",
     "Delivery": "storage",
     "ExperienceFormat": "formats",
     "ExperienceStore": "store",
@@ -49,8 +48,9 @@ _EXPORTS = {
     "Lineages": "lineages",
     "LoggedFate": "history",
     "MemoryRolloutStorage": "memory_storage",
-    "OpenAdmission": "admission",
+    "OpenAdmission": "buffer",
     "OpenBatchSource": "open_source",
+    "PacedReplayBuffer": "paced",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
@@ -78,13 +78,14 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Admission", "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
+    "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
     "FragmentReplayConfig", "FragmentService", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
-    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "RemoteBatches",
-    "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig",
-    "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage", "RolloutStorageConfig", "RolloutStore",
-    "STATES", "StoreConfig", "TicketIssuer", "Tolerance", "batch_from_buffer", "batch_to_buffer",
-    "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "salvage_logs",
+    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "PacedReplayBuffer",
+    "RemoteBatches", "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer",
+    "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
+    "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage",
+    "plan_recovery", "salvage_logs",
 ]  # fmt: skip
 
 

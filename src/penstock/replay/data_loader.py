@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.replay.buffer import ReplayBuffer
+from penstock.replay.paced import PacedReplayBuffer
 from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch
 
 _NAP_S = 0.2
@@ -27,7 +28,7 @@ class ReplayDataLoader:
         until: No batch is formed for this update or a later one; None means no end.
     """
 
-    def __init__(self, buffer: ReplayBuffer, prefetch: int = 1, until: int | None = None) -> None:
+    def __init__(self, buffer: ReplayBuffer | PacedReplayBuffer, prefetch: int = 1, until: int | None = None) -> None:
         self._buffer = buffer
         self._prefetch = prefetch
         self._until = until

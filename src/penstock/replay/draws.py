@@ -28,7 +28,7 @@ def parse_ticket_id(name: str) -> tuple[str, int, int]:
     return parts[0], int(parts[1]), int(parts[2])
 
 
-class TicketDraws:
+class TicketSampler:
     """Draws tickets in a sequence that the checkpoint can continue.
 
     Args:

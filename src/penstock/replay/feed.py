@@ -5,7 +5,8 @@ two small contracts of `penstock.batch` look alike from here: what a plain `Batc
 gone), the buffer makes up for when it looks at its batches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
@@ -25,7 +26,7 @@ AnyMaker = BatchMaker[Any, Any]
 """A maker of whatever the buffer holds."""
 
 
-class MakerFeed:
+class BatchMakers:
     """Routes rollouts to makers by environment.
 
     Args:
@@ -56,7 +57,22 @@ class MakerFeed:
         """Who takes rollouts of an environment; None where nobody does."""
         return self._makers.get(env_name, self._makers.get(None))
 
-    def give(self, group: WaitingGroup) -> list[Dropped]:
+    def shares_of(self, groups: Iterable[WaitingGroup]) -> Counter[AnyMaker]:
+        """What each maker is to be asked for, in its units, so that its batches amount to these groups."""
+        shares: Counter[AnyMaker] = Counter()
+        for group in groups:
+            maker = self.of(group.env_name)
+            assert maker is not None  # it was offered
+            shares[maker] += 1 if takes_whole_groups(maker) else len(group.rollouts)
+        return shares
+
+    def even_shares(self, batch_size: int, env_name: str | None = None) -> Counter[AnyMaker]:
+        """`batch_size` shared evenly, the first makers taking what is left over; or all of it of one environment's."""
+        makers = list(self) if env_name is None else [maker for maker in [self.of(env_name)] if maker is not None]
+        each, over = divmod(batch_size, max(len(makers), 1))
+        return Counter({m: each + (i < over) for i, m in enumerate(makers) if each or i < over})
+
+    def add(self, group: WaitingGroup) -> list[Dropped]:
         """Adds a group, with its deadline where it has one; returns what the maker did not take, or gave up for it."""
         maker = self.of(group.env_name)
         if maker is None:
@@ -75,7 +91,7 @@ class MakerFeed:
             refused += maker.dropped()
         return refused
 
-    def judge(self) -> list[Dropped]:
+    def judge_arrivals(self) -> list[Dropped]:
         """Lets the makers decide about what arrived; returns what they gave up."""
         dropped: list[Dropped] = []
         for maker in self:
@@ -84,25 +100,25 @@ class MakerFeed:
                 dropped += maker.dropped()
         return dropped
 
-    def give_restored(self, group: WaitingGroup, spent: Sequence[Experience]) -> list[Dropped]:
+    def add_restored(self, group: WaitingGroup, spent: Sequence[Experience]) -> list[Dropped]:
         """Adds a group of which some members are gone, so that the others keep the baseline that they had."""
         maker = self.of(group.env_name)
         if not spent or not isinstance(maker, PacedBatchMaker):
-            return self.give(group)
+            return self.add(group)
         for rollout in spent:
             maker.add_rollout(rollout)
-        dropped = self.give(group)
+        dropped = self.add(group)
         maker.judge_arrivals()
         maker.discard([rollout.rollout_id for rollout in spent])
         return dropped + maker.dropped()
 
-    def press(self, group: WaitingGroup, step: int) -> None:
+    def set_deadline(self, group: WaitingGroup, step: int) -> None:
         """Update `step` must take the group, although its own deadline is later."""
         maker = self.of(group.env_name)
         if isinstance(maker, PacedBatchMaker):
             maker.set_deadline(group.group_id, step)
 
-    def forget(self, group: WaitingGroup, rollout: Experience) -> None:
+    def remove(self, group: WaitingGroup, rollout: Experience) -> None:
         """A rollout is gone."""
         maker = self.of(group.env_name)
         if isinstance(maker, PacedBatchMaker):
@@ -129,11 +145,6 @@ class MakerFeed:
         maker.set_step(step)
         examples = maker.create_batch(batch_size) or []
         return examples, maker.dropped()
-
-
-def unit_size(maker: AnyMaker, group: WaitingGroup) -> int:
-    """What one group amounts to in the maker's batch size."""
-    return 1 if takes_whole_groups(maker) else len(group.rollouts)
 
 
 def is_paced(maker: AnyMaker) -> bool:

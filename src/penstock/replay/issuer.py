@@ -2,30 +2,38 @@
 
 `penstock.replay.outstanding` states the rule. At staleness zero tickets are admitted a whole cohort at a time: only
 when the engine serves the newest version and every group of the cohort before is trainable or gone, so that the
-lessons drawn cannot depend on the order in which groups finished. The issuer shares one condition (`changed`)
-with the replay buffer: what one of them decides, the other never sees half-done.
+lessons drawn cannot depend on the order in which groups finished. The issuer's lock (`changed`) is also its buffer's:
+what one of them decides, the other never sees half-done.
 
 Not covered: what becomes of a delivered group; that is the buffer's.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from penstock.replay.admission import Admission, TicketKey, TicketListener
+from penstock.replay.condition import NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.draws import TicketDraws, parse_ticket_id
-from penstock.replay.ledger import Ledger, rollout_ids
-from penstock.replay.outstanding import Outstanding, Phase
-from penstock.replay.pace import Pace
-from penstock.types import CheckpointError, Clock, Experience, LessonChooser, RolloutGroup, RunFailed, Ticket
+from penstock.replay.draws import TicketSampler, parse_ticket_id
+from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
+from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
+from penstock.replay.pace import PaceMetrics
+from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket
 
 
-class TicketIssuer(Admission):
-    """Implements `penstock.types.TicketSource` and `Checkpointable`.
+class RestoredGroup(NamedTuple):
+    """A sealed group of an earlier life that stands for a ticket drawn again."""
+
+    group_id: str
+    size: int
+    deadline_step: int
+
+
+class TicketIssuer:
+    """Implements `penstock.types.TicketSource` and `Checkpointable`. Thread-safe.
 
     Args:
         config: Pace and limits.
@@ -37,6 +45,15 @@ class TicketIssuer(Admission):
         clock: Unix seconds, for the age of running groups.
         may_draw: Whether `lesson_chooser` knows all that it has to know before the next lesson is drawn. Notify
             `changed` when it does.
+
+    Attributes:
+        changed: The lock, notified of all news.
+        ledger: As given; its `update` is the next update without a batch.
+        lineage: As given.
+        outstanding: Admitted groups that no update has taken.
+        late_deliveries: Groups that were refused because their ticket does not run (any more).
+        failed_since_batch: Groups that failed since the last batch.
+        last_failure: Why the last of them did.
     """
 
     def __init__(
@@ -50,16 +67,21 @@ class TicketIssuer(Admission):
         clock: Clock = time.time,
         may_draw: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().__init__(ledger, lineage, config.groups_per_batch)
+        self.changed = NotifyingCondition()
+        self.ledger = ledger
+        self.lineage = lineage
+        self.outstanding = OutstandingTickets(config.groups_per_batch)
+        self.late_deliveries = 0
         self.failed_since_batch = 0
         self.last_failure = ""
         self._config = config
-        self._draws = TicketDraws(run_seed, lineage, lesson_chooser)
+        self._draws = TicketSampler(run_seed, lineage, lesson_chooser)
         self._group_size_of = group_size_of
         self._clock = clock
         self._may_draw = may_draw
-        self._pace = Pace()
-        self._listener: TicketListener | None = None
+        self._pace = PaceMetrics()
+        self._claim: Callable[[str, int, int], RestoredGroup | None] = lambda lesson_id, index, deadline_step: None
+        self._on_resolved: Callable[[], None] = lambda: None
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._returned: deque[str] = deque()
@@ -69,10 +91,20 @@ class TicketIssuer(Admission):
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
 
+    def bind(self, claim: Callable[[str, int, int], RestoredGroup | None], on_resolved: Callable[[], None]) -> None:
+        """Connects the one buffer that these tickets' groups go to; both are called with the lock held.
+
+        Args:
+            claim: A finished group for a ticket (lesson, index, deadline in steps), which then counts as delivered;
+                None where it has to be generated.
+            on_resolved: A ticket was resolved: groups whose turn has come may be ingested.
+        """
+        self._claim, self._on_resolved = claim, on_resolved
+
     @property
-    def paced(self) -> bool:
-        """Always."""
-        return True
+    def update(self) -> int:
+        """The next update without a batch."""
+        return self.ledger.update
 
     # --- for rollout workers -----------------------------------------------------------------------------------
 
@@ -99,7 +131,7 @@ class TicketIssuer(Admission):
             Stopped: after `close`.
         """
         with self.changed:
-            self.raise_if_over()
+            self.changed.raise_if_over()
             while self._admit(most, lessons):
                 pass  # a claimed group may have freed its place at once, and another lesson may have been drawn
             return self._hand_out(most, lessons, holder)
@@ -156,15 +188,11 @@ class TicketIssuer(Admission):
 
     # --- for the replay buffer, with `changed` held ------------------------------------------------------------
 
-    def attach(self, listener: TicketListener) -> None:
-        """Whom to tell of resolved tickets."""
-        self._listener = listener
-
-    def receive(self, group: RolloutGroup[Experience]) -> Outstanding | None:
-        """See `Admission.receive`: only a group whose ticket runs, or did until its generator died just now."""
-        entry = self.outstanding.get(group.group_id)
+    def accept(self, group_id: str) -> Outstanding | None:
+        """The place of a delivered group; None where its ticket does not run, nor did until its generator died."""
+        entry = self.outstanding.get(group_id)
         if entry is not None and entry.phase == "returned":
-            self._returned.remove(group.group_id)
+            self._returned.remove(group_id)
             return entry
         return entry if entry is not None and entry.phase == "running" else None
 
@@ -177,8 +205,14 @@ class TicketIssuer(Admission):
             self._turns.popleft()
         return None
 
+    def set_trainable(self, group_id: str) -> None:
+        """A group that was ingested is durable."""
+        entry = self.outstanding.get(group_id)
+        if entry is not None and entry.phase == "waiting":
+            self.outstanding.set_trainable(group_id)
+
     def is_stuck(self) -> bool:
-        """See `Admission.is_stuck`: the newest version serves, no place is free, and every group is trainable."""
+        """Nothing can come before the next batch: the newest version serves, all places are taken and trainable."""
         held = len(self.outstanding)
         return self._serving == self.update and held >= self.limit and self.outstanding.trainable == held
 
@@ -189,7 +223,7 @@ class TicketIssuer(Admission):
             self.failed_since_batch += 1
             self.last_failure = failure
             if self.failed_since_batch >= self._config.failed_limit:
-                self.end_with(
+                self.changed.end_with(
                     RunFailed(
                         f"{self.failed_since_batch} groups failed while update {self.update} waited for its "
                         f"batch (replay.max_failed_groups_per_batch); the last: {failure}"
@@ -216,10 +250,14 @@ class TicketIssuer(Admission):
         return [(entry, waited) for entry, waited in waits if waited >= self._config.straggler_timeout_s]
 
     def take(self, step: int, group_ids: Collection[str]) -> dict[str, float]:
-        """See `Admission.take`: the places of these groups are free, and the next update is `step + 1`."""
+        """Update `step` has its batch, with the first use of these groups: their places are free.
+
+        Returns:
+            Metrics of the pace.
+        """
         taken = [self.outstanding.remove(group_id) for group_id in group_ids]
         self._in_training[step] = [entry.ticket for entry in taken]
-        self.update = step + 1
+        self.ledger.update = step + 1
         self.failed_since_batch = 0
         self.changed.notify_all()
         return self._pace.record(step, taken, list(self.outstanding))
@@ -228,16 +266,10 @@ class TicketIssuer(Admission):
         """Update `step` was applied: its tickets are done."""
         del self._in_training[step]
 
-    def advance_to(self, step: int) -> None:
-        """Tickets go by the version that serves, not by the one that the learner holds."""
-
     def key_of(self, group_id: str) -> TicketKey:
-        """See `Admission.key_of`."""
+        """Names a group across the lives of a run."""
         lesson_id, _, index = parse_ticket_id(group_id)
         return lesson_id, index
-
-    def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
-        """Counters and outstanding tickets say all that is needed."""
 
     def readmit(self) -> None:
         """Admits the tickets of the checkpoint again, claiming what an earlier life finished of them."""
@@ -268,7 +300,7 @@ class TicketIssuer(Admission):
         """See `Checkpointable.restore`: outstanding tickets are pending again, under this lineage's ids."""
         try:
             with self.changed:
-                self.update = int(state["update"])
+                self.ledger.update = int(state["update"])
                 self._draws.restore(state)
                 self._unplaced = deque(
                     (str(lesson_id), int(index))
@@ -288,7 +320,7 @@ class TicketIssuer(Admission):
         return {(lesson_id, index): name for name, lesson_id, index, _, _ in self._restored}
 
     def was_drawn(self, key: TicketKey) -> bool:
-        """See `Admission.was_drawn`: one that has no place yet may still be claimed."""
+        """Whether the restored checkpoint had admitted the group; one without a place yet may still be claimed."""
         return self._draws.was_drawn(*key) and key not in self._unplaced
 
     # --- admission ---------------------------------------------------------------------------------------------
@@ -336,14 +368,13 @@ class TicketIssuer(Admission):
     def _admit_one(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> bool:
         """Returns whether a group of an earlier life was claimed for it."""
         ticket = self._draws.ticket(lesson_id, index, admitted_step, deadline_step)
-        claim = self._listener.claim(lesson_id, index, deadline_step) if self._listener else None
-        if claim is None:
+        restored = self._claim(lesson_id, index, deadline_step)
+        if restored is None:
             self._register(ticket, self._group_size_of(lesson_id), "pending")
             self._pending.append(ticket.ticket_id)
             return False
-        self._register(
-            replace(ticket, ticket_id=claim.group_id, deadline_step=claim.deadline_step), claim.size, "delivered"
-        )
+        ticket = replace(ticket, ticket_id=restored.group_id, deadline_step=restored.deadline_step)
+        self._register(ticket, restored.size, "delivered")
         return True
 
     def _register(self, ticket: Ticket, size: int, phase: Phase) -> None:
@@ -375,6 +406,5 @@ class TicketIssuer(Admission):
         return tickets
 
     def _advance(self) -> None:
-        if self._listener is not None:
-            self._listener.advance()
+        self._on_resolved()
         self.changed.notify_all()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.replay.buffer import ReplayBuffer
+from penstock.replay.paced import PacedReplayBuffer
 from penstock.types import BatchSource, NoProgressError, SupersededError, TrainingBatch
 
 
@@ -26,8 +27,9 @@ class LearnerDesk:
     """
 
     def __init__(
-        self, lineage: int, buffer: ReplayBuffer, batches: BatchSource, states: Callable[[], dict[str, Any]]
-    ) -> None:
+        self, lineage: int, buffer: ReplayBuffer | PacedReplayBuffer, batches: BatchSource,
+        states: Callable[[], dict[str, Any]],
+    ) -> None:  # fmt: skip
         self.repeated = 0
         self._lineage = lineage
         self._buffer = buffer

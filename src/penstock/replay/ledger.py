@@ -20,6 +20,8 @@ from penstock.types import Clock, Fate, RunFailed, Ticket
 LiveState = Literal["in_flight", "waiting"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 STATES: tuple[str, ...] = (*get_args(LiveState), *FATES)
+TicketKey = tuple[str, int]
+"""Lesson and index of a group: its name in every lineage."""
 
 
 def rollout_ids(group_id: str, size: int) -> list[str]:
@@ -45,6 +47,9 @@ class Ledger:
         clock: Stamps the lines.
         past: Where an earlier life wrote, if one did: until `rebuild` the books know nothing of it.
         space: Says how long a full disk is waited for; lines for which there is no room are written later.
+
+    Attributes:
+        update: The next update without a batch, in an open buffer the current version: who settles a rollout logs it.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Ledger:
         past: str = "",
         space: DiskSpace | None = None,
     ) -> None:
+        self.update = 0
         self.past = past
         self.space = space or DiskSpace()
         self._backlog: list[tuple[JsonLinesLog, tuple[Mapping[str, Any], ...]]] = []

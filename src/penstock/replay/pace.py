@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.replay.outstanding import Outstanding
 
 
-class Pace:
+class PaceMetrics:
     """Counts batch by batch."""
 
     def __init__(self) -> None:

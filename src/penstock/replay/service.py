@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.issuer import TicketIssuer
 from penstock.replay.learner_desk import LearnerDesk
 from penstock.replay.memory_storage import MemoryRolloutStorage
+from penstock.replay.paced import PacedReplayBuffer
 from penstock.replay.receiver import RolloutReceiver
 from penstock.replay.serving import ServingVersions
 from penstock.replay.ticket_desk import TicketDesk, holder_of
@@ -51,7 +51,7 @@ class ReplayService:
     def __init__(
         self,
         issuer: TicketIssuer,
-        buffer: ReplayBuffer,
+        buffer: PacedReplayBuffer,
         batches: BatchSource,
         storage: MemoryRolloutStorage,
         receiver: RolloutReceiver,

@@ -58,7 +58,7 @@ class TicketDesk:
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self.reissued = 0
-        issuer.changed.on_news = self._news.set
+        issuer.changed.on_notify = self._news.set
 
     def start(self) -> None:
         """Starts the thread."""

@@ -2,7 +2,8 @@
 
 In memory only, without locks; `ReplayBuffer` holds its own. Rollouts leave one by one (freshness is decided rollout
 by rollout), groups with their last rollout. Groups are filed by their oldest weight step and their oldest time, in
-queues whose entries outlive the groups and are swept when most of them are dead. Nothing here looks into a rollout.
+queues whose entries outlive the groups and are swept when most of them are dead. Rollouts are packed
+(`PackedRollout`), and not looked into otherwise.
 """
 
 import heapq
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
-from penstock.types import Experience, RolloutMetadata
+from penstock.types import Experience, PackedRollout, Rollout, RolloutGroup, RolloutMetadata
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +40,16 @@ class WaitingGroup:
     first_use: int | None = None
     offered: bool = False
     uses: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, group: RolloutGroup[Experience], deadline_step: int | None = None) -> "WaitingGroup":
+        """A delivered group, its rollouts packed."""
+        packed: list[Experience] = []
+        for rollout in group.rollouts:
+            neighbour = packed[0] if packed and isinstance(packed[0], PackedRollout) else None
+            packed.append(PackedRollout(rollout, neighbour) if isinstance(rollout, Rollout) else rollout)
+        first = group.rollouts[0]
+        return cls(group.group_id, group.key, first.env_name, first.lesson_id, packed, deadline_step)
 
     def count_use(self, rollout_id: str) -> int:
         """One more use of a member; returns how many it has now."""
@@ -94,6 +105,13 @@ class WaitingGroups:
     def get(self, group_id: str) -> WaitingGroup:
         """A waiting group."""
         return self._groups[group_id]
+
+    def find(self, rollout_id: str) -> tuple[WaitingGroup, Experience] | None:
+        """A rollout that waits, with its group; None where it does not."""
+        group = self._groups.get(rollout_id.rpartition("/")[0])
+        if group is None:
+            return None
+        return next(((group, rollout) for rollout in group.rollouts if rollout.rollout_id == rollout_id), None)
 
     def add(self, group: WaitingGroup) -> None:
         """Takes a group with at least one rollout."""

@@ -24,7 +24,7 @@ from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
 from penstock.replay import (
     MemoryRolloutStorage,
-    ReplayBuffer,
+    PacedReplayBuffer,
     ReplayDataLoader,
     ReplayService,
     RolloutReceiver,
@@ -91,7 +91,7 @@ class ReplayRole(ThreadedComponent):
             clock=clock.now,
             may_draw=self._curriculum.may_draw,
         )
-        buffer = ReplayBuffer(
+        buffer = PacedReplayBuffer(
             replay,
             self._store,
             make_batch_makers(config, self._environment_names()),
