@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer
-from penstock.replay.serving import ServingVersions
+from penstock.replay.ticket_service import ServingVersions
 from penstock.types import SupersededError
 
 

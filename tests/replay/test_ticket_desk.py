@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer
-from penstock.replay.ticket_desk import TicketDesk
+from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketService
 from penstock.types import RunFailed, Stopped, SupersededError
 
 LIMIT_S = 10.0
@@ -27,7 +26,7 @@ def desk_of():
         issuer = TicketIssuer(config, 7, 0, InTurn(*lessons), Ledger(), lambda lesson: 3)
         if serving:
             issuer.set_serving_step(0)
-        desks.append(TicketDesk(issuer))
+        desks.append(TicketService(issuer, None))
         desks[-1].start()
         return desks[-1], issuer
 

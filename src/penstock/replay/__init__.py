@@ -10,26 +10,35 @@ if TYPE_CHECKING:
     from penstock.replay.file_storage import FileRolloutStorage
     from penstock.replay.formats import FRAGMENTS, LANGUAGE, ExperienceFormat
     from penstock.replay.fragment_config import FragmentReplayConfig
-    from penstock.replay.fragment_service import FragmentService
-    from penstock.replay.fragment_transfer import fragments_from_buffer, fragments_to_buffer
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
     from penstock.replay.history import History, LoggedFate
     from penstock.replay.issuer import TicketIssuer
     from penstock.replay.ledger import FATES, STATES, Ledger
     from penstock.replay.lineages import Lineages
     from penstock.replay.memory_storage import MemoryRolloutStorage
+    from penstock.replay.messages import (
+        batch_from_buffer,
+        batch_to_buffer,
+        fragments_from_buffer,
+        fragments_to_buffer,
+    )
     from penstock.replay.open_source import OpenBatchSource
     from penstock.replay.paced import PacedReplayBuffer
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
-    from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
-    from penstock.replay.remote_fragments import RemoteFragmentBatches, RemoteFragments
+    from penstock.replay.remote import (
+        RemoteBatches,
+        RemoteFragmentBatches,
+        RemoteFragments,
+        RemoteSink,
+        RemoteTickets,
+    )
     from penstock.replay.salvage import salvage_logs
-    from penstock.replay.service import ReplayService
+    from penstock.replay.service import FragmentService, ReplayService
     from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
     from penstock.replay.storage_opening import open_rollout_storage
     from penstock.replay.store import ExperienceStore, RolloutStore
-    from penstock.replay.transfer import batch_from_buffer, batch_to_buffer
+    from penstock.replay.ticket_service import TicketService
 
 _EXPORTS = {
     "Delivery": "storage",
@@ -39,7 +48,7 @@ _EXPORTS = {
     "FRAGMENTS": "formats",
     "FileRolloutStorage": "file_storage",
     "FragmentReplayConfig": "fragment_config",
-    "FragmentService": "fragment_service",
+    "FragmentService": "service",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
@@ -54,8 +63,8 @@ _EXPORTS = {
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
-    "RemoteFragmentBatches": "remote_fragments",
-    "RemoteFragments": "remote_fragments",
+    "RemoteFragmentBatches": "remote",
+    "RemoteFragments": "remote",
     "RemoteSink": "remote",
     "RemoteTickets": "remote",
     "ReplayDataLoader": "data_loader",
@@ -67,11 +76,12 @@ _EXPORTS = {
     "STATES": "ledger",
     "StoreConfig": "config",
     "TicketIssuer": "issuer",
+    "TicketService": "ticket_service",
     "Tolerance": "config",
-    "batch_from_buffer": "transfer",
-    "batch_to_buffer": "transfer",
-    "fragments_from_buffer": "fragment_transfer",
-    "fragments_to_buffer": "fragment_transfer",
+    "batch_from_buffer": "messages",
+    "batch_to_buffer": "messages",
+    "fragments_from_buffer": "messages",
+    "fragments_to_buffer": "messages",
     "open_rollout_storage": "storage_opening",
     "plan_recovery": "recovery",
     "salvage_logs": "salvage",
@@ -83,7 +93,7 @@ __all__ = [
     "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "PacedReplayBuffer",
     "RemoteBatches", "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer",
     "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
-    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "Tolerance",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "TicketService", "Tolerance",
     "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage",
     "plan_recovery", "salvage_logs",
 ]  # fmt: skip

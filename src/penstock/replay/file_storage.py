@@ -20,9 +20,9 @@ from pathlib import Path
 from penstock.replay.backpressure import Backpressure
 from penstock.replay.file_writer import FileWriter, list_batches, remove_unfinished
 from penstock.replay.lines import WriterLines
+from penstock.replay.messages import batch_from_buffer
 from penstock.replay.spool_names import FOLDER_PATTERN, BatchName
 from penstock.replay.storage import OnQuarantine, RolloutStorageConfig
-from penstock.replay.transfer import batch_from_buffer
 from penstock.types import InvalidRolloutError, RolloutBatch, RunFailed, SchemaVersionError, Stopped, TransferError
 
 QUARANTINE = "quarantine"

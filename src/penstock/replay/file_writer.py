@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.replay.backpressure import Backpressure
+from penstock.replay.messages import batch_to_buffer
 from penstock.replay.spool_names import BatchName, writer_folder
 from penstock.replay.storage import RolloutStorageConfig
-from penstock.replay.transfer import batch_to_buffer
 from penstock.rundir.atomic import UNFINISHED_PATTERN, replaced_atomically
 from penstock.types import RolloutBatch, RunFailed, Stopped
 

@@ -58,7 +58,7 @@ class MemoryRolloutStorage:
         entry = _Entry(writer_id, batch)
         with self._changed:
             self._raise_if_closed()
-            if not self._has_room(entry):
+            if not self.has_room(writer_id, entry.groups):
                 self._wait_for_room(entry)
             self._keep(entry)
 
@@ -68,10 +68,16 @@ class MemoryRolloutStorage:
         entry = _Entry(writer_id, batch)
         with self._changed:
             self._raise_if_closed()
-            if not self._has_room(entry):
+            if not self.has_room(writer_id, entry.groups):
                 return False
             self._keep(entry)
             return True
+
+    def has_room(self, writer_id: str, groups: int) -> bool:
+        """Whether `offer` would take so many groups of a writer now."""
+        with self._changed:
+            held = self._held[writer_id]
+            return held == 0 or held + groups <= self._config.capacity_groups
 
     def receive(self, timeout_s: float) -> "MemoryDelivery | None":
         """See `RolloutStorage.receive`."""
@@ -135,10 +141,6 @@ class MemoryRolloutStorage:
             self._counts["quarantined"] += 1
             self._on_quarantine(entry.writer_id, reason)
 
-    def _has_room(self, entry: _Entry) -> bool:
-        held = self._held[entry.writer_id]
-        return held == 0 or held + entry.groups <= self._config.capacity_groups
-
     def _keep(self, entry: _Entry) -> None:
         self._held[entry.writer_id] += entry.groups
         self._depth += entry.groups
@@ -148,7 +150,7 @@ class MemoryRolloutStorage:
     def _wait_for_room(self, entry: _Entry) -> None:
         full = f"{self._held[entry.writer_id]} of {self._config.capacity_groups} groups wait"
         with self._backpressure.blocked(entry.writer_id, full) as left_s:
-            while not self._has_room(entry):
+            while not self.has_room(entry.writer_id, entry.groups):
                 self._changed.wait(left_s())
                 self._raise_if_closed()
 

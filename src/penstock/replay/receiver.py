@@ -26,12 +26,17 @@ class RolloutReceiver:
         storage: Rollouts come from here.
         sink: And go there: the replay buffer.
         keeper: The replay buffer, which knows when a group is in a file; None acknowledges at once.
+
+    Attributes:
+        storage: As given.
+        groups_received: Groups that the sink took.
+        groups_refused: Groups that it had before, or that were not valid.
     """
 
     def __init__(
         self, storage: RolloutStorage, sink: RolloutSink, keeper: ReplayBuffer | PacedReplayBuffer | None = None
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._sink = sink
         self._keeper = keeper
         self._unsafe: deque[Delivery] = deque()
@@ -52,10 +57,10 @@ class RolloutReceiver:
         """Receives until `stop`, or until storage or sink is closed."""
         self._idle.clear()
         try:
-            self._storage.redeliver()
+            self.storage.redeliver()
             while not self._stopping.is_set():
                 self._now("waiting for rollouts")
-                delivery = self._storage.receive(POLL_S)
+                delivery = self.storage.receive(POLL_S)
                 if delivery is not None:
                     self._hand_over(delivery)
                 elif self._unsafe and self._keeper is not None:

@@ -18,14 +18,14 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.replay import FRAGMENTS, FragmentService, OpenAdmission, OpenBatchSource, ReplayBuffer, RolloutStore
+from penstock.replay import FRAGMENTS, OpenAdmission, OpenBatchSource, ReplayBuffer, ReplayService, RolloutStore
 
 SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", "set_current_step")
 """Methods of the service that others call as they are."""
 
 
 class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
-    """Runs one `FragmentService` and one `FleetReports`."""
+    """Runs one `ReplayService` and one `FleetReports`."""
 
     def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig]) -> None:
         super().__init__(around, settings)
@@ -52,10 +52,11 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             keep_checkpoints=config.overseer.keep_checkpoints,
         )
         self._reports = FleetReports(config.fleet.stats_window)
-        self._service = FragmentService(
-            settings.lineage,
+        self._service = ReplayService(
             self._buffer,
             OpenBatchSource(self._buffer, replay.fragments_per_batch),
+            FRAGMENTS,
+            lineage=settings.lineage,
             states=lambda: {"statistics": self._reports.statistics.state()},
             on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
             on_delivery=self._reports.note_delivery,
