@@ -14,12 +14,12 @@ from penstock.replay import (
     FRAGMENTS,
     FragmentReplayConfig,
     OpenAdmission,
-    OpenBatchSource,
     RemoteBatches,
     RemoteSink,
     ReplayBuffer,
     ReplayService,
     RolloutStore,
+    SampledBatches,
     fragments_from_buffer,
     fragments_to_buffer,
 )
@@ -39,7 +39,7 @@ class Served:
         self.refused = []
         self.service = ReplayService(
             self.buffer,
-            OpenBatchSource(self.buffer, 2),
+            SampledBatches(self.buffer, 2),
             FRAGMENTS,
             lineage=0,
             on_refusal=lambda *told: self.refused.append(told),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         fragments_from_buffer,
         fragments_to_buffer,
     )
-    from penstock.replay.open_source import OpenBatchSource
+    from penstock.replay.open_source import OpenBatchSource, SampledBatches
     from penstock.replay.paced import PacedReplayBuffer
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RemoteSink,
         RemoteTickets,
     )
-    from penstock.replay.salvage import salvage_logs
+    from penstock.replay.salvage import repair_logs, salvage_logs
     from penstock.replay.service import FragmentService, ReplayService
     from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
     from penstock.replay.storage_opening import open_rollout_storage
@@ -74,6 +74,7 @@ _EXPORTS = {
     "RolloutStorageConfig": "storage",
     "RolloutStore": "store",
     "STATES": "ledger",
+    "SampledBatches": "open_source",
     "StoreConfig": "config",
     "TicketIssuer": "issuer",
     "TicketService": "ticket_service",
@@ -84,6 +85,7 @@ _EXPORTS = {
     "fragments_to_buffer": "messages",
     "open_rollout_storage": "storage_opening",
     "plan_recovery": "recovery",
+    "repair_logs": "salvage",
     "salvage_logs": "salvage",
 }
 
@@ -93,9 +95,9 @@ __all__ = [
     "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "PacedReplayBuffer",
     "RemoteBatches", "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer",
     "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
-    "RolloutStorageConfig", "RolloutStore", "STATES", "StoreConfig", "TicketIssuer", "TicketService", "Tolerance",
-    "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage",
-    "plan_recovery", "salvage_logs",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer",
+    "TicketService", "Tolerance", "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer",
+    "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "repair_logs", "salvage_logs",
 ]  # fmt: skip
 
 

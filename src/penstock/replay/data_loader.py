@@ -15,7 +15,7 @@ from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.paced import PacedReplayBuffer
 from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch
 
-_NAP_S = 0.2
+_RECHECK_S = 0.2
 """Longest wait for a batch before the thread looks whether it should stop."""
 
 
@@ -107,7 +107,7 @@ class ReplayDataLoader:
     def _run(self, step: int) -> None:
         try:
             while not self._stopping and (self._until is None or step < self._until):
-                batch = self._buffer.await_batch(step, _NAP_S, lambda: self._wanted)
+                batch = self._buffer.await_batch(step, _RECHECK_S, lambda: self._wanted)
                 if batch is None:
                     continue
                 step += 1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.replay.backpressure import Backpressure
 from penstock.replay.file_writer import FileWriter, list_batches, remove_unfinished
-from penstock.replay.lines import WriterLines
+from penstock.replay.lines import FairQueue
 from penstock.replay.messages import batch_from_buffer
 from penstock.replay.spool_names import FOLDER_PATTERN, BatchName
 from penstock.replay.storage import OnQuarantine, RolloutStorageConfig
@@ -53,7 +53,7 @@ class FileRolloutStorage:
         self._closed = threading.Event()
         self._news = threading.Event()
         self._reading = threading.RLock()
-        self._lines: WriterLines[BatchName] = WriterLines()
+        self._lines: FairQueue[BatchName] = FairQueue()
         self._known: set[tuple[str, BatchName]] = set()
         self._next: dict[tuple[str, tuple[int, str]], int] = {}
         self._attempts: Counter[Path] = Counter()
@@ -81,7 +81,7 @@ class FileRolloutStorage:
             self._news.wait(min(left, self._config.poll_s))
 
     def redeliver(self) -> None:
-        """See `RolloutStorage.redeliver`."""
+        """What was received without being acknowledged is delivered again."""
         with self._reading:
             self._lines.clear()
             self._known.clear()
@@ -92,7 +92,7 @@ class FileRolloutStorage:
                 remove_unfinished(folder)
 
     def close(self) -> None:
-        """See `RolloutStorage.close`."""
+        """Everybody gets `Stopped`, also those who wait."""
         self._closed.set()
         self._news.set()
 
@@ -239,9 +239,9 @@ class FileDelivery:
         return (self._batch,)
 
     def acknowledge(self) -> None:
-        """See `Delivery.acknowledge`."""
+        """The reader has them: they are forgotten."""
         self._storage.delete(self._folder, self._name)
 
     def quarantine(self, reason: str) -> None:
-        """See `Delivery.quarantine`."""
+        """The reader cannot use them: they are put aside and counted."""
         self._storage.set_aside(self._folder, self._name, reason)

@@ -16,7 +16,7 @@ from penstock.rundir.storage import StoredFile
 
 
 class State(Enum):
-    """See the module."""
+    """What somebody plans with a file; the module says what each means."""
 
     KEPT = auto()
     MERGING = auto()

@@ -134,7 +134,7 @@ class Ledger:
 
         Args:
             ids: In flight or waiting.
-            fate: Which.
+            fate: How they ended.
             step: The update that was next when it was decided; for `trained`, the update that used them last.
             reason: In words.
         """

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class WriterLines(Generic[Item]):
+class FairQueue(Generic[Item]):
     """First in, first out for each writer; round robin among them."""
 
     def __init__(self) -> None:

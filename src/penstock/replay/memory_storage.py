@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.replay.backpressure import Backpressure
-from penstock.replay.lines import WriterLines
+from penstock.replay.lines import FairQueue
 from penstock.replay.storage import OnQuarantine, RolloutStorageConfig, check_metadata
 from penstock.types import RolloutBatch, Stopped
 
@@ -40,7 +40,7 @@ class MemoryRolloutStorage:
         self._on_quarantine = on_quarantine
         self._changed = threading.Condition()
         self._backpressure = Backpressure("memory", self._config.write_timeout_s)
-        self._lines: WriterLines[_Entry] = WriterLines()
+        self._lines: FairQueue[_Entry] = FairQueue()
         self._received: dict[_Entry, None] = {}
         self._held: Counter[str] = Counter()
         self._depth = 0
@@ -49,7 +49,7 @@ class MemoryRolloutStorage:
         self.quarantined: deque[tuple[RolloutBatch, str]] = deque(maxlen=KEPT_ASIDE)
 
     def writer(self, writer_id: str) -> "MemoryWriter":
-        """See `RolloutStorage.writer`."""
+        """The writing end for one worker, by its name."""
         return MemoryWriter(self, writer_id)
 
     def put(self, writer_id: str, batch: RolloutBatch) -> None:
@@ -80,7 +80,7 @@ class MemoryRolloutStorage:
             return held == 0 or held + groups <= self._config.capacity_groups
 
     def receive(self, timeout_s: float) -> "MemoryDelivery | None":
-        """See `RolloutStorage.receive`."""
+        """The next batch of the writer whose turn it is; None at the timeout."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -100,7 +100,7 @@ class MemoryRolloutStorage:
         return MemoryDelivery(self, entry)
 
     def redeliver(self) -> None:
-        """See `RolloutStorage.redeliver`."""
+        """What was received without being acknowledged is delivered again."""
         with self._changed:
             for entry in reversed(self._received):
                 self._lines.put_back(entry.writer_id, entry)
@@ -109,13 +109,13 @@ class MemoryRolloutStorage:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """See `RolloutStorage.close`."""
+        """Everybody gets `Stopped`, also those who wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def metrics(self) -> dict[str, float]:
-        """See `RolloutStorage.metrics`."""
+        """``rollout_storage/…`` numbers of this moment."""
         with self._changed:
             return {
                 "rollout_storage/depth": float(self._depth),
@@ -191,9 +191,9 @@ class MemoryDelivery:
         return (self._entry.batch,)
 
     def acknowledge(self) -> None:
-        """See `Delivery.acknowledge`."""
+        """The reader has them: they are forgotten."""
         self._storage.finish(self._entry)
 
     def quarantine(self, reason: str) -> None:
-        """See `Delivery.quarantine`."""
+        """The reader cannot use them: they are put aside and counted."""
         self._storage.set_aside(self._entry, reason)

@@ -10,7 +10,7 @@ from penstock.replay.buffer import ReplayBuffer
 from penstock.types import ConfigError, NoProgressError, TrainingBatch
 
 
-class OpenBatchSource:
+class SampledBatches:
     """Implements `penstock.types.BatchSource` over a `ReplayBuffer` without tickets.
 
     Args:
@@ -52,3 +52,7 @@ class OpenBatchSource:
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published."""
         self._buffer.set_current_step(step)
+
+
+OpenBatchSource = SampledBatches
+"""The earlier name."""

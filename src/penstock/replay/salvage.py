@@ -22,7 +22,7 @@ OnDamage = Callable[[str, str], None]
 _Row = dict[str, Any]
 
 
-def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
+def repair_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
     """Puts damaged logs of rollouts aside and what can be read of them in their places; nobody may have them open.
 
     Metrics and events have another writer, and no resume reads them.
@@ -31,12 +31,12 @@ def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
         directory: The run's.
         on_damage: Told of each.
     """
-    _salvage(directory.tickets_path, _is_ticket, on_damage)
-    _salvage(directory.fates_path, _is_fate, on_damage)
-    _salvage(directory.lineages_path, _is_fork, on_damage, lambda number: _likely_fork(number, directory.tickets_path))
+    _repair(directory.tickets_path, _is_ticket, on_damage)
+    _repair(directory.fates_path, _is_fate, on_damage)
+    _repair(directory.lineages_path, _is_fork, on_damage, lambda number: _likely_fork(number, directory.tickets_path))
 
 
-def _salvage(
+def _repair(
     path: Path,
     is_sound: Callable[[_Row], bool],
     on_damage: OnDamage,
@@ -103,3 +103,7 @@ def _likely_fork(lineage: int, tickets: Path) -> _Row:
     mine = (row for row in _rows(tickets, _is_ticket) if row is not None and row.get("lineage") == lineage)
     step = next((step for row in mine if isinstance(step := row.get("admitted_step"), int)), -1)
     return {"lineage": lineage, "parent": lineage - 1, "step": step}
+
+
+salvage_logs = repair_logs
+"""The earlier name."""

@@ -32,7 +32,7 @@ from penstock.replay.inventory import Inventory
 from penstock.replay.ledger import Ledger
 from penstock.replay.lineages import Lineages
 from penstock.replay.retention import Retention
-from penstock.replay.salvage import OnDamage, salvage_logs
+from penstock.replay.salvage import OnDamage, repair_logs
 from penstock.replay.stored_rows import groups_of_part, ids_of_part, read_history, stem_of
 from penstock.rundir import JsonLinesLog, RunDirectory
 from penstock.rundir.live_files import opened_part, read_live
@@ -141,7 +141,7 @@ class RolloutStore:
         self._retention = Retention(self._storage, experience, self._inventory, config, clock)
         self._logs: list[JsonLinesLog] = []
         if on_damage is not None:
-            salvage_logs(self._directory, on_damage)
+            repair_logs(self._directory, on_damage)
         self.lineages = Lineages(self._directory.lineages_path)
 
     def open_ledger(self, lineage: int = 0) -> Ledger:
