@@ -8,7 +8,7 @@ import pytest
 
 from penstock.batch import RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
-from penstock.replay.salvage import repair_logs
+from penstock.replay.repair import repair_logs
 from penstock.rundir import RunDirectory, read_json_lines, table_from_records, write_parquet
 from penstock.types import DuplicateGroupError, RolloutRecord, RunDirectoryError
 
@@ -174,7 +174,7 @@ def _by_part(store):
 
 
 def _groups(store, name):
-    from penstock.replay.stored_rows import groups_of_part
+    from penstock.replay.history import groups_of_part
     from penstock.rundir.live_files import opened_part
 
     with opened_part(store._storage, name) as file:

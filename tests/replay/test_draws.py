@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.replay.draws import TicketSampler, parse_ticket_id, ticket_id
+from penstock.replay.tickets import TicketSampler, parse_ticket_id, ticket_id
 from penstock.types import CheckpointError, fold
 
 

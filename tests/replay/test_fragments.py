@@ -162,7 +162,7 @@ def test_small_files_of_fragments_are_merged_but_not_those_with_many_bytes(tmp_p
     store = RolloutStore(tmp_path, config, experience=FRAGMENTS, grace_s=0.0)
     for number in range(4):
         store.seal([RolloutRecord(make_fragment(f"cart-{number}"), f"cart-{number}", group_key="k")])
-    monkeypatch.setattr("penstock.replay.compaction.LARGE_BYTES", 1)
+    monkeypatch.setattr("penstock.replay.parts.LARGE_BYTES", 1)
     store.maintain()
     assert len(list((tmp_path / "fragments").iterdir())) == 4
     monkeypatch.undo()

@@ -1,7 +1,7 @@
 """Counters of overtaking and starvation, by lesson."""
 
 from penstock.replay.outstanding import Outstanding
-from penstock.replay.pace import PaceMetrics
+from penstock.replay.tickets import PaceMetrics
 from penstock.types import Ticket
 
 

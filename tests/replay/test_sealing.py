@@ -8,8 +8,8 @@ from tests.replay.stored import HandClock
 
 from penstock.replay import Ledger, StoreConfig
 from penstock.replay.condition import NotifyingCondition
-from penstock.replay.disk_space import DiskSpace
-from penstock.replay.sealing import Sealer
+from penstock.replay.ledger import DiskSpace
+from penstock.replay.store import Sealer
 
 LIMIT_S = 20.0
 

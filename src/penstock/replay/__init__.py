@@ -5,25 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.replay.buffer import OpenAdmission, ReplayBuffer
-    from penstock.replay.config import ReplayBufferConfig, StoreConfig, Tolerance
-    from penstock.replay.data_loader import ReplayDataLoader
-    from penstock.replay.file_storage import FileRolloutStorage
-    from penstock.replay.formats import FRAGMENTS, LANGUAGE, ExperienceFormat
-    from penstock.replay.fragment_config import FragmentReplayConfig
+    from penstock.replay.config import FragmentReplayConfig, ReplayBufferConfig, StoreConfig, Tolerance
+    from penstock.replay.file_queue import FileRolloutStorage, open_rollout_storage
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
-    from penstock.replay.history import History, LoggedFate
-    from penstock.replay.issuer import TicketIssuer
-    from penstock.replay.ledger import FATES, STATES, Ledger
-    from penstock.replay.lineages import Lineages
-    from penstock.replay.memory_storage import MemoryRolloutStorage
+    from penstock.replay.history import FRAGMENTS, LANGUAGE, ExperienceFormat, History, LoggedFate
+    from penstock.replay.ledger import FATES, STATES, Ledger, Lineages
     from penstock.replay.messages import (
         batch_from_buffer,
         batch_to_buffer,
         fragments_from_buffer,
         fragments_to_buffer,
     )
-    from penstock.replay.open_source import OpenBatchSource, SampledBatches
     from penstock.replay.paced import PacedReplayBuffer
+    from penstock.replay.prefetch import OpenBatchSource, ReplayDataLoader, SampledBatches
+    from penstock.replay.queue import Delivery, MemoryRolloutStorage, RolloutStorage, RolloutStorageConfig
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import (
@@ -33,32 +28,31 @@ if TYPE_CHECKING:
         RemoteSink,
         RemoteTickets,
     )
-    from penstock.replay.salvage import repair_logs, salvage_logs
+    from penstock.replay.repair import repair_logs, salvage_logs
     from penstock.replay.service import FragmentService, ReplayService
-    from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
-    from penstock.replay.storage_opening import open_rollout_storage
     from penstock.replay.store import ExperienceStore, RolloutStore
     from penstock.replay.ticket_service import TicketService
+    from penstock.replay.tickets import TicketIssuer
 
 _EXPORTS = {
-    "Delivery": "storage",
-    "ExperienceFormat": "formats",
+    "Delivery": "queue",
+    "ExperienceFormat": "history",
     "ExperienceStore": "store",
     "FATES": "ledger",
-    "FRAGMENTS": "formats",
-    "FileRolloutStorage": "file_storage",
-    "FragmentReplayConfig": "fragment_config",
+    "FRAGMENTS": "history",
+    "FileRolloutStorage": "file_queue",
+    "FragmentReplayConfig": "config",
     "FragmentService": "service",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
-    "LANGUAGE": "formats",
+    "LANGUAGE": "history",
     "Ledger": "ledger",
-    "Lineages": "lineages",
+    "Lineages": "ledger",
     "LoggedFate": "history",
-    "MemoryRolloutStorage": "memory_storage",
+    "MemoryRolloutStorage": "queue",
     "OpenAdmission": "buffer",
-    "OpenBatchSource": "open_source",
+    "OpenBatchSource": "prefetch",
     "PacedReplayBuffer": "paced",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
@@ -67,26 +61,26 @@ _EXPORTS = {
     "RemoteFragments": "remote",
     "RemoteSink": "remote",
     "RemoteTickets": "remote",
-    "ReplayDataLoader": "data_loader",
+    "ReplayDataLoader": "prefetch",
     "ReplayService": "service",
     "RolloutReceiver": "receiver",
-    "RolloutStorage": "storage",
-    "RolloutStorageConfig": "storage",
+    "RolloutStorage": "queue",
+    "RolloutStorageConfig": "queue",
     "RolloutStore": "store",
     "STATES": "ledger",
-    "SampledBatches": "open_source",
+    "SampledBatches": "prefetch",
     "StoreConfig": "config",
-    "TicketIssuer": "issuer",
+    "TicketIssuer": "tickets",
     "TicketService": "ticket_service",
     "Tolerance": "config",
     "batch_from_buffer": "messages",
     "batch_to_buffer": "messages",
     "fragments_from_buffer": "messages",
     "fragments_to_buffer": "messages",
-    "open_rollout_storage": "storage_opening",
+    "open_rollout_storage": "file_queue",
     "plan_recovery": "recovery",
-    "repair_logs": "salvage",
-    "salvage_logs": "salvage",
+    "repair_logs": "repair",
+    "salvage_logs": "repair",
 }
 
 __all__ = [

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from penstock.replay.condition import RECHECK_S, NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.feed import AnyMaker
 from penstock.replay.history import History
 from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
 from penstock.replay.training_pool import CurriculumHook, FormedBatch, TrainingPool
+from penstock.replay.waiting_groups import AnyMaker
 from penstock.types import (
     CheckpointError,
     Clock,

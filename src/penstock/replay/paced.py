@@ -17,14 +17,14 @@ from itertools import islice
 from typing import Any
 
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.feed import AnyMaker
 from penstock.replay.history import History
-from penstock.replay.issuer import RestoredGroup, TicketIssuer
 from penstock.replay.ledger import TicketKey, rollout_ids
 from penstock.replay.outstanding import Outstanding
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
+from penstock.replay.tickets import RestoredGroup, TicketIssuer
 from penstock.replay.training_pool import CurriculumHook, FormedBatch, TrainingPool
+from penstock.replay.waiting_groups import AnyMaker
 from penstock.types import (
     Clock,
     ConfigError,

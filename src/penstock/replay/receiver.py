@@ -12,7 +12,7 @@ from collections import deque
 
 from penstock.replay.buffer import ReplayBuffer
 from penstock.replay.paced import PacedReplayBuffer
-from penstock.replay.storage import Delivery, RolloutStorage
+from penstock.replay.queue import Delivery, RolloutStorage
 from penstock.types import DuplicateGroupError, InvalidRolloutError, RolloutBatch, RolloutSink, Stopped
 
 POLL_S = 0.5

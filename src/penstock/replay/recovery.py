@@ -25,7 +25,7 @@ from typing import Any
 from penstock.replay.history import History, LoggedFate
 from penstock.replay.ledger import FATES, TicketKey
 from penstock.replay.training_pool import TrainingPool
-from penstock.replay.waiting import WaitingGroup
+from penstock.replay.waiting_groups import WaitingGroup
 from penstock.types import CheckpointError, Experience, Fate, RolloutGroup, RolloutRecord, WeightVersion
 
 BEFORE_THE_FIRST = -1

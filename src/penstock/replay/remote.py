@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, cast
 
-from penstock.replay.formats import LANGUAGE, ExperienceFormat
+from penstock.replay.history import LANGUAGE, ExperienceFormat
 from penstock.replay.messages import BatchMessage, in_messages
 from penstock.types import (
     Caller,

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from penstock.replay.buffer import ReplayBuffer
-from penstock.replay.formats import LANGUAGE, ExperienceFormat
-from penstock.replay.memory_storage import MemoryRolloutStorage
+from penstock.replay.history import LANGUAGE, ExperienceFormat
 from penstock.replay.messages import BatchMessage
 from penstock.replay.paced import PacedReplayBuffer
+from penstock.replay.queue import MemoryRolloutStorage
 from penstock.replay.receiver import RolloutReceiver
 from penstock.types import (
     BatchSource,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.replay.condition import RECHECK_S
-from penstock.replay.issuer import TicketIssuer
+from penstock.replay.tickets import TicketIssuer
 from penstock.types import CurriculumRecord, RolloutBatchStats, Stopped, SupersededError, Ticket
 
 

@@ -27,12 +27,18 @@ from typing import Any
 from penstock.batch import Dropped, has_signal
 from penstock.replay.condition import RECHECK_S, NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.feed import AnyMaker, BatchMakers, batch_metrics, is_paced, takes_whole_groups
 from penstock.replay.freshness import FreshnessRules, IngestRules, Verdict, judge_group
 from penstock.replay.ledger import Ledger
-from penstock.replay.sealing import Sealer
-from penstock.replay.store import ExperienceStore
-from penstock.replay.waiting import WaitingGroup, WaitingGroups
+from penstock.replay.store import ExperienceStore, Sealer
+from penstock.replay.waiting_groups import (
+    AnyMaker,
+    BatchMakers,
+    WaitingGroup,
+    WaitingGroups,
+    batch_metrics,
+    is_paced,
+    takes_whole_groups,
+)
 from penstock.types import (
     Clock,
     Experience,

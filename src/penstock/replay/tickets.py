@@ -5,23 +5,129 @@ when the engine serves the newest version and every group of the cohort before i
 lessons drawn cannot depend on the order in which groups finished. The issuer's lock (`changed`) is also its buffer's:
 what one of them decides, the other never sees half-done.
 
+Lessons come from the curriculum, examples from a counter per lesson, seeds from names: the draw of ticket number k
+depends on the run's seed, k, and the curriculum's probabilities at that moment; a ticket's seed depends on its lesson
+and index alone. So a resumed run that draws the same lesson again draws the same group. Overtaking is bounded by the
+deadlines, so no lesson starves; `PaceMetrics` shows it, and a lesson that is slow.
+
 Not covered: what becomes of a delivered group; that is the buffer's.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from penstock.replay.condition import NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.draws import TicketSampler, parse_ticket_id
 from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
 from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
-from penstock.replay.pace import PaceMetrics
-from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket
+from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket, fold
+
+
+def ticket_id(lesson_id: str, lineage: int, index: int) -> str:
+    """``<lesson>-<lineage>-<index>``."""
+    return f"{lesson_id}-{lineage}-{index}"
+
+
+def parse_ticket_id(name: str) -> tuple[str, int, int]:
+    """(lesson, lineage, index) of a ticket id.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    parts = name.rsplit("-", 2)
+    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise CheckpointError(f"{name!r} is not a ticket id: it must be <lesson>-<lineage>-<index>")
+    return parts[0], int(parts[1]), int(parts[2])
+
+
+class TicketSampler:
+    """Draws tickets in a sequence that the checkpoint can continue.
+
+    Args:
+        run_seed: Every seed derives from it.
+        lineage: Part of each id.
+        chooser: Draws lessons.
+    """
+
+    def __init__(self, run_seed: int, lineage: int, chooser: LessonChooser) -> None:
+        self._run_seed = run_seed
+        self._lineage = lineage
+        self._chooser = chooser
+        self._draws = 0
+        self._next_index: dict[str, int] = {}
+
+    def draw(self) -> tuple[str, int]:
+        """The lesson and index of the next ticket."""
+        lesson_id = self._chooser.sample_lesson(fold(self._run_seed, "lesson", self._draws))
+        self._draws += 1
+        index = self._next_index.get(lesson_id, 0)
+        self._next_index[lesson_id] = index + 1
+        return lesson_id, index
+
+    def ticket(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> Ticket:
+        """The ticket for one group of a lesson, in this lineage."""
+        return Ticket(
+            ticket_id=ticket_id(lesson_id, self._lineage, index),
+            lesson_id=lesson_id,
+            index=index,
+            seed=fold(self._run_seed, lesson_id, index),
+            deadline_step=deadline_step,
+            admitted_step=admitted_step,
+        )
+
+    def was_drawn(self, lesson_id: str, index: int) -> bool:
+        """Whether that group's ticket has been drawn already."""
+        return index < self._next_index.get(lesson_id, 0)
+
+    def state(self) -> dict[str, Any]:
+        """The counters, JSON-serialisable."""
+        return {"draws": self._draws, "next_index": dict(self._next_index)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back."""
+        self._draws = int(state["draws"])
+        self._next_index = {str(lesson): int(index) for lesson, index in state["next_index"].items()}
+
+
+class PaceMetrics:
+    """Counts batch by batch."""
+
+    def __init__(self) -> None:
+        self._last_trained: dict[str, int] = {}
+
+    def record(self, step: int, taken: Sequence[Outstanding], left: Sequence[Outstanding]) -> dict[str, float]:
+        """Update `step` has its batch.
+
+        Args:
+            step: The update.
+            taken: Groups that it trains for the first time.
+            left: Groups that stay outstanding, in issue order.
+
+        Returns:
+            ``replay/overtakes`` (groups of the batch that passed one which is still outstanding), and for every lesson
+            that is concerned ``replay/<lesson>/`` ``groups`` (in the batch), ``overtaken`` (most groups that have
+            passed one of its groups) and ``starved_updates`` (since it was trained last, while it has groups).
+        """
+        for entry in left:
+            entry.overtaken += sum(other.number > entry.number for other in taken)
+        oldest = left[0].number if left else None
+        metrics = {"replay/overtakes": float(sum(oldest is not None and entry.number > oldest for entry in taken))}
+        trained = {entry.ticket.lesson_id for entry in taken}
+        for lesson_id in sorted(trained.union(entry.ticket.lesson_id for entry in left)):
+            mine = [entry for entry in (*taken, *left) if entry.ticket.lesson_id == lesson_id]
+            if lesson_id in trained:
+                self._last_trained[lesson_id] = step
+            since = self._last_trained.setdefault(lesson_id, step - 1)
+            metrics[f"replay/{lesson_id}/groups"] = float(sum(entry.ticket.lesson_id == lesson_id for entry in taken))
+            metrics[f"replay/{lesson_id}/overtaken"] = float(max(entry.overtaken for entry in mine))
+            metrics[f"replay/{lesson_id}/starved_updates"] = float(step - since)
+        for lesson_id in self._last_trained.keys() - {entry.ticket.lesson_id for entry in left}:
+            del self._last_trained[lesson_id]  # a lesson without groups waits for nothing
+        return metrics
 
 
 class RestoredGroup(NamedTuple):
