@@ -99,8 +99,9 @@ class ReplayDataLoader:
 
     def _start(self, step: int) -> None:
         if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._run, args=(step,), name="replay-data-loader", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(step,), name="replay-data-loader", daemon=True)
+            thread.start()
+            self._thread = thread  # once it runs: `stop`, of another thread, joins it
 
     def _want(self, wanted: bool) -> None:
         self._wanted = wanted and not self._ready
