@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.no_files import FateLog, NoFiles
 from penstock.batch import BatchMaker, DeadlineBatchMaker, RecencyBatchMaker
-from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, TicketIssuer
+from penstock.replay import OpenAdmission, PacedReplayBuffer, ReplayBuffer, ReplayBufferConfig, TicketIssuer
 from penstock.types import (
     Rollout,
     RolloutGroup,
@@ -111,7 +111,7 @@ class Paced:
         self.fates, store = log.fates, NoFiles(log)
         self._issuer = TicketIssuer(config, seed, 0, EvenLessons(), store.open_ledger(), lambda _: GROUP_SIZE, clock)
         maker = DeadlineBatchMaker(ordered=config.synchronous)
-        self.buffer = ReplayBuffer(config, store, maker, self._issuer, clock)
+        self.buffer = PacedReplayBuffer(config, store, maker, self._issuer, clock)
         self._issuer.set_serving_step(0)
 
     def begin(self, most: int) -> list[Ticket]:

@@ -17,7 +17,7 @@ from benchmarks.scale.making import GROUP_SIZE, GroupMaker
 from benchmarks.scale.worker import SimulatedWorker
 
 from penstock.overseer.distributed.records import Identity, View
-from penstock.replay.transfer import batch_from_buffer
+from penstock.replay.messages import batch_from_buffer
 from penstock.types import SupersededError, Ticket, UnreachableError
 
 TICKET = Ticket("cats-0-3", "cats", 3, 17, 5, 2)

@@ -8,7 +8,7 @@ from tests.fragments_made import make_fragment
 from tests.fuzz.fuzzing import COUNTS, altered, damaged, fuzz
 
 from penstock.replay import fragments_from_buffer, fragments_to_buffer
-from penstock.replay.message_frame import MAGIC, TRAILER
+from penstock.replay.messages import MAGIC, TRAILER
 from penstock.rundir import (
     fragments_from_table,
     read_parquet,

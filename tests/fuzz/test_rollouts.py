@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz.fuzzing import COUNTS, damaged, fuzz
 
 from penstock.replay import batch_from_buffer, batch_to_buffer
-from penstock.replay.message_frame import MAGIC, TRAILER
+from penstock.replay.messages import MAGIC, TRAILER
 from penstock.rundir import read_examples, read_records, read_rows, write_records
 from penstock.types import (
     Decoding,

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.overseer import full_disk
 from penstock.overseer.full_disk import WaitingWrites, when_there_is_room
-from penstock.replay.disk_space import DiskSpace
+from penstock.replay.ledger import DiskSpace
 from penstock.types import RunFailed
 
 

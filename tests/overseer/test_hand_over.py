@@ -84,7 +84,7 @@ def test_an_error_in_the_receiver_ends_the_run_with_that_error(run_dir: Path, mo
     def broken(self, batches) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(local.ReplayBuffer, "add_batches", broken)
+    monkeypatch.setattr(local.PacedReplayBuffer, "add_batches", broken)
     with pytest.raises(OSError, match="no space left"):
         train(tiny({"rollout": FILES}), run_dir, quiet=True)
     assert waiting_files(run_dir / "rollout_storage")  # never acknowledged, so never deleted

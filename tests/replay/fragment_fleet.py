@@ -7,9 +7,9 @@ from penstock.replay import (
     FRAGMENTS,
     FragmentReplayConfig,
     OpenAdmission,
-    OpenBatchSource,
     ReplayBuffer,
     RolloutStore,
+    SampledBatches,
 )
 from penstock.rundir import RunDirectory, read_json_lines
 
@@ -32,7 +32,7 @@ class Fleet:
             self.buffer.restore(states)
         elif begun_anew:
             self.buffer.begin_anew()
-        self.source = OpenBatchSource(self.buffer, self.config.fragments_per_batch)
+        self.source = SampledBatches(self.buffer, self.config.fragments_per_batch)
 
     def fragment(self, **fields):
         self.made += 1
@@ -50,7 +50,7 @@ class Fleet:
         return ids(batch)
 
     def counts(self):
-        return {k: v for k, v in self.buffer._ledger.snapshot().items() if v}
+        return {k: v for k, v in self.buffer.pool.ledger.snapshot().items() if v}
 
     def reasons(self):
         return [row["reason"] for row in read_json_lines(self.directory.fates_path)]

@@ -27,6 +27,7 @@ from penstock.replay import (
     FileRolloutStorage,
     FragmentReplayConfig,
     OpenAdmission,
+    PacedReplayBuffer,
     ReplayBuffer,
     ReplayBufferConfig,
     RolloutReceiver,
@@ -99,9 +100,8 @@ class Life:
             self.issuer = TicketIssuer(self.config, 7, self.lineage, self.curriculum, ledger, sizes)
             self.admission = self.issuer
             maker = DeadlineBatchMaker(max_samples=self.config.max_samples, max_tokens=16)
-        self.buffer = ReplayBuffer(
-            self.config, store, maker, self.admission, curriculum_hook=self.curriculum.update
-        )  # fmt: skip
+        front = ReplayBuffer if self.issuer is None else PacedReplayBuffer
+        self.buffer = front(self.config, store, maker, self.admission, curriculum_hook=self.curriculum.update)
         if states is not None:
             self._restore(states)
         self.buffer.check_ledger()

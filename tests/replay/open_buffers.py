@@ -34,7 +34,7 @@ class Open:
         self.buffer.check_ledger()
 
     def counts(self):
-        return {k: v for k, v in self.buffer._ledger.snapshot().items() if v}
+        return {k: v for k, v in self.buffer.pool.ledger.snapshot().items() if v}
 
 
 def rename(rollout, env_name):

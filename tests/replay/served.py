@@ -1,17 +1,19 @@
 """A replay service over a store without files, and the parts of it."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import make_batch_maker
 from penstock.replay import (
     MemoryRolloutStorage,
-    ReplayBuffer,
+    PacedReplayBuffer,
     ReplayBufferConfig,
     ReplayService,
     RolloutReceiver,
     RolloutStorageConfig,
     TicketIssuer,
+    TicketService,
 )
 
 
@@ -35,11 +37,41 @@ class Record:
         return self.curriculum.state()
 
 
+class Endpoint:
+    """What a component offers its callers: the methods of both services."""
+
+    def __init__(self, service: ReplayService, tickets: TicketService) -> None:
+        self.service, self.tickets = service, tickets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.service if hasattr(self.service, name) else self.tickets, name)
+
+    def start(self) -> None:
+        self.tickets.start()
+        self.service.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        ended = self.tickets.stop(timeout_s)
+        return self.service.stop(timeout_s) and ended
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.service.failure or self.tickets.failure
+
+    def metrics(self) -> dict[str, float]:
+        numbers = Counter(self.service.metrics())
+        numbers.update(self.tickets.metrics())
+        return dict(numbers)
+
+    def status(self) -> dict[str, Any]:
+        return {**self.tickets.status(), **self.service.status()}
+
+
 @dataclass
 class Served:
-    service: ReplayService
+    service: Endpoint
     issuer: TicketIssuer
-    buffer: ReplayBuffer
+    buffer: PacedReplayBuffer
     record: Record
     store: Any
     refusals: list[tuple[str, str]]
@@ -72,7 +104,7 @@ def serve(
         allow_truncated_sampling=False,
         seed=7,
     )
-    buffer = ReplayBuffer(
+    buffer = PacedReplayBuffer(
         settings, store, maker, issuer, curriculum_hook=curriculum.update if remote is None else remote.update_group
     )
     if states is not None:
@@ -81,16 +113,17 @@ def serve(
         buffer.restore(states["replay"])
     storage = MemoryRolloutStorage(RolloutStorageConfig(capacity_groups=capacity_groups))
     record, refusals = Record(curriculum), []
-    service = ReplayService(
-        issuer,
+    tickets = TicketService(issuer, record if remote is None else remote, needs_clearance)
+    replay = ReplayService(
         buffer,
         buffer,
-        storage,
-        RolloutReceiver(storage, buffer),
-        record if remote is None else remote,
-        needs_clearance=needs_clearance,
+        lineage=issuer.lineage,
+        receiver=RolloutReceiver(storage, buffer),
+        check_sender=tickets.check,
+        states=tickets.states,
         on_refusal=lambda worker, reason: refusals.append((worker, reason)),
     )
+    service = Endpoint(replay, tickets)
     if start:
         service.start()
     return Served(service, issuer, buffer, record, store, refusals)

@@ -14,12 +14,13 @@ import numpy as np
 from tests.replay.memory_store import MemoryStore
 
 from penstock.batch import make_batch_maker
-from penstock.replay import Ledger, ReplayBuffer, ReplayBufferConfig, TicketIssuer
+from penstock.replay import Ledger, PacedReplayBuffer, ReplayBufferConfig, TicketIssuer
 from penstock.types import (
     Rollout,
     RolloutBatch,
     RolloutGroup,
     RolloutMetadata,
+    RolloutSink,
     Ticket,
     TrainingBatch,
     fold,
@@ -118,7 +119,7 @@ def make_group(ticket: Ticket, rewards: Sequence[float], **fields) -> RolloutGro
     return RolloutGroup(f"words:{ticket.seed}", tuple(rollouts), ticket.ticket_id)
 
 
-def deliver(buffer: ReplayBuffer, *groups: RolloutGroup) -> None:
+def deliver(buffer: RolloutSink, *groups: RolloutGroup) -> None:
     buffer.add_batches([RolloutBatch.of((group,)) for group in groups])
 
 
@@ -152,7 +153,7 @@ class Simulation:
             allow_truncated_sampling=False,
             seed=7,
         )
-        self.buffer = ReplayBuffer(config, self.store, maker, self.issuer, self.clock, self.curriculum.update)
+        self.buffer = PacedReplayBuffer(config, self.store, maker, self.issuer, self.clock, self.curriculum.update)
         self.step = 0
         if states is not None:
             self.curriculum.restore(states["curriculum"])

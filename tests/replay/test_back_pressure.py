@@ -1,4 +1,4 @@
-"""Senders wait where the buffer of fragments is full, and hear of room, of the end and of their limit."""
+"""Back-pressure of an open buffer: who waits, what ends the wait, and what is said of it."""
 
 import threading
 
@@ -9,6 +9,7 @@ from tests.fragments_made import a_batch
 from tests.replay.fragment_fleet import Fleet, ids
 from tests.waiting import wait_until
 
+from penstock.replay.buffer import AdmissionLimit
 from penstock.types import NoProgressError, Stopped
 
 
@@ -85,7 +86,7 @@ def test_what_was_used_does_not_keep_others_out(fleet):
     assert run.counts() == {"started": 2, "waiting": 2} and run.buffer.has_room
     run.add(run.fragment())
     assert run.update(1) == ["cart-w0-0-2/0", "cart-w0-0-0/0"]  # what was in no batch yet, then the oldest
-    assert run.buffer._stock.unused == 0
+    assert run.buffer.pool.unused == 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -106,6 +107,60 @@ def test_the_count_of_those_that_wait_for_a_first_batch_is_right(tmp_path_factor
             run.source.set_current_step(step)
         elif what == "time":
             run.now += 4
-        waiting = {r.rollout_id for group in run.buffer._stock.waiting for r in group.rollouts}
-        assert run.buffer._stock.unused == len(waiting - used) <= 6
+        waiting = {r.rollout_id for group in run.buffer.pool.waiting for r in group.rollouts}
+        assert run.buffer.pool.unused == len(waiting - used) <= 6
     run.end()
+
+
+class Shared:
+    """A count under a condition, with a clock that waiting moves."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.now = count, 0.0
+        self.changed = threading.Condition()
+
+    def clock(self) -> float:
+        return self.now
+
+    def waiting(self) -> int:
+        return self.count
+
+
+def test_below_the_limit_nobody_waits():
+    shared = Shared(3)
+    for most in (4, None):
+        with shared.changed:
+            AdmissionLimit(most, 1.0, shared.clock).wait(shared.changed, shared.waiting, str)
+    assert AdmissionLimit(None, 1.0).metrics() == {}
+
+
+def test_the_wait_ends_when_there_is_room_and_is_counted(monkeypatch):
+    shared = Shared(4)
+    room = AdmissionLimit(4, 60.0, shared.clock)
+    seen = []
+
+    def wait(timeout):
+        seen.append((timeout, room.metrics()["replay/blocked_senders"]))
+        shared.now += 0.5
+        shared.count -= shared.now >= 1.5
+
+    monkeypatch.setattr(shared.changed, "wait", wait)
+    with shared.changed:
+        room.wait(shared.changed, shared.waiting, str)
+    assert seen == [(1.0, 1.0)] * 3
+    assert room.metrics() == {"replay/blocked_senders": 0.0, "replay/blocked_s": 1.5}
+
+
+def test_a_wait_that_is_too_long_says_what_for(monkeypatch):
+    shared = Shared(4)
+    room = AdmissionLimit(4, 2.5, shared.clock)
+    monkeypatch.setattr(shared.changed, "wait", lambda timeout: setattr(shared, "now", shared.now + timeout))
+    with (
+        shared.changed,
+        pytest.raises(
+            NoProgressError,
+            match=r"waited 2.5 s \(replay.max_waiting_s\): 4 rollouts wait.*max_waiting = 4.*the learner sleeps",
+        ),
+    ):
+        room.wait(shared.changed, shared.waiting, lambda: "the learner sleeps")
+    assert room.metrics()["replay/blocked_s"] == 2.5

@@ -183,7 +183,7 @@ def test_zero_parts_means_never(tmp_path):
 
 
 def test_memory_is_bounded_by_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.replay.compaction._ROW_GROUP_ROWS", 4)
+    monkeypatch.setattr("penstock.replay.parts._ROW_GROUP_ROWS", 4)
     store = make_store(tmp_path, compact_rollouts=100)
     seal_groups(store, 0, 1, 2, 3, 4)
     store.maintain()

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.batch import RecencyBatchMaker
 from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
-from penstock.replay.salvage import salvage_logs
+from penstock.replay.repair import repair_logs
 from penstock.rundir import RunDirectory, read_json_lines, table_from_records, write_parquet
 from penstock.types import DuplicateGroupError, RolloutRecord, RunDirectoryError
 
@@ -174,7 +174,7 @@ def _by_part(store):
 
 
 def _groups(store, name):
-    from penstock.replay.stored_rows import groups_of_part
+    from penstock.replay.history import groups_of_part
     from penstock.rundir.live_files import opened_part
 
     with opened_part(store._storage, name) as file:
@@ -240,7 +240,7 @@ def test_a_log_keeps_its_sound_lines_and_the_original_is_kept_whole(directory):
     directory.events_path.write_bytes(b"another writer has this\n")
     original = directory.tickets_path.read_bytes()
     told = []
-    salvage_logs(directory, lambda place, reason: told.append((place, reason)))
+    repair_logs(directory, lambda place, reason: told.append((place, reason)))
     assert lines_of(directory.tickets_path) == [ticket, ticket | {"ticket_id": "cats-0-1"}]
     assert lines_of(directory.fates_path) == [fate]
     assert directory.events_path.read_bytes() == b"another writer has this\n"
@@ -250,7 +250,7 @@ def test_a_log_keeps_its_sound_lines_and_the_original_is_kept_whole(directory):
     ]
     with open(told[0][0], "rb") as file:
         assert file.read() == original
-    salvage_logs(directory, lambda *what: told.append(what))
+    repair_logs(directory, lambda *what: told.append(what))
     assert len(told) == 2
 
 
@@ -262,7 +262,7 @@ def test_a_lost_life_continues_the_one_before_it_where_its_first_ticket_was_admi
     rows = [{"ticket_id": f"cats-{i}-{k}", "rollouts": 1, "lineage": i, "admitted_step": s} for k, (i, s) in
             enumerate(tickets)]  # fmt: skip
     directory.tickets_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    salvage_logs(directory, lambda place, reason: None)
+    repair_logs(directory, lambda place, reason: None)
     found = [(row["lineage"], row["parent"], row["step"]) for row in lines_of(directory.lineages_path)]
     assert found == [(1, 0, 3), (2, 1, 6), (3, 2, 9), (4, 3, -1)]
     assert RolloutStore(directory).lineages.newest == 4

@@ -92,7 +92,7 @@ def test_files_are_forced_and_stragglers_aborted_only_for_a_learner_that_waits(p
 def test_a_failure_reaches_the_learner(paced):
     run = paced()
     loader = ReplayDataLoader(run.buffer)
-    threading.Timer(0.05, run.buffer._fail, [RunFailed("the disk is full")]).start()
+    threading.Timer(0.05, run.issuer.changed.end_with, [RunFailed("the disk is full")]).start()
     with pytest.raises(RunFailed, match="the disk is full"):
         loader.next_batch(0, 5.0)
     loader.stop()

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from penstock.replay import Ledger, ReplayBufferConfig, StoreConfig
-from penstock.replay.disk_space import DiskSpace
+from penstock.replay.ledger import DiskSpace
 from penstock.types import RunFailed, Ticket
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/full/rollouts/part-1.parquet")

@@ -12,9 +12,8 @@ import pytest
 from tests.replay.storage_kinds import LIMIT_S, blocked, drain, names_of, write
 from tests.waiting import wait_until
 
-from penstock.replay import file_storage
-from penstock.replay.file_writer import UNFINISHED_S
-from penstock.replay.spool_names import BatchName, writer_folder
+from penstock.replay import file_queue
+from penstock.replay.file_queue import UNFINISHED_S, BatchName, writer_folder
 from penstock.types import RunFailed
 
 
@@ -134,10 +133,10 @@ def test_another_process_is_seen_by_polling(files):
 
 def test_polling_is_no_busy_loop(files, monkeypatch):
     looks = []
-    listed = file_storage.list_batches
-    monkeypatch.setattr(file_storage, "list_batches", lambda folder: looks.append(folder) or listed(folder))
+    listed = file_queue.list_batches
     storage = files.open(poll_s=0.1)
     storage.writer("w")
+    monkeypatch.setattr(file_queue, "list_batches", lambda folder: looks.append(folder) or listed(folder))
     assert storage.receive(0.35) is None
     assert 3 <= len(looks) <= 5
 
@@ -145,14 +144,14 @@ def test_polling_is_no_busy_loop(files, monkeypatch):
 def test_a_listing_that_misses_an_older_file_does_not_change_the_order(files, monkeypatch):
     storage = files.open()
     write(storage.writer("w"), "a", "b", "c")
-    listed, calls = file_storage.list_batches, []
+    listed, calls = file_queue.list_batches, []
 
     def racing(folder: Path) -> list[BatchName]:
         calls.append(folder)
         names = listed(folder)
         return [names[0], names[2]] if len(calls) == 1 else names
 
-    monkeypatch.setattr(file_storage, "list_batches", racing)
+    monkeypatch.setattr(file_queue, "list_batches", racing)
     assert drain(storage) == ["a", "b", "c"]
 
 
@@ -191,7 +190,7 @@ def test_a_file_that_cannot_be_read_for_a_while_keeps_its_place(files, monkeypat
     write(storage.writer("w"), "d")
     path = batch_files(files.path)[0]
     assert drain(storage) == []
-    assert "cannot be read" in files.quarantined[0][1] and failures[0] == 10**6 - file_storage.READ_ATTEMPTS
+    assert "cannot be read" in files.quarantined[0][1] and failures[0] == 10**6 - file_queue.READ_ATTEMPTS
 
 
 def test_unfinished_files_are_passed_over_and_removed_when_they_are_old(files):

@@ -13,17 +13,17 @@ from penstock.batch import FragmentBatchMaker
 from penstock.replay import (
     FRAGMENTS,
     FragmentReplayConfig,
-    FragmentService,
     OpenAdmission,
-    OpenBatchSource,
-    RemoteFragmentBatches,
-    RemoteFragments,
+    RemoteBatches,
+    RemoteSink,
     ReplayBuffer,
+    ReplayService,
     RolloutStore,
+    SampledBatches,
     fragments_from_buffer,
     fragments_to_buffer,
 )
-from penstock.replay.remote_fragments import in_messages
+from penstock.replay.messages import in_messages, table_to_message
 from penstock.rundir import RunDirectory
 from penstock.types import InvalidRolloutError, NoProgressError, Stopped, SupersededError, TransferError
 
@@ -37,13 +37,18 @@ class Served:
         admission = OpenAdmission(self.store.open_ledger())
         self.buffer = ReplayBuffer(config.buffer_config(), self.store, FragmentBatchMaker("oldest", 1), admission)
         self.refused = []
-        self.service = FragmentService(
-            0, self.buffer, OpenBatchSource(self.buffer, 2), on_refusal=lambda *told: self.refused.append(told), **more
+        self.service = ReplayService(
+            self.buffer,
+            SampledBatches(self.buffer, 2),
+            FRAGMENTS,
+            lineage=0,
+            on_refusal=lambda *told: self.refused.append(told),
+            **more,
         )
         self.loop = Loop()
         self.wire = Wire(self.service, self.loop, fault)
-        self.sink = RemoteFragments(self.wire, "rollout-0", limit_s=5.0)
-        self.batches = RemoteFragmentBatches(self.wire, 0, limit_s=5.0)
+        self.sink = RemoteSink(self.wire, "rollout-0", 1, None, experience=FRAGMENTS, limit_s=5.0)
+        self.batches = RemoteBatches(self.wire, 0, limit_s=5.0)
 
     def update(self, step: int) -> list[str]:
         batch = self.batches.next_batch(step, 5.0)
@@ -96,8 +101,6 @@ def test_what_is_cut_short_changed_too_large_or_foreign_is_refused():
             fragments_from_buffer(broken)
     with pytest.raises(InvalidRolloutError, match=r"has .* bytes, and 1,000 are the most: lower fleet.fragment_length"):
         fragments_from_buffer(message, 1000)
-    from penstock.replay.message_frame import table_to_message
-
     with pytest.raises(TransferError, match="not those of fragments"):
         fragments_from_buffer(table_to_message(pa.table({"rewards": [1.0]})))
 
@@ -123,7 +126,7 @@ def test_what_is_delivered_is_trained_in_order_and_counted(served):
 def test_a_full_buffer_answers_at_once_and_is_asked_again_until_there_is_room(served):
     sending = threading.Thread(target=served.sink.add_batches, args=([a_batch(*fragments(7))],))
     message = bytes(memoryview(fragments_to_buffer(groups_of(*fragments(7)))))
-    assert served.service.deliver("rollout-0", message) == "full"
+    assert served.service.deliver("rollout-0", 1, None, 1, message) == "full"
     sending.start()  # the same ones again: those that were taken are not taken twice
     assert [*served.update(0), *served.update(1)] == [f"cart-w0-0-{number}/0" for number in range(4)]
     assert served.update(2) == ["cart-w0-0-4/0", "cart-w0-0-5/0"]
@@ -134,8 +137,8 @@ def test_a_full_buffer_answers_at_once_and_is_asked_again_until_there_is_room(se
 
 
 def test_a_buffer_that_stays_full_is_an_error_within_the_limit(served):
-    sink = RemoteFragments(served.wire, "rollout-0", limit_s=60.0, full_limit_s=0.1)
-    with pytest.raises(NoProgressError, match=r"waited 0 s \(replay.max_waiting_s\) to hand .*: replay-0 is full"):
+    sink = RemoteSink(served.wire, "rollout-0", 1, None, experience=FRAGMENTS, limit_s=60.0, full_limit_s=0.1)
+    with pytest.raises(NoProgressError, match=r"waited 0 s to hand fragments over: .* full; .*replay.max_waiting_s"):
         sink.add_batches([a_batch(*fragments(5))])
     assert sink.blocked_s >= 0.1
 
@@ -148,7 +151,7 @@ def test_each_fragment_that_the_buffer_takes_is_told_of_once(tmp_path):
     )  # fmt: skip
     served.sink.add_batches([a_batch(*fragments(3))])
     message = bytes(memoryview(fragments_to_buffer(groups_of(*fragments(5)))))
-    assert served.service.deliver("rollout-0", message) == "full"
+    assert served.service.deliver("rollout-0", 1, None, 2, message) == "full"
     assert told == [f"cart-w0-0-{number}" for number in range(4)], "the last one had no room, the others came again"
     assert served.service.metrics()["replay/repeated_messages"] > 0
     served.close()
@@ -183,7 +186,7 @@ def test_the_learner_gets_the_same_batch_again_and_one_of_another_lineage_none(s
 def test_a_damaged_message_is_told_and_nothing_of_it_is_taken(served):
     message = bytes(memoryview(fragments_to_buffer(groups_of(make_fragment()))))
     with pytest.raises(TransferError):
-        served.service.deliver("rollout-3", message[:-3])
+        served.service.deliver("rollout-3", 1, None, 1, message[:-3])
     assert [worker for worker, _ in served.refused] == ["rollout-3"]
     assert served.service.metrics()["replay/ledger/started"] == 0
 

@@ -13,9 +13,9 @@ from tests.replay.fragment_fleet import ids
 from penstock.replay import (
     FRAGMENTS,
     FragmentReplayConfig,
-    OpenBatchSource,
     ReplayBufferConfig,
     RolloutStore,
+    SampledBatches,
     StoreConfig,
 )
 from penstock.rundir import read_parquet
@@ -162,7 +162,7 @@ def test_small_files_of_fragments_are_merged_but_not_those_with_many_bytes(tmp_p
     store = RolloutStore(tmp_path, config, experience=FRAGMENTS, grace_s=0.0)
     for number in range(4):
         store.seal([RolloutRecord(make_fragment(f"cart-{number}"), f"cart-{number}", group_key="k")])
-    monkeypatch.setattr("penstock.replay.compaction.LARGE_BYTES", 1)
+    monkeypatch.setattr("penstock.replay.parts.LARGE_BYTES", 1)
     store.maintain()
     assert len(list((tmp_path / "fragments").iterdir())) == 4
     monkeypatch.undo()
@@ -231,9 +231,9 @@ def test_limits_that_could_never_be_met_are_refused(fields, message):
 def test_the_source_and_the_buffer_agree_on_what_may_wait(fleet):
     run = fleet(max_waiting=3)
     with pytest.raises(ConfigError, match="fragments_per_batch is 4, but replay.max_waiting lets 3 wait"):
-        OpenBatchSource(run.buffer, 4)
+        SampledBatches(run.buffer, 4)
     with pytest.raises(ConfigError, match="fragments_per_batch is 0"):
-        OpenBatchSource(run.buffer, 0)
+        SampledBatches(run.buffer, 0)
 
 
 def test_tickets_need_no_back_pressure(sim):

@@ -80,7 +80,7 @@ def test_a_version_that_cannot_serve_is_refused():
     issuer = issuer_of()
     with pytest.raises(RunFailed, match="version 1 cannot serve.*learner is at 0"):
         issuer.set_serving_step(1)
-    issuer.update = 3
+    issuer.ledger.update = 3
     issuer.set_serving_step(2)
     with pytest.raises(RunFailed, match="version 1 cannot serve: version 2 did"):
         issuer.set_serving_step(1)
@@ -187,7 +187,7 @@ def test_close_ends_every_wait_now_and_later():
     waiters = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for waiter in waiters:
         waiter.start()
-    issuer.close()
+    issuer.changed.close()
     for waiter in waiters:
         waiter.join(10)
     assert len(errors) == 3

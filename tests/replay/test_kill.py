@@ -30,9 +30,9 @@ from penstock.replay import (
     RolloutStore,
     TicketIssuer,
 )
-from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import History
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
+from penstock.replay.tickets import parse_ticket_id
 from penstock.rundir import RunDirectory, read_parquet
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
@@ -172,16 +172,18 @@ def checkpoint_view(states: dict, history: History, store: RolloutStore) -> Chec
         sizes = {"easy": 2, "hard": 3}
         admission = TicketIssuer(ReplayBufferConfig(), 7, lineage, None, Ledger(lineage), sizes.__getitem__)
         admission.restore(states["issuer"])
+        outstanding, key_of, was_drawn = admission.restored_tickets(), admission.key_of, admission.was_drawn
     else:
         admission = OpenAdmission(Ledger(lineage), lineage)
         admission.restore(replay["admission"])
-    admission.recover(list(history.tickets()), history.lost())
+        admission.recover(list(history.tickets()), history.lost())
+        outstanding, key_of, was_drawn = {}, lambda group_id: (group_id, 0), admission.was_started
     return CheckpointView(
         admission.update,
-        admission.restored_tickets(),
+        outstanding,
         {group: set(ids) for group, ids in replay["alive"].items()},
-        admission.key_of,
-        admission.was_drawn,
+        key_of,
+        was_drawn,
         lambda version: store.lineages.survives(version, lineage),
     )
 

@@ -6,7 +6,7 @@ import pytest
 from tests.replay.open_buffers import Hoarder, ids, rename
 
 from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, example_from_rollout
-from penstock.replay import ReplayBuffer, ReplayBufferConfig, StoreConfig
+from penstock.replay import PacedReplayBuffer, ReplayBufferConfig, StoreConfig
 from penstock.types import ConfigError, RolloutGroup, RunFailed
 
 
@@ -76,7 +76,7 @@ class Picky(Hoarder):
 def test_a_maker_that_ignores_rollouts_does_not_stop_a_paced_run(sim, rewards):
     config = ReplayBufferConfig(groups_per_batch=2, staleness_budget=1, store=StoreConfig(buffer_size=1))
     run = sim.Simulation(config, sim.World(slots=0))
-    run.buffer = ReplayBuffer(config, run.store, Picky(), run.issuer, run.clock)
+    run.buffer = PacedReplayBuffer(config, run.store, Picky(), run.issuer, run.clock)
 
     def deliver_all():
         tickets = run.issuer.acquire(9, 0)
@@ -100,7 +100,7 @@ def test_of_several_makers_one_that_filters_does_not_make_the_batch_smaller(sim)
     makers = [DeadlineBatchMaker(max_tokens=16), GrpoBatchMaker(environment_name="flat", max_tokens=16, seed=0)]
     config = ReplayBufferConfig(groups_per_batch=4, staleness_budget=0, store=StoreConfig(buffer_size=1))
     run = sim.Simulation(config, sim.World(slots=0))
-    run.buffer = ReplayBuffer(config, run.store, makers, run.issuer, run.clock)
+    run.buffer = PacedReplayBuffer(config, run.store, makers, run.issuer, run.clock)
     first, *others = run.issuer.acquire(4, 0)
 
     def group_of(ticket, rewards, env_name):

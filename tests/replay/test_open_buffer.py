@@ -4,7 +4,7 @@ import pytest
 from tests.replay.open_buffers import ids
 
 from penstock.batch import GrpoBatchMaker, RecencyBatchMaker
-from penstock.replay import ReplayBufferConfig
+from penstock.replay import ReplayBuffer, ReplayBufferConfig, StoreConfig
 from penstock.types import ConfigError, DuplicateGroupError, InvalidRolloutError, RolloutGroup, RunFailed, Stopped
 
 
@@ -129,7 +129,7 @@ def test_bad_groups_are_refused_whole_and_lose_nothing(open_buffer, sim):
 
 def test_a_group_is_stored_when_its_file_is_written_or_it_was_refused(open_buffer):
     run = open_buffer()
-    run.buffer._sealer._buffer_size = 4
+    run.buffer.pool.sealer._config = StoreConfig(buffer_size=4)
     run.add(run.group())
     assert not run.buffer.is_stored("easy-0-0") and run.buffer.is_stored("easy-0-7")
     run.add(run.group())
@@ -155,16 +155,21 @@ def test_what_a_generator_announced_is_in_flight_until_it_comes(open_buffer):
     assert run.counts() == {"started": 3, "waiting": 2, "invalid": 1}  # the third never came
 
 
-def test_a_closed_buffer_says_so_and_a_paced_one_is_not_sampled(open_buffer, sim):
+def test_a_closed_buffer_says_so(open_buffer, sim):
     run = open_buffer()
     run.buffer.close()
     with pytest.raises(Stopped):
         run.buffer.sample(1)
     with pytest.raises(Stopped):
         sim.deliver(run.buffer, run.group())
+
+
+def test_tickets_belong_to_the_other_buffer(open_buffer, sim):
     paced = sim.Simulation(ReplayBufferConfig(), sim.World())
-    with pytest.raises(RunFailed, match="ask next_batch"):
-        paced.buffer.sample(1)
+    with pytest.raises(ConfigError, match=r"given a TicketIssuer: with tickets use PacedReplayBuffer\("):
+        ReplayBuffer(paced.config, paced.store, RecencyBatchMaker(max_tokens=16, seed=0), paced.issuer)
+    with pytest.raises(ConfigError, match="replay.max_waiting is 9, but tickets limit what waits"):
+        sim.Simulation(ReplayBufferConfig(max_waiting=9), sim.World())
 
 
 def test_an_announced_group_may_fail(open_buffer):

@@ -6,7 +6,14 @@ import pytest
 from tests.replay.open_buffers import Open, ids
 
 from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
-from penstock.replay import OpenAdmission, ReplayBuffer, ReplayBufferConfig, RolloutStore, StoreConfig
+from penstock.replay import (
+    OpenAdmission,
+    PacedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    RolloutStore,
+    StoreConfig,
+)
 from penstock.rundir import RunDirectory
 from penstock.types import CheckpointError, DuplicateGroupError, RunDirectoryError, RunFailed, Ticket, WeightVersion
 
@@ -115,7 +122,7 @@ def test_after_a_resume_the_rest_of_a_group_keeps_its_baseline(sim, tmp_path, ki
 
 def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open_buffer):
     run = open_buffer()
-    run.buffer._space._limit_s = 0.0  # replay.store.full_disk_s: 0
+    run.buffer.pool.sealer.space._limit_s = 0.0  # replay.store.full_disk_s: 0
     seal, full = run.store.seal, [True]
 
     def store_seal(records):
@@ -130,7 +137,7 @@ def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open
     run.add(run.group())
     assert len(run.store.sealed) == 4 and len(run.buffer.sample(2).group_ids) == 2
     full[0] = True
-    run.buffer._sealer._buffer_size = 100
+    run.buffer.pool.sealer._config = StoreConfig(buffer_size=100)
     run.add(run.group())
     run.buffer.close()  # in a signal handler, maybe: it says what happened to those who ask next
     with pytest.raises(RunFailed, match="the last rollouts could not be stored: .*No space left"):
@@ -141,7 +148,7 @@ def test_all_states_of_a_checkpoint_see_the_same_moment(sim, tmp_path):
     """A group that the batch maker refuses when its file is written is gone before any state is taken."""
     config = ReplayBufferConfig(groups_per_batch=2, store=StoreConfig(buffer_size=1000))
     run = sim.Simulation(config, sim.World(slots=0))
-    run.buffer = ReplayBuffer(config, run.store, DeadlineBatchMaker(max_tokens=3), run.issuer, run.clock)
+    run.buffer = PacedReplayBuffer(config, run.store, DeadlineBatchMaker(max_tokens=3), run.issuer, run.clock)
     [ticket] = run.issuer.acquire(1, 0)
     sim.deliver(run.buffer, sim.make_group(ticket, [0.0, 1.0, 0.5][: sim.GROUP_SIZES[ticket.lesson_id]], timestamp=1e3))
     with run.buffer.boundary():

@@ -93,7 +93,7 @@ def test_under_any_interleaving_the_books_close_and_the_rules_hold(
     model = Model(capacity, float("inf") if uses < 0 else uses, delay, limit_s)
 
     def live():
-        return {r.rollout_id for group in run.buffer._stock.waiting for r in group.rollouts}
+        return {r.rollout_id for group in run.buffer.pool.waiting for r in group.rollouts}
 
     for name, first, second in operations:
         if name == "add":
@@ -130,7 +130,7 @@ def test_under_any_interleaving_the_books_close_and_the_rules_hold(
             return
         assert live() == set(model.stamps)
         run.buffer.check_ledger()
-        counts = Counter(group.env_name for group in run.buffer._stock.waiting for _ in group.rollouts)
+        counts = Counter(group.env_name for group in run.buffer.pool.waiting for _ in group.rollouts)
         assert all(count <= capacity for count in counts.values())
     assert uses < 0 or max(model.uses.values(), default=0) <= uses
 

@@ -9,8 +9,7 @@ from tests.replay.stored import HandClock, example, group_records, parts_in
 
 from penstock.replay import RolloutStore
 from penstock.replay.config import StoreConfig
-from penstock.replay.inventory import Entry
-from penstock.replay.retention import choose_expendable
+from penstock.replay.parts import Entry, choose_expendable
 
 
 def make_store(path, clock, **config):

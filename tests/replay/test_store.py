@@ -15,7 +15,7 @@ from tests.replay.stored import HandClock, example, group_records, parts_in
 
 from penstock.replay import ReplayBufferConfig, RolloutStore
 from penstock.replay.config import StoreConfig
-from penstock.replay.formats import ExperienceFormat
+from penstock.replay.history import ExperienceFormat
 from penstock.rundir import RunDirectory, read_json_lines, table_from_examples, table_from_records
 from penstock.rundir.parquet import versioned
 from penstock.types import PackedRollout, RolloutRecord, RunDirectoryError, SchemaVersionError, WeightVersion

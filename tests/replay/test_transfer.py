@@ -264,7 +264,7 @@ def original(**changes):
 
 @pytest.mark.parametrize("error", [AttributeError("x"), IndexError("x")])
 def test_whatever_foreign_columns_raise_is_a_transfer_error(monkeypatch, error):
-    monkeypatch.setattr("penstock.replay.transfer.records_from_table", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("penstock.replay.messages.records_from_table", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(TransferError, match="holds no rollouts"):
         batch_from_buffer(batch_to_buffer(make_batch()))
 
@@ -272,7 +272,7 @@ def test_whatever_foreign_columns_raise_is_a_transfer_error(monkeypatch, error):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (table_of(make_batch()).drop_columns(["turns"]), "its columns are not those of schema version 1"),
+        (table_of(make_batch()).drop_columns(["turns"]), "its columns are not those of rollouts of schema version 1"),
         (table_of(make_batch()).replace_schema_metadata({b"penstock.schema_version": b"one"}), "which is no number"),
         (pa.table({"a": [1]}), "holds no rollouts"),
         (original(prompt_tokens=[5]), "holds no rollouts"),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replay import FreshnessRules, ReplayBufferConfig
-from penstock.replay.waiting import WaitingGroup, WaitingGroups
+from penstock.replay.waiting_groups import WaitingGroup, WaitingGroups
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,15 @@ from penstock.overseer.training_loop import Commit, TrainingLoop, UpdatingLearne
 from penstock.replay import (
     Ledger,
     OpenAdmission,
-    OpenBatchSource,
+    PacedReplayBuffer,
     ReplayBuffer,
     ReplayBufferConfig,
     ReplayDataLoader,
     RolloutStore,
+    SampledBatches,
     TicketIssuer,
 )
-from penstock.replay.formats import ExperienceFormat
+from penstock.replay.history import ExperienceFormat
 from penstock.rundir import RunDirectory
 from penstock.types import BatchSource, Clock, LessonChooser, RolloutGroup, WeightSink
 
@@ -62,8 +63,8 @@ class Replay:
 
     store: RolloutStore
     ledger: Ledger
-    buffer: ReplayBuffer
-    batches: ReplayDataLoader | OpenBatchSource
+    buffer: ReplayBuffer | PacedReplayBuffer
+    batches: ReplayDataLoader | SampledBatches
     issuer: TicketIssuer | None
 
     def stop_prefetch(self, timeout_s: float) -> None:
@@ -109,24 +110,16 @@ def open_replay(
     store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
     with naming("replay.store.url", limits.store.url or directory.path):
         ledger = store.open_ledger(lineage)
-    issuer = None
-    if tickets is not None:
-        issuer = TicketIssuer(
-            limits, tickets.seed, lineage, tickets.curriculum, ledger, tickets.group_size_of, clock, tickets.may_draw
-        )
-    buffer = ReplayBuffer(
-        limits,
-        store,
-        makers,
-        OpenAdmission(ledger, lineage, limits.failed_limit) if issuer is None else issuer,
-        clock=clock,
-        curriculum_hook=on_group,
-        keep_checkpoints=keep_checkpoints,
+    common: Any = {"clock": clock, "curriculum_hook": on_group, "keep_checkpoints": keep_checkpoints}
+    if tickets is None:
+        opened = ReplayBuffer(limits, store, makers, OpenAdmission(ledger, lineage, limits.failed_limit), **common)
+        return Replay(store, ledger, opened, SampledBatches(opened, limits.groups_per_batch), None)
+    issuer = TicketIssuer(
+        limits, tickets.seed, lineage, tickets.curriculum, ledger, tickets.group_size_of, clock, tickets.may_draw
     )
-    if issuer is None:
-        return Replay(store, ledger, buffer, OpenBatchSource(buffer, limits.groups_per_batch), None)
-    batches = ReplayDataLoader(buffer, 0 if limits.synchronous else limits.prefetch, steps)
-    return Replay(store, ledger, buffer, batches, issuer)
+    paced = PacedReplayBuffer(limits, store, makers, issuer, **common)
+    batches = ReplayDataLoader(paced, 0 if limits.synchronous else limits.prefetch, steps)
+    return Replay(store, ledger, paced, batches, issuer)
 
 
 def make_training_loop(
@@ -161,7 +154,7 @@ def make_training_loop(
 
 
 def restore_parts(
-    parts: Mapping[str, Any], buffer: ReplayBuffer, states: Mapping[str, Any] | None, lineage: int
+    parts: Mapping[str, Any], buffer: ReplayBuffer | PacedReplayBuffer, states: Mapping[str, Any] | None, lineage: int
 ) -> None:
     """Brings the parts beside the learner to where a checkpoint was.
 

@@ -12,7 +12,7 @@ from penstock.fleet.config import FleetConfig
 from penstock.learner.config import PpoConfig
 from penstock.model.control.config import ControlModelConfig
 from penstock.overseer.config import OverseerConfig, RayConfig, RoleConfig
-from penstock.replay.fragment_config import FragmentReplayConfig
+from penstock.replay.config import FragmentReplayConfig
 from penstock.tracking.config import TrackingConfig
 from penstock.weights.config import WeightsConfig
 

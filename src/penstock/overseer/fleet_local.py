@@ -73,6 +73,7 @@ def wire_fleet(
         on_damage=log.damage,
     )
     buffer = replay.buffer
+    assert isinstance(buffer, ReplayBuffer)  # there are no tickets
     weights = InProcessBroadcaster()
     evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
 

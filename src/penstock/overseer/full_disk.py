@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.replay.disk_space import DiskSpace
+from penstock.replay.ledger import DiskSpace
 from penstock.rundir.storage import is_full_disk
 from penstock.types import RunFailed
 

@@ -22,9 +22,8 @@ from penstock.overseer.result_rows import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
-from penstock.overseer.training_loop import Commit, UpdatingLearner
+from penstock.overseer.training_loop import UpdatingLearner
 from penstock.rundir import RunDirectory
-from penstock.types import BatchSource, Caller
 
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
@@ -58,22 +57,6 @@ class UpdateLog(Protocol):
 
     def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
         """One update: the version reached, the learner's numbers, the components' last reports, the overseer's own."""
-        ...
-
-
-class RemoteReplay(BatchSource, Commit, Protocol):
-    """The replay service, as a learner in another process calls it."""
-
-    def checkpoint_states(self, step: int, timeout_s: float) -> dict[str, Any]:
-        """State of everything that the service keeps, by name, as of an update boundary."""
-        ...
-
-    def checkpoint_saved(self, step: int) -> None:
-        """The checkpoint of a version is on the disk."""
-        ...
-
-    def stop(self) -> None:
-        """Ends every wait for a batch."""
         ...
 
 
@@ -192,10 +175,6 @@ class PolicyKind(Protocol):
 
     def codec(self, settings: Settings[Any]) -> Any:
         """What a checkpoint's folder ``model/`` is written with, beside the learner."""
-        ...
-
-    def batches(self, replay: Caller, lineage: int) -> RemoteReplay:
-        """Client of the replay service."""
         ...
 
     def learner_tasks(self, ctx: Surroundings, component: "LearnerComponent") -> LearnerTasks:

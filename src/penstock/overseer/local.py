@@ -25,7 +25,7 @@ from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import (
     LANGUAGE,
     Ledger,
-    ReplayBuffer,
+    PacedReplayBuffer,
     RolloutReceiver,
     RolloutStorage,
     RolloutStore,
@@ -54,7 +54,7 @@ class Components:
     issuer: TicketIssuer
     ledger: Ledger
     store: RolloutStore
-    buffer: ReplayBuffer
+    buffer: PacedReplayBuffer
     stop_prefetch: Callable[[float], None]
     storage: RolloutStorage
     receiver: RolloutReceiver
@@ -96,7 +96,7 @@ def wire(
     manager = wiring.manager(curriculum, engine)
     replay = wiring.replay(curriculum, manager)
     buffer, issuer = replay.buffer, replay.issuer
-    assert issuer is not None  # there are rules for tickets
+    assert isinstance(buffer, PacedReplayBuffer) and issuer is not None  # there are rules for tickets
     storage = wiring.storage()
     receiver = RolloutReceiver(storage, buffer, buffer if config.rollout.storage.kind == "file" else None)
     weights = InProcessBroadcaster()

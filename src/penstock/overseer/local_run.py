@@ -16,7 +16,7 @@ from penstock.overseer.result_rows import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.training_loop import TrainingLoop
-from penstock.replay import ReplayBuffer, RolloutStore
+from penstock.replay import PacedReplayBuffer, ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
 from penstock.types import Checkpointable, Stopped
 
@@ -27,8 +27,12 @@ class LocalParts(Protocol):
     learner: Any
     evaluator: Any
     store: RolloutStore
-    buffer: ReplayBuffer
     loop: TrainingLoop
+
+    @property
+    def buffer(self) -> ReplayBuffer | PacedReplayBuffer:
+        """Holds what waits for the learner."""
+        ...
 
     @property
     def checkpointables(self) -> dict[str, Checkpointable]:

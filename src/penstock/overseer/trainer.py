@@ -19,6 +19,7 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
+from penstock.replay import RemoteBatches
 from penstock.types import PenstockError, Stopped, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
@@ -41,8 +42,8 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._kind = kind
         self._codec = kind.codec(settings)
         self._replay = around.caller("replay-0")
-        self._batches = kind.batches(self._replay, settings.lineage)  # stopped first: nobody waits for a batch then
-        self._commits = kind.batches(self._replay, settings.lineage)
+        self._batches = RemoteBatches(self._replay, settings.lineage)  # stopped first: nobody waits for a batch then
+        self._commits = RemoteBatches(self._replay, settings.lineage)
         self._learner: UpdatingLearner | None = None
         self._loop: TrainingLoop | None = None
         self._broadcaster: Broadcaster | None = None

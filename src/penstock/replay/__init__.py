@@ -4,87 +4,94 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.replay.admission import Admission, OpenAdmission
-    from penstock.replay.buffer import ReplayBuffer
-    from penstock.replay.config import ReplayBufferConfig, StoreConfig, Tolerance
-    from penstock.replay.data_loader import ReplayDataLoader
-    from penstock.replay.file_storage import FileRolloutStorage
-    from penstock.replay.formats import FRAGMENTS, LANGUAGE, ExperienceFormat
-    from penstock.replay.fragment_config import FragmentReplayConfig
-    from penstock.replay.fragment_service import FragmentService
-    from penstock.replay.fragment_transfer import fragments_from_buffer, fragments_to_buffer
+    from penstock.replay.buffer import OpenAdmission, ReplayBuffer
+    from penstock.replay.config import FragmentReplayConfig, ReplayBufferConfig, StoreConfig, Tolerance
+    from penstock.replay.file_queue import FileRolloutStorage, open_rollout_storage
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
-    from penstock.replay.history import History, LoggedFate
-    from penstock.replay.issuer import TicketIssuer
-    from penstock.replay.ledger import FATES, STATES, Ledger
-    from penstock.replay.lineages import Lineages
-    from penstock.replay.memory_storage import MemoryRolloutStorage
-    from penstock.replay.open_source import OpenBatchSource
+    from penstock.replay.history import FRAGMENTS, LANGUAGE, ExperienceFormat, History, LoggedFate
+    from penstock.replay.ledger import FATES, STATES, Ledger, Lineages
+    from penstock.replay.messages import (
+        batch_from_buffer,
+        batch_to_buffer,
+        fragments_from_buffer,
+        fragments_to_buffer,
+    )
+    from penstock.replay.paced import PacedReplayBuffer
+    from penstock.replay.prefetch import OpenBatchSource, ReplayDataLoader, SampledBatches
+    from penstock.replay.queue import Delivery, MemoryRolloutStorage, RolloutStorage, RolloutStorageConfig
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
-    from penstock.replay.remote import RemoteBatches, RemoteSink, RemoteTickets
-    from penstock.replay.remote_fragments import RemoteFragmentBatches, RemoteFragments
-    from penstock.replay.salvage import salvage_logs
-    from penstock.replay.service import ReplayService
-    from penstock.replay.storage import Delivery, RolloutStorage, RolloutStorageConfig
-    from penstock.replay.storage_opening import open_rollout_storage
+    from penstock.replay.remote import (
+        RemoteBatches,
+        RemoteFragmentBatches,
+        RemoteFragments,
+        RemoteSink,
+        RemoteTickets,
+    )
+    from penstock.replay.repair import repair_logs, salvage_logs
+    from penstock.replay.service import FragmentService, ReplayService
     from penstock.replay.store import ExperienceStore, RolloutStore
-    from penstock.replay.transfer import batch_from_buffer, batch_to_buffer
+    from penstock.replay.ticket_service import TicketService
+    from penstock.replay.tickets import TicketIssuer
 
 _EXPORTS = {
-    "Admission": "admission",
-    "Delivery": "storage",
-    "ExperienceFormat": "formats",
+    "Delivery": "queue",
+    "ExperienceFormat": "history",
     "ExperienceStore": "store",
     "FATES": "ledger",
-    "FRAGMENTS": "formats",
-    "FileRolloutStorage": "file_storage",
-    "FragmentReplayConfig": "fragment_config",
-    "FragmentService": "fragment_service",
+    "FRAGMENTS": "history",
+    "FileRolloutStorage": "file_queue",
+    "FragmentReplayConfig": "config",
+    "FragmentService": "service",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
-    "LANGUAGE": "formats",
+    "LANGUAGE": "history",
     "Ledger": "ledger",
-    "Lineages": "lineages",
+    "Lineages": "ledger",
     "LoggedFate": "history",
-    "MemoryRolloutStorage": "memory_storage",
-    "OpenAdmission": "admission",
-    "OpenBatchSource": "open_source",
+    "MemoryRolloutStorage": "queue",
+    "OpenAdmission": "buffer",
+    "OpenBatchSource": "prefetch",
+    "PacedReplayBuffer": "paced",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
-    "RemoteFragmentBatches": "remote_fragments",
-    "RemoteFragments": "remote_fragments",
+    "RemoteFragmentBatches": "remote",
+    "RemoteFragments": "remote",
     "RemoteSink": "remote",
     "RemoteTickets": "remote",
-    "ReplayDataLoader": "data_loader",
+    "ReplayDataLoader": "prefetch",
     "ReplayService": "service",
     "RolloutReceiver": "receiver",
-    "RolloutStorage": "storage",
-    "RolloutStorageConfig": "storage",
+    "RolloutStorage": "queue",
+    "RolloutStorageConfig": "queue",
     "RolloutStore": "store",
     "STATES": "ledger",
+    "SampledBatches": "prefetch",
     "StoreConfig": "config",
-    "TicketIssuer": "issuer",
+    "TicketIssuer": "tickets",
+    "TicketService": "ticket_service",
     "Tolerance": "config",
-    "batch_from_buffer": "transfer",
-    "batch_to_buffer": "transfer",
-    "fragments_from_buffer": "fragment_transfer",
-    "fragments_to_buffer": "fragment_transfer",
-    "open_rollout_storage": "storage_opening",
+    "batch_from_buffer": "messages",
+    "batch_to_buffer": "messages",
+    "fragments_from_buffer": "messages",
+    "fragments_to_buffer": "messages",
+    "open_rollout_storage": "file_queue",
     "plan_recovery": "recovery",
-    "salvage_logs": "salvage",
+    "repair_logs": "repair",
+    "salvage_logs": "repair",
 }
 
 __all__ = [
-    "Admission", "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
+    "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
     "FragmentReplayConfig", "FragmentService", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
-    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "RemoteBatches",
-    "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig",
-    "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage", "RolloutStorageConfig", "RolloutStore",
-    "STATES", "StoreConfig", "TicketIssuer", "Tolerance", "batch_from_buffer", "batch_to_buffer",
-    "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "salvage_logs",
+    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "PacedReplayBuffer",
+    "RemoteBatches", "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer",
+    "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer",
+    "TicketService", "Tolerance", "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer",
+    "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "repair_logs", "salvage_logs",
 ]  # fmt: skip
 
 

@@ -1,15 +1,19 @@
-"""Freshness, decided rollout by rollout from its own metadata.
+"""Freshness, decided rollout by rollout from its own metadata, and what of a delivered group may be trained.
 
 With the learner at version `current`, a rollout is fresh while
 ``current − step_delay ≤ weight_step ≤ current`` and ``timestamp > now − timestamp_delay_s``. A newer stamp than
 `current` is from the future (a generator that outlived the trainer it served) and makes the rollout invalid: the
 buffer hears of a version before that is published, so no honest generator can be ahead of it.
+
+A group keeps its remaining members when some are malformed, stale or from weights that the run has left behind. Pure;
+nothing here raises.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.replay.config import ReplayBufferConfig
-from penstock.types import Fate, RolloutMetadata
+from penstock.types import Experience, Fate, RolloutGroup, RolloutMetadata, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +80,83 @@ class FreshnessRules:
             window = FreshnessWindow(self._config.step_delay(lesson_id), self._config.timestamp_delay_s(lesson_id))
             self._windows[lesson_id] = window
         return window
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGroup:
+    """What becomes of one delivered group.
+
+    Attributes:
+        trainable: Members that may be trained.
+        storable: Members with an identity and metadata, trainable or not.
+        rejected: What became of the other rollouts that were started for the group, by id.
+    """
+
+    trainable: tuple[Experience, ...]
+    storable: tuple[Experience, ...]
+    rejected: dict[str, Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class IngestRules:
+    """What a rollout must be to be trained now.
+
+    Attributes:
+        freshness: How old it may be.
+        survives: Whether a version's weights are those that the present lineage had at that step.
+        current: The learner's version.
+        now: Unix seconds.
+    """
+
+    freshness: FreshnessRules
+    survives: Callable[[WeightVersion], bool]
+    current: int
+    now: float
+
+    def judge(self, rollout: Experience, lesson_id: str) -> Verdict | None:
+        """Why a rollout of a lesson may not be trained; None where it may."""
+        if rollout.metadata is None:
+            return Verdict("invalid", "it has no metadata")
+        if rollout.lesson_id != lesson_id:
+            return Verdict("invalid", f"it is of lesson {rollout.lesson_id!r}, not {lesson_id!r}")
+        if (defect := rollout.defect) is not None:
+            return Verdict("invalid", defect)
+        verdict = self.freshness.of(rollout.lesson_id).judge(rollout.metadata, self.current, self.now)
+        if verdict is not None:
+            return verdict
+        newest = WeightVersion(rollout.metadata.lineage, rollout.newest_weight_step)
+        if not self.survives(newest):
+            return Verdict(
+                "rolled_back", f"its weights (lineage {newest.lineage}, step {newest.step}) are of a dead lineage"
+            )
+        return None
+
+
+def judge_group(
+    group: RolloutGroup[Experience], lesson_id: str, expected: Sequence[str], rules: IngestRules
+) -> JudgedGroup:
+    """Judges a group as it arrives.
+
+    Args:
+        group: As delivered.
+        lesson_id: The lesson that it was generated for.
+        expected: Ids of the rollouts that were started for it.
+        rules: What they must be.
+    """
+    rejected = dict.fromkeys(expected, Verdict("invalid", "not among the rollouts that were delivered"))
+    storable: dict[str, Experience] = {}
+    trainable: list[Experience] = []
+    for rollout in group.rollouts:
+        rollout_id = rollout.rollout_id
+        if rollout_id not in rejected or rollout_id in storable:
+            continue  # no rollout of this group, or a second one under the same id
+        if rollout.metadata is not None:
+            storable[rollout_id] = rollout
+        verdict = rules.judge(rollout, lesson_id)
+        if verdict is None:
+            trainable.append(rollout)
+        else:
+            rejected[rollout_id] = verdict
+    for rollout in trainable:
+        del rejected[rollout.rollout_id]
+    return JudgedGroup(tuple(trainable), tuple(storable.values()), rejected)

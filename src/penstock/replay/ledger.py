@@ -4,22 +4,92 @@ States are `in_flight` (a generator has it), `waiting` (delivered, from ingest u
 fates. What was started is counted apart, where generators begin, and is compared with the sum over the states.
 Starts and fates are appended to ``tickets.jsonl`` and ``fates.jsonl``, from which the ledger is rebuilt after a crash
 (`penstock.replay.recovery`). Memory grows with the live groups only: rollout i of a group is bit i of two integers.
+Lines for which the disk has no room are kept and tried again, within a limit (`DiskSpace`).
+
+Each resume begins the next lineage. A version is (lineage, step): a lineage forks from a parent at a step, and at that
+step and before its weights *are* the parent's. So two versions hold the same weights exactly if they lead to the same
+version when each is followed back past all its forks, and a rollout is valid in a lineage exactly if its version does
+that with the lineage's own version of the same step. ``lineages.jsonl`` holds one line per resume, flushed to the disk
+before the lineage generates anything.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from penstock.replay.disk_space import DiskSpace
 from penstock.rundir import JsonLinesLog
-from penstock.types import Clock, Fate, RunFailed, Ticket
+from penstock.rundir.directory import read_forks
+from penstock.rundir.storage import is_full_disk
+from penstock.types import CheckpointError, Clock, Fate, RunFailed, Ticket, WeightVersion
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+class DiskSpace:
+    """Says when a write that found no room may be tried again. Thread-safe.
+
+    Args:
+        limit_s: So long a full disk is waited for; 0 makes it an error at once.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, limit_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._retry_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._reason = ""
+
+    def note(self, error: OSError) -> None:
+        """A write failed; to be called where the error is handled.
+
+        Raises:
+            OSError: the error itself, where it says something else than that there is no room.
+            RunFailed: there has been none for longer than the limit.
+        """
+        if not is_full_disk(error) or self._limit_s <= 0:
+            raise error
+        with self._lock:
+            now = self._clock()
+            self._since = now if self._since is None else self._since
+            self._retry_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._reason = str(error)
+            if now - self._since > self._limit_s:
+                raise RunFailed(
+                    f"{error}: there has been no room for {now - self._since:.0f} s (replay.store.full_disk_s = "
+                    f"{self._limit_s:g}): make room and resume the run"
+                ) from error
+
+    def note_written(self) -> None:
+        """A write succeeded."""
+        if self._since is not None:
+            with self._lock:
+                self._since, self._retry_at, self._pause_s = None, 0.0, _FIRST_PAUSE_S
+
+    @property
+    def retry_in_s(self) -> float:
+        """Seconds until a write may be tried again; 0 now."""
+        return max(0.0, self._retry_at - self._clock()) if self._since is not None else 0.0
+
+    def describe(self) -> str:
+        """In words, how long there has been no room, and where; empty where there is."""
+        since = self._since
+        return "" if since is None else f"no room on the disk for {self._clock() - since:.0f} s: {self._reason}"
+
 
 LiveState = Literal["in_flight", "waiting"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 STATES: tuple[str, ...] = (*get_args(LiveState), *FATES)
+TicketKey = tuple[str, int]
+"""Lesson and index of a group: its name in every lineage."""
 
 
 def rollout_ids(group_id: str, size: int) -> list[str]:
@@ -45,6 +115,9 @@ class Ledger:
         clock: Stamps the lines.
         past: Where an earlier life wrote, if one did: until `rebuild` the books know nothing of it.
         space: Says how long a full disk is waited for; lines for which there is no room are written later.
+
+    Attributes:
+        update: The next update without a batch, in an open buffer the current version: who settles a rollout logs it.
     """
 
     def __init__(
@@ -56,6 +129,7 @@ class Ledger:
         past: str = "",
         space: DiskSpace | None = None,
     ) -> None:
+        self.update = 0
         self.past = past
         self.space = space or DiskSpace()
         self._backlog: list[tuple[JsonLinesLog, tuple[Mapping[str, Any], ...]]] = []
@@ -128,7 +202,7 @@ class Ledger:
 
         Args:
             ids: In flight or waiting.
-            fate: Which.
+            fate: How they ended.
             step: The update that was next when it was decided; for `trained`, the update that used them last.
             reason: In words.
         """
@@ -267,3 +341,47 @@ def _some(ids: Collection[str]) -> str:
     shown = sorted(ids)[:5]
     more = f" and {len(ids) - len(shown)} more" if len(ids) > len(shown) else ""
     return f"[{', '.join(shown)}{more}]"
+
+
+class Lineages:
+    """The forks of one run.
+
+    Args:
+        path: The run's ``lineages.jsonl``; it may be missing: then there is lineage 0 only.
+
+    Raises:
+        RunDirectoryError: a line of it is none of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forks = {lineage: WeightVersion(*fork) for lineage, fork in read_forks(path).items()}
+
+    @property
+    def newest(self) -> int:
+        """The latest lineage that was begun."""
+        return max(self._forks, default=0)
+
+    def begin(self, lineage: int, parent: int, step: int) -> None:
+        """Records durably that `lineage` continues from version (`parent`, `step`).
+
+        Raises:
+            CheckpointError: the number was used before, or the parent is unknown.
+        """
+        if lineage in self._forks or lineage <= parent:
+            raise CheckpointError(f"lineage {lineage} of {self._path} cannot begin from lineage {parent}")
+        self._forks[lineage] = WeightVersion(parent, step)
+        log = JsonLinesLog(self._path)
+        log.append({"lineage": lineage, "parent": parent, "step": step})
+        log.close()
+
+    def survives(self, version: WeightVersion, lineage: int) -> bool:
+        """Whether `lineage` has, or will have, exactly these weights at that step."""
+        return self._origin(version) == self._origin(WeightVersion(lineage, version.step))
+
+    def _origin(self, version: WeightVersion) -> WeightVersion:
+        fork = self._forks.get(version.lineage)
+        while fork is not None and version.step <= fork.step:
+            version = WeightVersion(fork.lineage, version.step)
+            fork = self._forks.get(version.lineage)
+        return version

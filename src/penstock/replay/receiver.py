@@ -9,25 +9,14 @@ the caller's. Groups are handed over one by one, in the order in which the stora
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
-from penstock.replay.storage import Delivery, RolloutStorage
+from penstock.replay.buffer import ReplayBuffer
+from penstock.replay.paced import PacedReplayBuffer
+from penstock.replay.queue import Delivery, RolloutStorage
 from penstock.types import DuplicateGroupError, InvalidRolloutError, RolloutBatch, RolloutSink, Stopped
 
 POLL_S = 0.5
 """How often a waiting receiver looks whether it should stop; rollouts wake it at once."""
-
-
-class Keeper(Protocol):
-    """What a receiver needs to know of where rollouts become safe; implemented by `ReplayBuffer`."""
-
-    def is_stored(self, group_id: str) -> bool:
-        """Whether a group that was delivered is in a file by now, or was refused."""
-        ...
-
-    def flush(self) -> None:
-        """Puts what waits for a file into one."""
-        ...
 
 
 class RolloutReceiver:
@@ -36,11 +25,18 @@ class RolloutReceiver:
     Args:
         storage: Rollouts come from here.
         sink: And go there: the replay buffer.
-        keeper: Says when a group is safe; None acknowledges at once.
+        keeper: The replay buffer, which knows when a group is in a file; None acknowledges at once.
+
+    Attributes:
+        storage: As given.
+        groups_received: Groups that the sink took.
+        groups_refused: Groups that it had before, or that were not valid.
     """
 
-    def __init__(self, storage: RolloutStorage, sink: RolloutSink, keeper: Keeper | None = None) -> None:
-        self._storage = storage
+    def __init__(
+        self, storage: RolloutStorage, sink: RolloutSink, keeper: ReplayBuffer | PacedReplayBuffer | None = None
+    ) -> None:
+        self.storage = storage
         self._sink = sink
         self._keeper = keeper
         self._unsafe: deque[Delivery] = deque()
@@ -61,10 +57,10 @@ class RolloutReceiver:
         """Receives until `stop`, or until storage or sink is closed."""
         self._idle.clear()
         try:
-            self._storage.redeliver()
+            self.storage.redeliver()
             while not self._stopping.is_set():
                 self._now("waiting for rollouts")
-                delivery = self._storage.receive(POLL_S)
+                delivery = self.storage.receive(POLL_S)
                 if delivery is not None:
                     self._hand_over(delivery)
                 elif self._unsafe and self._keeper is not None:

@@ -1,4 +1,4 @@
-"""What becomes of every rollout when a run resumes from a checkpoint: the plan, made from the files alone.
+"""What becomes of every rollout when a run resumes from a checkpoint: the plan, and the pool brought there.
 
 The checkpoint's rename is the only commit. Whatever happened after it is undone: batches of later updates count as
 never trained, and fates decided since then are taken back. A group that is sealed comes back if all its tokens were
@@ -12,18 +12,24 @@ is `rolled_back`. Three kinds of tickets follow from the checkpoint:
 
 What was in a file that could not be read any more is `rolled_back` too, if nothing else says how it ended.
 
-This module decides and touches nothing; `ReplayBuffer.restore` carries the plan out. Killed in the middle of that,
-a run resumes by the same rules.
+`plan_recovery` decides and touches nothing; `restore_pool` carries the plan out, in a pool whose lock is held. Killed
+in the middle of that, a run resumes by the same rules. Not covered: the boundary at which a state is taken, and whether
+the books close afterwards; both are the buffer's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.replay.admission import TicketKey
 from penstock.replay.history import History, LoggedFate
-from penstock.replay.ledger import FATES
-from penstock.types import Fate, WeightVersion
+from penstock.replay.ledger import FATES, TicketKey
+from penstock.replay.training_pool import TrainingPool
+from penstock.replay.waiting_groups import WaitingGroup
+from penstock.types import CheckpointError, Experience, Fate, RolloutGroup, RolloutRecord, WeightVersion
+
+BEFORE_THE_FIRST = -1
+"""The step of a fork that takes over no version of its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class CheckpointView:
         key_of: Names a group across the lives of the run.
         was_drawn: Whether a group had been drawn, or had arrived.
         survives: Whether a version's weights are also the resumed run's.
+        has_tickets: Whether groups are generated for tickets. Then one that is not `alive` comes back when its ticket
+            is drawn again, and those that are have been used; otherwise all come back at once.
     """
 
     step: int
@@ -46,6 +54,11 @@ class CheckpointView:
     key_of: Callable[[str], TicketKey]
     was_drawn: Callable[[TicketKey], bool]
     survives: Callable[[WeightVersion], bool]
+    has_tickets: bool = True
+
+
+ViewOf = Callable[[History, Mapping[str, set[str]]], CheckpointView]
+"""The view of a checkpoint, given what the files say and what was alive at it."""
 
 
 @dataclass(slots=True)
@@ -72,6 +85,90 @@ class RecoveryPlan:
 def plan_recovery(history: History, checkpoint: CheckpointView) -> RecoveryPlan:
     """Decides about every rollout that was ever started."""
     return _Planner(history, checkpoint).plan()
+
+
+def restore_pool(
+    pool: TrainingPool, state: Mapping[str, Any], view_of: ViewOf
+) -> dict[TicketKey, RolloutGroup[Experience]]:
+    """Begins the pool's lineage from a checkpoint: ledger and pool are rebuilt from the run's files.
+
+    Args:
+        pool: Empty, its lock held; its ledger's `update` is the checkpoint's.
+        state: Of `TrainingPool.state`.
+        view_of: Called again where a file turns out to be damaged.
+
+    Returns:
+        Groups that wait until their ticket is drawn again; none without tickets.
+
+    Raises:
+        CheckpointError: the state does not fit.
+    """
+    lineage, update = pool.ledger.lineage, pool.ledger.update
+    try:
+        recorded, alive = set(state["recorded"]), {str(k): set(v) for k, v in state["alive"].items()}
+        pool.store.lineages.begin(lineage, int(state["lineage"]), update)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the replay buffer's state does not fit: {error!r}") from error
+    pool.current = update
+    pool.recorded = recorded - alive.keys()
+    view, plan, records = _plan(pool, alive, view_of)
+    pool.ledger.rebuild(plan.started, plan.fates, (i for ids in plan.waiting.values() for i in ids))
+    pool.ledger.log_fates(plan.decisions, update)
+    return _bring_back(pool, view.has_tickets, plan, records)
+
+
+def abandon_earlier(pool: TrainingPool, key_of: Callable[[str], TicketKey]) -> None:
+    """All that earlier lives started is settled, and this lineage takes over no version of theirs."""
+    with pool.changed:
+        lineage = pool.ledger.lineage
+        pool.store.lineages.begin(lineage, lineage - 1, BEFORE_THE_FIRST)
+        nothing = CheckpointView(0, {}, {}, key_of, lambda key: False, pool.survives)
+        plan = plan_recovery(pool.store.history(), nothing)
+        pool.ledger.rebuild(plan.started, plan.fates, ())
+        pool.ledger.log_fates(plan.decisions, pool.ledger.update)
+
+
+def _plan(
+    pool: TrainingPool, alive: Mapping[str, set[str]], view_of: ViewOf
+) -> tuple[CheckpointView, RecoveryPlan, list[RolloutRecord[Any]]]:
+    """What is to be done, and the records that come back; a file that turns out to be damaged changes both."""
+    history = pool.store.history()
+    while True:
+        view = view_of(history, alive)
+        plan = plan_recovery(history, view)
+        records = pool.store.read_records(plan.waiting)
+        missing = {i for ids in plan.waiting.values() for i in ids}
+        missing.difference_update(record.rollout.rollout_id for record in records)
+        again = pool.store.history() if missing else history
+        if again.damage == history.damage:
+            return view, plan, records
+        history = again
+
+
+def _bring_back(
+    pool: TrainingPool, has_tickets: bool, plan: RecoveryPlan, stored: Sequence[RolloutRecord[Any]]
+) -> dict[TicketKey, RolloutGroup[Experience]]:
+    """Claims wait for their tickets; the others go into the pool by arrival, spent members known to the baseline."""
+    alive = {rollout_id for ids in plan.waiting.values() for rollout_id in ids}
+    claimed = set(plan.claims.values()) if has_tickets else set[str]()
+    members: dict[str, list[RolloutRecord[Any]]] = {}
+    for record in stored:
+        members.setdefault(record.group_id, []).append(record)
+    groups: dict[str, RolloutGroup[Experience]] = {}
+    for group_id in plan.waiting:
+        records = members.get(group_id, [])
+        rollouts = tuple(record.rollout for record in records if record.rollout.rollout_id in alive)
+        if not rollouts:
+            continue
+        groups[group_id] = group = RolloutGroup(records[0].group_key, rollouts, group_id)
+        if group_id not in claimed:
+            waiting = WaitingGroup.of(group)
+            waiting.uses = {i: plan.uses[i] for r in rollouts if plan.uses[i := r.rollout_id]} or None
+            spent = [record.rollout for record in records if record.rollout.rollout_id not in alive]
+            if has_tickets or waiting.uses or spent:
+                waiting.first_use = max(0, pool.current - 1)
+            pool.add(waiting, durable=True, spent=[rollout for rollout in spent if rollout.defect is None])
+    return {key: groups[group_id] for key, group_id in plan.claims.items() if group_id in claimed}
 
 
 class _Planner:

@@ -1,21 +1,25 @@
 """Replay from another process: what workers and learner are given in place of issuer, storage and buffer.
 
-Each call is repeated while the service is dead or silent, up to a limit that names it; the service notices repeats. A
-service that was started anew knows nothing of what was said to the one before, and is of another lineage: what belongs
-to the old one is refused there and counted here.
+Experience travels as messages (`messages`). A service that is full answers so at once; the sink asks again until there
+is room, and only then sends again: no call waits on the other side, and nothing travels in vain for long. Each call is
+repeated while the service is dead or silent, up to a limit that names it; the service notices repeats. A service that
+was started anew knows nothing of what was said to the one before, and is of another lineage: what belongs to the old
+one is refused there and counted here.
 """
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, cast
 
-from penstock.replay.transfer import batch_to_buffer
+from penstock.replay.history import LANGUAGE, ExperienceFormat
+from penstock.replay.messages import BatchMessage, in_messages
 from penstock.types import (
     Caller,
     NoProgressError,
     PersistentCaller,
     RolloutBatch,
+    RolloutGroup,
     Ticket,
     TrainingBatch,
     TransferError,
@@ -34,6 +38,7 @@ _SLICE_S = 5.0
 """Longest wait for a batch in one call."""
 SENDINGS = 3
 """So often a message that was damaged on its way is sent."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
 class RemoteTickets:
@@ -107,72 +112,99 @@ class RemoteTickets:
 
 
 class RemoteSink:
-    """Implements `penstock.types.RolloutSink`. Thread-safe; batches go one after the other.
+    """Implements `penstock.types.RolloutSink`. Thread-safe; messages go one after the other.
 
     Args:
         caller: Reaches the service.
         worker: Name of the rollout worker.
         incarnation: Which life of it.
-        lineage: Of the run.
-        limit_s: So long the service may be out of reach, and so long it may be full.
+        lineage: Of the run; None where the buffer judges by the weights alone.
+        experience: What is sent.
+        limit_s: So long the service may be out of reach.
+        full_limit_s: So long it may be full; None means `limit_s`.
 
     Attributes:
         lineage: Of the run; set it when that changes.
-        refused: Batches that were of no use, because they belong to another lineage.
+        refused: Messages that were of no use, because they belong to another lineage.
+        waiting: Whether it waits at this moment: for room, or for the service.
         blocked_s: Seconds of waiting for room so far.
+        sent_bytes: Bytes of all messages that were sent, repeats included.
     """
 
     def __init__(
-        self, caller: Caller, worker: str, incarnation: int, lineage: int = 0, *, limit_s: float = LIMIT_S
-    ) -> None:
+        self, caller: Caller, worker: str, incarnation: int, lineage: int | None = 0, *,
+        experience: ExperienceFormat = LANGUAGE, limit_s: float = LIMIT_S, full_limit_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.lineage = lineage
         self.refused = 0
+        self.waiting = False
         self.blocked_s = 0.0
+        self.sent_bytes = 0
         self._calls = PersistentCaller(caller, SERVICE, limit_s)
         self._worker = worker
         self._incarnation = incarnation
-        self._limit_s = limit_s
+        self._experience = experience
+        self._full_limit_s = limit_s if full_limit_s is None else full_limit_s
         self._sending = threading.Lock()
         self._number = 0
 
-    def add_batches(self, batches: Sequence[RolloutBatch]) -> None:
-        """See `RolloutSink.add_batches`; returns when the service has them, or has no use for them.
+    def add_batches(self, batches: Sequence[RolloutBatch[Any]]) -> None:
+        """Returns when the service has all of them, or has no use for them.
 
         Raises:
-            NoProgressError: the service is full, or out of reach, for `limit_s`.
+            NoProgressError: the service is full for `full_limit_s`, or out of reach for `limit_s`.
             SupersededError: this worker was replaced.
             TransferError: a message was damaged on its way again and again.
-            InvalidRolloutError: a rollout has no metadata, or is not valid.
+            InvalidRolloutError: a rollout or fragment has no metadata, or is not valid.
             Stopped: after `stop`, and when the service is closed.
         """
-        for batch in batches:
-            if batch.groups:
-                message = bytes(memoryview(batch_to_buffer(batch)))
-                with self._sending:
-                    self._number += 1
-                    self._send(message)
+        for groups in self._together(batches):
+            message = bytes(memoryview(self._experience.to_message(groups)))
+            with self._sending:
+                self._number += 1
+                self.waiting = True
+                try:
+                    self._send(message, len(groups))
+                finally:
+                    self.waiting = False
 
     def stop(self) -> None:
         """Ends every wait with `Stopped`."""
         self._calls.stop()
 
-    def _send(self, message: bytes) -> None:
-        started, pause_s = time.monotonic(), 0.02
+    def _together(self, batches: Sequence[RolloutBatch[Any]]) -> Iterable[Sequence[RolloutGroup[Any]]]:
+        """What goes in one message."""
+        if self._experience.most_bytes is None:
+            return [batch.groups for batch in batches if batch.groups]
+        return in_messages((group for batch in batches for group in batch.groups), self._experience.most_bytes)
+
+    def _send(self, message: bytes, groups: int) -> None:
         while (answer := self._deliver(message)) == "full":
-            waited_s = time.monotonic() - started
-            if waited_s > self._limit_s:
-                raise NoProgressError(
-                    f"{self._worker} waited {waited_s:.0f} s to hand rollouts over: {SERVICE} is full; see what its "
-                    "receiver waits for"
-                )
-            self._calls.pause(pause_s)
-            pause_s = min(2 * pause_s, 0.5)
-        self.blocked_s += (time.monotonic() - started) if pause_s > 0.02 else 0.0
+            started = time.monotonic()
+            try:
+                self._wait_for_room(started, groups)
+            finally:
+                self.blocked_s += time.monotonic() - started
         self.refused += answer == "refused"
 
+    def _wait_for_room(self, started: float, groups: int) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._calls.pause(pause_s)
+            if self._calls.call("has_room", self._worker, groups, timeout_s=CALL_S):
+                return
+            waited_s = time.monotonic() - started
+            if waited_s > self._full_limit_s:
+                raise NoProgressError(
+                    f"{self._worker} waited {waited_s:.0f} s to hand {self._experience.folder} over: {SERVICE} is "
+                    f"full; {self._experience.when_full}"
+                )
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _deliver(self, message: bytes) -> str:
+        sender = (self._worker, self._incarnation, self.lineage)
         for sending in range(1, SENDINGS + 1):
-            sender = (self._worker, self._incarnation, self.lineage)
+            self.sent_bytes += len(message)
             try:
                 return self._calls.call("deliver", *sender, self._number, message, timeout_s=CALL_S)
             except TransferError:
@@ -203,15 +235,26 @@ class RemoteBatches:
         self._lineage = lineage
         self._on_wait = on_wait
 
-    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
-        """See `BatchSource.next_batch`.
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
+        """The batch of update `step`; it comes as it is, or as a message.
 
         Raises:
+            TransferError: the message was damaged on its way again and again.
             NoProgressError: at the timeout, saying what was waited for; or the service is out of reach for `limit_s`.
             SupersededError: this learner is of another lineage than the run.
             Stopped: after `stop`, and when the service is closed.
             RunFailed: no batch can come.
         """
+        for sending in range(1, SENDINGS + 1):
+            answer = self._ask_for_batch(step, timeout_s)
+            try:
+                return cast(TrainingBatch[Any], answer) if isinstance(answer, TrainingBatch) else _read(answer)
+            except TransferError:
+                if sending == SENDINGS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _ask_for_batch(self, step: int, timeout_s: float) -> Any:
         limit = time.monotonic() + timeout_s
         while True:
             slice_s = max(0.0, min(_SLICE_S, limit - time.monotonic()))
@@ -244,3 +287,12 @@ class RemoteBatches:
 
     def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self._calls.call(method, self._lineage, *args, timeout_s=timeout_s)
+
+
+def _read(answer: tuple[Any, ...]) -> TrainingBatch[Any]:
+    return BatchMessage(*answer).read()
+
+
+RemoteFragments = RemoteSink
+RemoteFragmentBatches = RemoteBatches
+"""The clients of fragments alone are these."""

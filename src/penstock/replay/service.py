@@ -1,317 +1,333 @@
-"""The replay buffer as a service: what rollout workers, inference servers, learner and evaluator call from elsewhere.
+"""The replay buffer as a service: what rollout workers and the learner call from elsewhere, for rollouts and fragments.
 
 Every method may be called again with the same arguments, because the answer to the first call was lost, and does
-nothing twice. Messages of another lineage than the run's present one are of no use and are refused: a worker that has
-not heard yet of the new lineage gets no tickets and its groups are not taken; a learner of another lineage must end.
+nothing twice. A message for which there is no room is answered ``full`` at once, and sent again later: no call waits
+for the learner, but `next_batch`, which takes its caller's thread. A learner of another lineage than the run's present
+one is refused: it must end. Messages are read, never executed: nothing of what workers send is pickled.
 
-`acquire` is a coroutine, so that thousands may wait in it; all others return soon, but for `next_batch`, which takes
-its caller's thread. Not covered: how calls get here (`penstock.types.Caller`).
+Not covered: tickets (`ticket_service`), how calls get here (`penstock.types.Caller`), and what workers say of
+themselves.
 """
 
-import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from penstock.replay.buffer import ReplayBuffer
-from penstock.replay.issuer import TicketIssuer
-from penstock.replay.learner_desk import LearnerDesk
-from penstock.replay.memory_storage import MemoryRolloutStorage
+from penstock.replay.history import LANGUAGE, ExperienceFormat
+from penstock.replay.messages import BatchMessage
+from penstock.replay.paced import PacedReplayBuffer
+from penstock.replay.queue import MemoryRolloutStorage
 from penstock.replay.receiver import RolloutReceiver
-from penstock.replay.serving import ServingVersions
-from penstock.replay.ticket_desk import TicketDesk, holder_of
-from penstock.replay.transfer import batch_from_buffer
 from penstock.types import (
     BatchSource,
-    CurriculumRecord,
-    RolloutBatchStats,
-    Ticket,
+    ConfigError,
+    DuplicateGroupError,
+    InvalidRolloutError,
+    NoProgressError,
+    RolloutBatch,
+    RolloutGroup,
+    SchemaVersionError,
+    SupersededError,
     TrainingBatch,
+    TransferError,
 )
 
-Acceptance = Literal["taken", "full", "refused"]
-"""What became of a delivery: it is here, now or since an earlier call; there is no room at present; it is of no use."""
+DeliveryAnswer = Literal["taken", "full", "refused"]
+"""What became of a message: all of it is here, now or since an earlier call; there is no room for all of it yet; it is
+of another lineage, and of no use."""
 
 
 class ReplayService:
-    """Replay for a run of many processes. `start` it, and `stop` it.
+    """Replay for a run of many processes. Where it has a receiver, `start` it, and `stop` it.
 
     Args:
-        issuer: Of the present lineage; restored, where the run resumes.
-        buffer: Over the same issuer; likewise.
-        batches: Where the learner's batches come from: a data loader over the buffer, or the buffer.
-        storage: Where delivered groups wait for the receiver.
-        receiver: From the storage to the buffer; the service runs it.
-        curriculum: Where evaluations are recorded, and whose state travels in checkpoints.
-        needs_clearance: A version serves only when the evaluator has cleared it (staleness zero).
-        on_refusal: Told of deliveries that could not be read, by worker, and why.
+        buffer: Restored, where the run resumes.
+        batches: Where the learner's batches come from, over the same buffer.
+        experience: What is delivered and trained.
+        lineage: Of the run.
+        receiver: Hands groups on to the buffer from a `MemoryRolloutStorage`, where they wait; the service runs it.
+            None gives them to the buffer, which must be open, in the caller's thread.
+        check_sender: Raises `SupersededError` for a worker's incarnation (name, number) that is over.
+        states: Gives what else belongs into the checkpoint, by name; called while the buffer stands still.
+        on_refusal: Told of messages that could not be read: the worker, and why.
+        on_delivery: Told of every piece that an open buffer took; of one that was sent twice once.
+
+    Raises:
+        ConfigError: without a receiver the buffer is paced, or with one its storage is of files.
     """
 
     def __init__(
         self,
-        issuer: TicketIssuer,
-        buffer: ReplayBuffer,
+        buffer: ReplayBuffer | PacedReplayBuffer,
         batches: BatchSource,
-        storage: MemoryRolloutStorage,
-        receiver: RolloutReceiver,
-        curriculum: CurriculumRecord,
+        experience: ExperienceFormat = LANGUAGE,
         *,
-        needs_clearance: bool = False,
+        lineage: int,
+        receiver: RolloutReceiver | None = None,
+        check_sender: Callable[[str, int], None] = lambda worker, incarnation: None,
+        states: Callable[[], dict[str, Any]] = dict,
         on_refusal: Callable[[str, str], None] = lambda worker, reason: None,
+        on_delivery: Callable[[Any], None] = lambda experience: None,
     ) -> None:
-        self.lineage = issuer.lineage
-        self._issuer = issuer
+        self.lineage = lineage
         self._buffer = buffer
-        self._storage = storage
+        self._batches = batches
+        self._experience = experience
         self._receiver = receiver
-        self._curriculum = curriculum
-        self._on_refusal = on_refusal
-        self._desk = TicketDesk(issuer)
-        self._serving = ServingVersions(issuer, needs_clearance)
+        self._inlet = _inlet_of(buffer, receiver)
+        self._check_sender = check_sender
+        self._more_states = states
+        self._on_refusal, self._on_delivery = on_refusal, on_delivery
         self._lock = threading.Lock()
-        self._delivered: dict[str, int] = {}
-        self._delivering: set[str] = set()
-        self._evaluations: dict[str, tuple[int, RolloutBatchStats]] = {}
-        self._learner = LearnerDesk(issuer.lineage, buffer, batches, self._states)
+        self._taken: dict[str, tuple[int, int]] = {}
+        self._delivering: set[tuple[str, int]] = set()
         self._counts: Counter[str] = Counter()
-        self._receiver_thread: threading.Thread | None = None
+        self._learning = threading.Lock()
+        self._batch: TrainingBatch[Any] | BatchMessage | None = None
+        self._finished: int | None = None
+        self._states: tuple[int, dict[str, Any]] | None = None
         self._failure: Exception | None = None
 
     def start(self) -> None:
-        """Starts the threads that hand out tickets and take groups in."""
-        self._desk.start()
-        self._receiver_thread = threading.Thread(target=self._receive, name="replay-receiver", daemon=True)
-        self._receiver_thread.start()
+        """Starts the thread that takes groups out of the queue, where there is one."""
+        if self._receiver is not None:
+            threading.Thread(target=self._receive, args=(self._receiver,), name="replay-receiver", daemon=True).start()
 
     def stop(self, timeout_s: float) -> bool:
         """Ends every wait with `Stopped`; what was delivered is still stored.
 
         Returns:
-            Whether the threads ended; within the limit, either way.
+            Whether the thread ended; within the limit, either way.
         """
-        ended = self._desk.stop(timeout_s)
         self._buffer.close()
-        self._storage.close()
-        return self._receiver.stop(timeout_s) and ended
+        if isinstance(self._inlet, MemoryRolloutStorage):
+            self._inlet.close()
+        return self._receiver is None or self._receiver.stop(timeout_s)
 
     @property
     def failure(self) -> Exception | None:
-        """What ended one of the threads; the service is of no use then."""
-        return self._failure or self._desk.failure
+        """What ended the thread; the service is of no use then."""
+        return self._failure
 
-    def _receive(self) -> None:
+    def _receive(self, receiver: RolloutReceiver) -> None:
         try:
-            self._receiver.run()
+            receiver.run()
         except Exception as error:  # told by `failure`, since nobody joins this thread
             self._failure = error
 
     # --- for rollout workers -------------------------------------------------------------------------------------
 
-    async def acquire(
-        self,
-        worker: str,
-        incarnation: int,
-        lineage: int,
-        number: int,
-        most: int,
-        timeout_s: float,
-        lessons: Collection[str] | None = None,
-    ) -> list[Ticket]:
-        """Between 1 and `most` tickets; none at the timeout.
+    def deliver(
+        self, worker: str, incarnation: int, lineage: int | None, number: int, message: bytes
+    ) -> DeliveryAnswer:
+        """Takes the groups of a message over, as far as there is room; returns at once.
 
         Args:
-            worker: Who asks.
+            worker: Its name.
             incarnation: Which life of it.
-            lineage: Of the run, as the worker knows it.
-            number: Counts the worker's requests from 1; repeated until it was answered.
-            most: Tickets at once.
-            timeout_s: Longest wait.
-            lessons: Only of these; None means any.
-
-        Raises:
-            SupersededError: that incarnation was released, or replaced.
-            Stopped: the service is closed.
-        """
-        if lineage != self.lineage:
-            self._desk.check(worker, incarnation)
-            self._counts["refused"] += 1
-            await asyncio.sleep(timeout_s)
-            return []
-        future = asyncio.wrap_future(self._desk.ask(worker, incarnation, number, most, lessons))
-        done, _ = await asyncio.wait([future], timeout=timeout_s)
-        return future.result() if done else self._desk.withdraw(worker, number)
-
-    def deliver(self, worker: str, incarnation: int, lineage: int, number: int, message: bytes) -> Acceptance:
-        """Takes one batch over; returns at once.
-
-        Args:
-            worker: Whose.
-            incarnation: Which life of it.
-            lineage: Of the run, as the worker knows it.
-            number: Counts the worker's batches from 1; they come one after the other.
-            message: Made by `penstock.replay.batch_to_buffer`.
+            lineage: Of the run, as the worker knows it; None where the buffer judges by the weights alone.
+            number: Counts the worker's messages from 1; they come one after the other.
+            message: Made by `ExperienceFormat.to_message`.
 
         Raises:
             SupersededError: that incarnation was released, or replaced.
             TransferError: the message was damaged on its way: send it again.
-            InvalidRolloutError: a rollout in it is not valid.
+            SchemaVersionError: a newer Penstock wrote it.
+            InvalidRolloutError: something in it is not valid, or it is too large.
             Stopped: the service is closed.
         """
-        self._desk.check(worker, incarnation)
-        if lineage != self.lineage:
-            self._counts["refused"] += 1
+        self._check_sender(worker, incarnation)
+        if lineage is not None and lineage != self.lineage:
+            self._count("refused")
             return "refused"
-        holder = holder_of(worker, incarnation)
+        sender = (worker, incarnation)
         with self._lock:
-            if number <= self._delivered.get(holder, 0):
+            known, last = self._taken.get(worker, (incarnation, 0))
+            if known == incarnation and number <= last:
                 self._counts["repeated"] += 1
                 return "taken"
-            if holder in self._delivering:
+            if sender in self._delivering:
                 return "full"  # an earlier call with it is still at it
-            self._delivering.add(holder)
+            self._delivering.add(sender)
         try:
-            if not self._storage.offer(worker, batch_from_buffer(message)):
+            if not self._take(worker, message):
                 return "full"
             with self._lock:
-                self._delivered[holder] = number
-                self._counts["bytes"] += len(message)
+                self._taken[worker] = (incarnation, number)
             return "taken"
-        except Exception as error:
-            self._counts["unreadable"] += 1
+        except (TransferError, InvalidRolloutError, SchemaVersionError) as error:
+            self._count("unreadable")
             self._on_refusal(worker, str(error))
             raise
         finally:
             with self._lock:
-                self._delivering.discard(holder)
+                self._delivering.discard(sender)
 
-    def fail(
-        self, worker: str, incarnation: int, lineage: int, ticket: Ticket, fate: Literal["invalid", "aborted"],
-        reason: str,
-    ) -> None:  # fmt: skip
-        """See `TicketSource.fail`; a ticket that the worker does not hold (any more) is left alone.
+    def has_room(self, worker: str, groups: int = 1) -> bool:
+        """Whether a message of a worker might be taken now: all of it, or the first of its groups by an open buffer."""
+        if isinstance(self._inlet, MemoryRolloutStorage):
+            return self._inlet.has_room(worker, groups)
+        return self._inlet.has_room
 
-        Raises:
-            SupersededError: that incarnation was released, or replaced.
-        """
-        self._desk.check(worker, incarnation)
-        with self._issuer.changed:
-            if lineage == self.lineage and ticket.ticket_id in self._issuer.held_by(holder_of(worker, incarnation)):
-                self._issuer.fail(ticket, fate, reason)
-            else:
-                self._counts["refused"] += 1
+    def _take(self, worker: str, message: bytes) -> bool:
+        groups = self._experience.from_message(message)
+        if isinstance(self._inlet, MemoryRolloutStorage):
+            taken = self._inlet.offer(worker, RolloutBatch.of(tuple(groups)))
+            self._count("bytes", len(message) if taken else 0)
+            return taken
+        self._count("bytes", len(message))
+        return self._offer(self._inlet, groups)
 
-    def release(self, worker: str, incarnation: int) -> None:
-        """A worker's incarnation is dead: its tickets go to others first of all, and what it still says is refused."""
-        self._desk.release(worker, incarnation)
+    def _offer(self, buffer: ReplayBuffer, groups: Sequence[RolloutGroup[Any]]) -> bool:
+        """Gives groups to the buffer up to the first for which it has no room."""
+        for group in groups:
+            try:
+                if not buffer.offer(group):
+                    self._count("full")
+                    return False
+            except DuplicateGroupError:
+                self._count("repeated")
+                continue
+            self._count("groups")
+            for experience in group.rollouts:
+                self._on_delivery(experience)
+        return True
+
+    def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
-            self._delivered.pop(holder_of(worker, incarnation), None)
-
-    # --- for inference servers and the evaluator -----------------------------------------------------------------
-
-    def server_holds(self, server: str, incarnation: int, lineage: int, step: int, held_back: bool = False) -> bool:
-        """A server holds a version now; tickets are stamped with the oldest that any server holds.
-
-        Args:
-            server: Which.
-            incarnation: Which life of it.
-            lineage: Of the version.
-            step: Of the version.
-            held_back: An evaluation keeps it there; nobody waits for it while there are other servers.
-
-        Returns:
-            Whether it counts; one of another lineage does not.
-
-        Raises:
-            SupersededError: a newer incarnation of the server has spoken.
-        """
-        return self._serving.hold(server, incarnation, lineage, step, held_back)
-
-    def forget_server(self, server: str, incarnation: int) -> None:
-        """An incarnation of a server is dead: nobody waits for its version any more."""
-        self._serving.forget(server, incarnation)
-
-    def cleared(self, lineage: int, step: int) -> bool:
-        """Nothing is to be evaluated at this version, or nothing any more; returns whether it counts."""
-        return self._serving.clear(lineage, step)
-
-    def update_evaluation(self, stats: RolloutBatchStats, step: int) -> None:
-        """A full evaluation of one lesson; the same one again changes nothing."""
-        with self._lock:
-            if self._evaluations.get(stats.lesson_id) == (step, stats):
-                self._counts["repeated"] += 1
-                return
-            self._evaluations[stats.lesson_id] = (step, stats)
-        self._curriculum.update_evaluation(stats, step)
+            self._counts[what] += by
 
     # --- for the learner -----------------------------------------------------------------------------------------
 
-    def next_batch(self, lineage: int, step: int, timeout_s: float) -> TrainingBatch:
-        """See `LearnerDesk.next_batch`."""
-        return self._learner.next_batch(lineage, step, timeout_s)
+    def next_batch(self, lineage: int, step: int, timeout_s: float) -> TrainingBatch[Any] | BatchMessage:
+        """The batch of an update; the same one until that is finished.
+
+        Raises:
+            NoProgressError: at the timeout, saying what was waited for.
+            SupersededError: the learner is of another lineage.
+            Stopped: the service is closed.
+            RunFailed: no batch can come.
+        """
+        self._check(lineage)
+        if not self._learning.acquire(timeout=timeout_s):
+            raise NoProgressError(f"an earlier call for a batch is still waiting: {self._buffer.waiting_for()}")
+        try:
+            if self._batch is None or self._batch.step != step:
+                self._batch = self._experience.batch_to_message(self._batches.next_batch(step, timeout_s))
+            return self._batch
+        finally:
+            self._learning.release()
 
     def finish_update(self, lineage: int, step: int) -> None:
-        """See `LearnerDesk.finish_update`."""
-        self._learner.finish_update(lineage, step)
+        """Update `step` was applied.
+
+        Raises:
+            SupersededError: the learner is of another lineage.
+            RunFailed: it has no batch.
+        """
+        self._check(lineage)
+        with self._learning:
+            if self._finished is not None and step <= self._finished:
+                self._count("repeated")
+                return
+            self._buffer.finish_update(step)
+            self._finished, self._batch = step, None
 
     def set_current_step(self, lineage: int, step: int) -> None:
-        """See `LearnerDesk.set_current_step`."""
-        self._learner.set_current_step(lineage, step)
+        """The learner holds version `step`.
+
+        Raises:
+            SupersededError: the learner is of another lineage.
+        """
+        self._check(lineage)
+        self._buffer.set_current_step(step)
 
     def checkpoint_states(self, lineage: int, step: int) -> dict[str, Any]:
-        """See `LearnerDesk.checkpoint_states`: ``curriculum``, ``issuer``, ``replay``."""
-        return self._learner.checkpoint_states(lineage, step)
+        """The states that belong into the checkpoint of version `step`, by name: ``replay`` and what else there is.
+
+        Asked again for the same version it gives the same states.
+
+        Raises:
+            SupersededError: the learner is of another lineage.
+        """
+        self._check(lineage)
+        with self._learning:
+            if self._states is None or self._states[0] != step:
+                with self._buffer.boundary():
+                    self._states = (step, {**self._more_states(), "replay": self._buffer.state()})
+            return self._states[1]
 
     def checkpoint_saved(self, lineage: int, step: int) -> None:
-        """See `LearnerDesk.checkpoint_saved`."""
-        self._learner.checkpoint_saved(lineage, step)
+        """The checkpoint with the states of version `step` is there: files that nobody needs any more may go.
 
-    def _states(self) -> dict[str, Any]:
-        return {
-            "curriculum": self._curriculum.state(),
-            "issuer": self._issuer.state(),
-            "replay": self._buffer.state(),
-        }
+        Raises:
+            SupersededError: the learner is of another lineage.
+        """
+        self._check(lineage)
+        with self._learning:
+            if self._states is not None and self._states[0] == step:
+                self._buffer.checkpoint_saved()
+
+    def _check(self, lineage: int) -> None:
+        if lineage != self.lineage:
+            raise SupersededError(f"the learner is of lineage {lineage}, and the run's is {self.lineage}")
 
     # --- how it is -----------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> float:
         """Grows while groups come in and updates are finished."""
-        return float(self._receiver.groups_received + self._receiver.groups_refused + self._issuer.update)
+        receiver, finished = self._receiver, self._finished
+        groups = self._counts["groups"] if receiver is None else receiver.groups_received + receiver.groups_refused
+        return float(groups + (0 if finished is None else finished + 1))
 
     def waiting_for(self) -> str:
         """In words, what the next update waits for."""
         return self._buffer.waiting_for()
 
     def metrics(self) -> dict[str, float]:
-        """``replay/…``, ``rollout_storage/…`` and ``curriculum/…`` numbers of this moment."""
+        """``replay/…`` and, with a queue, ``rollout_storage/…`` numbers of this moment."""
+        with self._lock:
+            counts = Counter(self._counts)
+        if self._receiver is None:
+            numbers = {
+                "replay/received_bytes": float(counts["bytes"]),
+                "replay/received_fragments": float(counts["groups"]),
+                "replay/full_answers": float(counts["full"]),
+            }
+        else:
+            received = {"rollout_storage/received_bytes": float(counts["bytes"])}
+            numbers = {**self._receiver.storage.metrics(), **self._receiver.metrics(), **received}
         return {
             **self._buffer.metrics(),
-            **self._storage.metrics(),
-            **self._receiver.metrics(),
-            **self._curriculum.metrics(),
-            "rollout_storage/received_bytes": float(self._counts["bytes"]),
-            "replay/waiting_workers": float(self._desk.waiting),
-            "replay/reissued_tickets": float(self._desk.reissued),
-            "replay/refused_messages": float(self._counts["refused"] + self._counts["unreadable"]),
-            "replay/repeated_messages": float(self._counts["repeated"] + self._learner.repeated),
+            **numbers,
+            "replay/refused_messages": float(counts["refused"] + counts["unreadable"]),
+            "replay/repeated_messages": float(counts["repeated"]),
         }
 
     def status(self) -> dict[str, Any]:
         """For status.json."""
-        return {
-            "lineage": self.lineage,
-            "update": self._issuer.update,
-            "serving_step": self._issuer.serving_step,
-            "servers": self._serving.describe(),
-            "ledger": self._issuer.ledger.snapshot(),
-            "lessons": self._curriculum.describe(),
-            "waiting_for": self._buffer.waiting_for(),
-            "waiting_workers": self._desk.waiting,
-            "rollout_storage": {
-                "receiver": self._receiver.doing,
-                **self._storage.metrics(),
-                **self._receiver.metrics(),
-            },
-        }
+        status: dict[str, Any] = {"waiting_for": self._buffer.waiting_for()}
+        if self._receiver is not None:
+            numbers = {**self._receiver.storage.metrics(), **self._receiver.metrics()}
+            status["rollout_storage"] = {"receiver": self._receiver.doing, **numbers}
+        return status
+
+
+def _inlet_of(
+    buffer: ReplayBuffer | PacedReplayBuffer, receiver: RolloutReceiver | None
+) -> ReplayBuffer | MemoryRolloutStorage:
+    """What delivered groups are offered to."""
+    inlet = buffer if receiver is None else receiver.storage
+    if not isinstance(inlet, ReplayBuffer | MemoryRolloutStorage):
+        raise ConfigError(
+            f"delivered groups cannot wait in a {type(inlet).__name__}: give a paced buffer's service a "
+            "RolloutReceiver over a MemoryRolloutStorage"
+        )
+    return inlet
+
+
+FragmentService = ReplayService
+"""The service of fragments alone is this one."""

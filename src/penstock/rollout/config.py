@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.replay.storage import RolloutStorageConfig
+from penstock.replay.queue import RolloutStorageConfig
 
 
 class RolloutConfig(BaseModel):

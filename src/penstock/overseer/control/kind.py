@@ -33,9 +33,8 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.overseer.trainer import LearnerComponent
-from penstock.replay import RemoteFragmentBatches
 from penstock.rundir import RunDirectory
-from penstock.types import Caller, Spaces
+from penstock.types import Spaces
 
 if TYPE_CHECKING:
     from penstock.overseer.run import PhaseSteps, Run
@@ -146,10 +145,6 @@ class ControlKind:
 
     def codec(self, settings: Settings[FleetRunConfig]) -> None:
         """None: the policy knows its spaces."""
-
-    def batches(self, replay: Caller, lineage: int) -> RemoteFragmentBatches:
-        """Of fragments."""
-        return RemoteFragmentBatches(replay, lineage)
 
     def learner_tasks(self, ctx: Surroundings, component: LearnerComponent) -> LearnerTasks:
         """None."""

@@ -33,10 +33,8 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import Progress
 from penstock.overseer.trainer import LearnerComponent
-from penstock.replay import RemoteBatches
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Caller
 
 if TYPE_CHECKING:
     from penstock.overseer.run import PhaseSteps, Run
@@ -163,10 +161,6 @@ class LanguageKind:
     def codec(self, settings: Settings[RunConfig]) -> Tokenizer:
         """The tokenizer."""
         return settings.tokenizer()
-
-    def batches(self, replay: Caller, lineage: int) -> RemoteBatches:
-        """Of rollouts."""
-        return RemoteBatches(replay, lineage)
 
     def learner_tasks(self, ctx: Surroundings, component: LearnerComponent) -> LearnerTasks:
         """Warm start and parity probe."""

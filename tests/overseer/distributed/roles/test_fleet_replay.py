@@ -1,6 +1,7 @@
 """The replay buffer of a fleet owes progress for what is being delivered, and counts its work."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from penstock.overseer import FleetRunConfig
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.distributed.roles.fleet_replay import FleetReplayRole
 from penstock.overseer.distributed.roles.settings import Settings
-from penstock.replay import fragment_service
+from penstock.replay import FRAGMENTS
 from penstock.rundir import RunDirectory
 from tests.overseer.distributed.roles.lonely import Lonely
 from tests.waiting import wait_until
@@ -35,13 +36,14 @@ def role(run_dir: Path):
 
 def test_a_delivery_that_is_not_answered_is_its_debt_and_its_work(role, monkeypatch: pytest.MonkeyPatch):
     may_end = threading.Event()
-    monkeypatch.setattr(fragment_service, "fragments_from_buffer", lambda message: may_end.wait(LIMIT_S) and [])
+    slow = replace(FRAGMENTS, from_message=lambda message: may_end.wait(LIMIT_S) and [])
+    monkeypatch.setattr(role._service, "_experience", slow)
     assert role.condition().progress is None
-    delivering = threading.Thread(target=role.deliver, args=("rollout-0", b""))
+    delivering = threading.Thread(target=role.deliver, args=("rollout-0", 0, None, 1, b""))
     delivering.start()
     wait_until(lambda: role.condition().progress == 0.0, "debt", LIMIT_S)
     busy_s = role.condition().busy_s
-    assert role.has_room()  # whatever else it answers is no progress
+    assert role.has_room("rollout-0", 1)  # whatever else it answers is no progress
     wait_until(lambda: role.condition().busy_s > busy_s, "work", LIMIT_S)
     assert role.condition().progress == 0.0
     may_end.set()

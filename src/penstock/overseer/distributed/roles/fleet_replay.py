@@ -19,14 +19,14 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.replay import FRAGMENTS, FragmentService
+from penstock.replay import FRAGMENTS, ReplayService
 
 SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", "set_current_step")
 """Methods of the service that others call as they are."""
 
 
 class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
-    """Runs one `FragmentService` and one `FleetReports`."""
+    """Runs one `ReplayService` and one `FleetReports`."""
 
     def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig]) -> None:
         super().__init__(around, settings)
@@ -47,10 +47,11 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             writing=self.activity.busy,
         )
         self._reports = FleetReports(config.fleet.stats_window)
-        self._service = FragmentService(
-            settings.lineage,
+        self._service = ReplayService(
             opened.buffer,
             opened.batches,
+            FRAGMENTS,
+            lineage=settings.lineage,
             states=lambda: {"statistics": self._reports.statistics.state()},
             on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
             on_delivery=self._reports.note_delivery,

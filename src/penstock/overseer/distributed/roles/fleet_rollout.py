@@ -23,7 +23,7 @@ from penstock.overseer.fleet_config import FleetRunConfig
 from penstock.overseer.fleet_policies import make_policy, make_worker_runner
 from penstock.overseer.fleet_simulators import filmed_pool, worker_pool
 from penstock.overseer.simulator_events import is_news
-from penstock.replay import RemoteFragments
+from penstock.replay import FRAGMENTS, RemoteSink
 from penstock.types import Spaces, UnreachableError, WeightVersion
 
 CALL_S = 10.0
@@ -46,7 +46,14 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         config, me, lineage = settings.config, around.identity, settings.lineage
         self._replay = around.caller("replay-0")
         self._clock = RunClock(self._replay)
-        self._sink = RemoteFragments(self._replay, me.name, full_limit_s=config.replay.max_waiting_s)
+        self._sink = RemoteSink(
+            self._replay,
+            me.name,
+            me.incarnation,
+            None,
+            experience=FRAGMENTS,
+            full_limit_s=config.replay.max_waiting_s,
+        )
         policy = make_policy(config, spaces)
         self._feed = WeightFeed(around, settings, named_arrays(policy), in_training=True)
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first

@@ -8,6 +8,7 @@ It owes progress while something waits for it alone. A full disk, a learner that
 turn: these are others' to end.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,16 +25,13 @@ from penstock.overseer.distributed.roles.base import ThreadedComponent
 from penstock.overseer.distributed.roles.run_clock import SteadyClock
 from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
-from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver
+from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketService
 from penstock.types import RolloutGroup, RolloutSink
 
-SERVED = (
-    "cleared", "checkpoint_saved", "checkpoint_states", "deliver", "fail", "server_holds", "set_current_step",
-    "update_evaluation",
-)  # fmt: skip
-"""Methods of the service that others call as they are."""
-WAITED_IN = ("acquire", "next_batch")
-"""Further ones, in which the caller waits: they are no work."""
+SERVED = ("checkpoint_saved", "checkpoint_states", "deliver", "has_room", "set_current_step")
+"""Methods of the replay service that others call as they are."""
+TICKETS_SERVED = ("cleared", "fail", "server_holds", "update_evaluation")
+"""Methods of the ticket service that others call as they are."""
 
 
 def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
@@ -89,14 +87,14 @@ class ReplayRole(ThreadedComponent):
         assert opened.issuer is not None  # there are rules for tickets
         issuer, buffer = opened.issuer, opened.buffer
         storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
+        self._tickets = TicketService(issuer, self._curriculum, replay.synchronous)
         self._service = ReplayService(
-            issuer,
             buffer,
             opened.batches,
-            storage,
-            RolloutReceiver(storage, _CountedSink(buffer, self._receiving), None),
-            self._curriculum,
-            needs_clearance=replay.synchronous,
+            lineage=lineage,
+            receiver=RolloutReceiver(storage, _CountedSink(buffer, self._receiving)),
+            check_sender=self._tickets.check,
+            states=self._tickets.states,
             on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
         )
         parts = {"curriculum": self._curriculum, "issuer": issuer, "replay": buffer}
@@ -106,8 +104,9 @@ class ReplayRole(ThreadedComponent):
         self._alive: set[Identity] = set()
         for method in SERVED:
             setattr(self, method, self._handling.of(getattr(self._service, method)))
-        for method in WAITED_IN:
-            setattr(self, method, getattr(self._service, method))
+        for method in TICKETS_SERVED:
+            setattr(self, method, self._handling.of(getattr(self._tickets, method)))
+        self.acquire, self.next_batch = self._tickets.acquire, self._service.next_batch  # waiting in them is no work
 
     def start(self) -> None:
         """See `Component.start`."""
@@ -120,9 +119,9 @@ class ReplayRole(ThreadedComponent):
         alive = {peer.identity for role in ("rollout", "inference") for peer in view.of(role)}
         for identity in sorted(self._alive - alive):
             if identity.role == "rollout":
-                self._service.release(identity.name, identity.incarnation)
+                self._tickets.release(identity.name, identity.incarnation)
             else:
-                self._service.forget_server(identity.name, identity.incarnation)
+                self._tickets.forget_server(identity.name, identity.incarnation)
         self._alive = alive
         super().look(view)
 
@@ -130,6 +129,7 @@ class ReplayRole(ThreadedComponent):
         """From now on tickets are handed out; a second call changes nothing."""
         if not self._admitting:
             self._admitting = True
+            self._tickets.start()
             self._service.start()
             self.activity.begin()
             self.doing = "serving"
@@ -148,6 +148,7 @@ class ReplayRole(ThreadedComponent):
     def stop(self, timeout_s: float) -> None:
         """See `Component.stop`."""
         super().stop(timeout_s)
+        self._tickets.stop(timeout_s)
         self._service.stop(timeout_s)
         self._replay.stop_prefetch(timeout_s)
         self._curriculum.stop(timeout_s)
@@ -184,23 +185,25 @@ class ReplayRole(ThreadedComponent):
 
     def condition(self) -> Condition:
         """See `Component.condition`."""
-        failure = self._service.failure or self._curriculum.failure
+        failure = self._service.failure or self._tickets.failure or self._curriculum.failure
         if failure is not None:
             return Condition("failed", self.doing, error=f"{type(failure).__name__}: {failure}", facts=self._facts())
         return super().condition()
 
     def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        metrics = self._service.metrics()
+        metrics = Counter(self._service.metrics())
+        metrics.update(self._tickets.metrics())  # both count refused and repeated messages
         return Condition(
             self.state,
             self.doing,
             self._service.progress if owes_progress(metrics, self._receiving.under_way) else None,
             busy_s,
             idle_s,
-            metrics=metrics,
+            metrics=dict(metrics),
             facts=self._facts(
                 complete=self._curriculum.complete,
                 groups_received=self._service.progress,
+                **self._tickets.status(),
                 **self._service.status(),
             ),
         )

@@ -1,9 +1,9 @@
-"""The line for tickets: who gets what, what a repeat gets, and what becomes of a dead worker's tickets."""
+"""Tickets for other processes: who gets what, what becomes of a dead worker's, and which version serves."""
 
 import pytest
 
-from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer
-from penstock.replay.ticket_desk import TicketDesk
+from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketService
+from penstock.replay.ticket_service import ServingVersions
 from penstock.types import RunFailed, Stopped, SupersededError
 
 LIMIT_S = 10.0
@@ -27,7 +27,7 @@ def desk_of():
         issuer = TicketIssuer(config, 7, 0, InTurn(*lessons), Ledger(), lambda lesson: 3)
         if serving:
             issuer.set_serving_step(0)
-        desks.append(TicketDesk(issuer))
+        desks.append(TicketService(issuer, None))
         desks[-1].start()
         return desks[-1], issuer
 
@@ -117,7 +117,7 @@ def test_a_failure_of_the_run_reaches_those_in_line_and_those_who_come_later(des
     desk, issuer = desk_of(serving=False)
     asked = desk.ask("a", 1, 1, 2, None)
     with issuer.changed:
-        issuer.end_with(RunFailed("nothing can come"))
+        issuer.changed.end_with(RunFailed("nothing can come"))
     with pytest.raises(RunFailed, match="nothing can come"):
         asked.result(LIMIT_S)
     with pytest.raises(RunFailed, match="nothing can come"):
@@ -134,3 +134,114 @@ def test_after_stop_everybody_gets_stopped(desk_of):
     with pytest.raises(Stopped):
         desk.ask("b", 1, 1, 2, None)
     assert desk.failure is None
+
+
+class OneLesson:
+    def sample_lesson(self, seed):
+        return "cats"
+
+
+def issuer_at(update, lineage=0):
+    issuer = TicketIssuer(ReplayBufferConfig(), 7, lineage, OneLesson(), Ledger(), lambda lesson: 3)
+    issuer.ledger.update = update
+    return issuer
+
+
+def test_the_oldest_version_that_any_server_holds_serves():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    assert issuer.serving_step is None
+    serving.hold("inference-0", 1, 0, 3)
+    assert issuer.serving_step == 3
+    serving.hold("inference-1", 1, 0, 3)
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step == 3 and serving.describe() == {"inference-0": 5, "inference-1": 3}
+    serving.hold("inference-1", 1, 0, 4)
+    assert issuer.serving_step == 4
+
+
+def test_nobody_waits_for_a_dead_server_and_a_late_word_of_its_death_spares_the_next():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 3)
+    serving.hold("inference-1", 1, 0, 5)
+    serving.hold("inference-0", 2, 0, 4)
+    serving.forget("inference-0", 1)
+    assert issuer.serving_step == 4
+    serving.forget("inference-0", 2)
+    assert issuer.serving_step == 5
+    with pytest.raises(SupersededError, match="inference-1#0 was replaced by #1"):
+        serving.hold("inference-1", 0, 0, 5)
+
+
+def test_what_a_dead_server_still_says_holds_nothing_up():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 3)
+    serving.forget("inference-1", 4)
+    with pytest.raises(SupersededError, match="inference-1#4 is dead"):
+        serving.hold("inference-1", 4, 0, 2)
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step == 5
+    assert serving.hold("inference-1", 5, 0, 5)
+
+
+def test_nobody_waits_for_a_server_that_is_held_back_while_another_serves():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 2)
+    serving.hold("inference-1", 1, 0, 2)
+    serving.hold("inference-0", 1, 0, 2, held_back=True)
+    serving.hold("inference-1", 1, 0, 4)
+    assert issuer.serving_step == 4
+    serving.hold("inference-0", 1, 0, 2, held_back=False)  # it catches up; nothing is taken back
+    serving.hold("inference-1", 1, 0, 5)
+    assert issuer.serving_step == 4
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step == 5
+
+
+def test_a_server_that_is_held_back_and_serves_alone_sets_the_pace():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 2, held_back=True)
+    assert issuer.serving_step == 2
+    serving.hold("inference-1", 1, 0, 4)
+    assert issuer.serving_step == 4
+
+
+def test_a_server_that_joins_late_takes_nothing_back():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=False)
+    serving.hold("inference-0", 1, 0, 5)
+    serving.hold("inference-1", 1, 0, 2)
+    assert issuer.serving_step == 5
+
+
+def test_another_lineages_version_does_not_count():
+    issuer = issuer_at(5, lineage=2)
+    serving = ServingVersions(issuer, needs_clearance=True)
+    assert not serving.hold("inference-0", 1, 1, 5) and not serving.clear(1, 5)
+    assert issuer.serving_step is None
+
+
+def test_where_evaluations_come_first_a_version_serves_when_it_is_cleared():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=True)
+    serving.hold("inference-0", 1, 0, 5)
+    assert issuer.serving_step is None
+    assert serving.clear(0, 4)
+    assert issuer.serving_step == 4
+    serving.clear(0, 5)
+    assert issuer.serving_step == 5
+    serving.clear(0, 4)  # repeated late
+    assert issuer.serving_step == 5
+
+
+def test_where_evaluations_come_first_all_servers_count():
+    issuer = issuer_at(5)
+    serving = ServingVersions(issuer, needs_clearance=True)
+    serving.hold("inference-0", 1, 0, 3, held_back=True)
+    serving.hold("inference-1", 1, 0, 5)
+    serving.clear(0, 5)
+    assert issuer.serving_step == 3

@@ -2,8 +2,13 @@
 
 `penstock.replay.outstanding` states the rule. At staleness zero tickets are admitted a whole cohort at a time: only
 when the engine serves the newest version and every group of the cohort before is trainable or gone, so that the
-lessons drawn cannot depend on the order in which groups finished. The issuer shares one condition (`changed`)
-with the replay buffer: what one of them decides, the other never sees half-done.
+lessons drawn cannot depend on the order in which groups finished. The issuer's lock (`changed`) is also its buffer's:
+what one of them decides, the other never sees half-done.
+
+Lessons come from the curriculum, examples from a counter per lesson, seeds from names: the draw of ticket number k
+depends on the run's seed, k, and the curriculum's probabilities at that moment; a ticket's seed depends on its lesson
+and index alone. So a resumed run that draws the same lesson again draws the same group. Overtaking is bounded by the
+deadlines, so no lesson starves; `PaceMetrics` shows it, and a lesson that is slow.
 
 Not covered: what becomes of a delivered group; that is the buffer's.
 """
@@ -13,19 +18,128 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from penstock.replay.admission import Admission, TicketKey, TicketListener
+from penstock.replay.condition import NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
-from penstock.replay.draws import TicketDraws, parse_ticket_id
-from penstock.replay.ledger import Ledger, rollout_ids
-from penstock.replay.outstanding import Outstanding, Phase
-from penstock.replay.pace import Pace
-from penstock.types import CheckpointError, Clock, Experience, LessonChooser, RolloutGroup, RunFailed, Ticket
+from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
+from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
+from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket, fold
 
 
-class TicketIssuer(Admission):
-    """Implements `penstock.types.TicketSource` and `Checkpointable`.
+def ticket_id(lesson_id: str, lineage: int, index: int) -> str:
+    """``<lesson>-<lineage>-<index>``."""
+    return f"{lesson_id}-{lineage}-{index}"
+
+
+def parse_ticket_id(name: str) -> tuple[str, int, int]:
+    """(lesson, lineage, index) of a ticket id.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    parts = name.rsplit("-", 2)
+    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise CheckpointError(f"{name!r} is not a ticket id: it must be <lesson>-<lineage>-<index>")
+    return parts[0], int(parts[1]), int(parts[2])
+
+
+class TicketSampler:
+    """Draws tickets in a sequence that the checkpoint can continue.
+
+    Args:
+        run_seed: Every seed derives from it.
+        lineage: Part of each id.
+        chooser: Draws lessons.
+    """
+
+    def __init__(self, run_seed: int, lineage: int, chooser: LessonChooser) -> None:
+        self._run_seed = run_seed
+        self._lineage = lineage
+        self._chooser = chooser
+        self._draws = 0
+        self._next_index: dict[str, int] = {}
+
+    def draw(self) -> tuple[str, int]:
+        """The lesson and index of the next ticket."""
+        lesson_id = self._chooser.sample_lesson(fold(self._run_seed, "lesson", self._draws))
+        self._draws += 1
+        index = self._next_index.get(lesson_id, 0)
+        self._next_index[lesson_id] = index + 1
+        return lesson_id, index
+
+    def ticket(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> Ticket:
+        """The ticket for one group of a lesson, in this lineage."""
+        return Ticket(
+            ticket_id=ticket_id(lesson_id, self._lineage, index),
+            lesson_id=lesson_id,
+            index=index,
+            seed=fold(self._run_seed, lesson_id, index),
+            deadline_step=deadline_step,
+            admitted_step=admitted_step,
+        )
+
+    def was_drawn(self, lesson_id: str, index: int) -> bool:
+        """Whether that group's ticket has been drawn already."""
+        return index < self._next_index.get(lesson_id, 0)
+
+    def state(self) -> dict[str, Any]:
+        """The counters, JSON-serialisable."""
+        return {"draws": self._draws, "next_index": dict(self._next_index)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back."""
+        self._draws = int(state["draws"])
+        self._next_index = {str(lesson): int(index) for lesson, index in state["next_index"].items()}
+
+
+class PaceMetrics:
+    """Counts batch by batch."""
+
+    def __init__(self) -> None:
+        self._last_trained: dict[str, int] = {}
+
+    def record(self, step: int, taken: Sequence[Outstanding], left: Sequence[Outstanding]) -> dict[str, float]:
+        """Update `step` has its batch.
+
+        Args:
+            step: The update.
+            taken: Groups that it trains for the first time.
+            left: Groups that stay outstanding, in issue order.
+
+        Returns:
+            ``replay/overtakes`` (groups of the batch that passed one which is still outstanding), and for every lesson
+            that is concerned ``replay/<lesson>/`` ``groups`` (in the batch), ``overtaken`` (most groups that have
+            passed one of its groups) and ``starved_updates`` (since it was trained last, while it has groups).
+        """
+        for entry in left:
+            entry.overtaken += sum(other.number > entry.number for other in taken)
+        oldest = left[0].number if left else None
+        metrics = {"replay/overtakes": float(sum(oldest is not None and entry.number > oldest for entry in taken))}
+        trained = {entry.ticket.lesson_id for entry in taken}
+        for lesson_id in sorted(trained.union(entry.ticket.lesson_id for entry in left)):
+            mine = [entry for entry in (*taken, *left) if entry.ticket.lesson_id == lesson_id]
+            if lesson_id in trained:
+                self._last_trained[lesson_id] = step
+            since = self._last_trained.setdefault(lesson_id, step - 1)
+            metrics[f"replay/{lesson_id}/groups"] = float(sum(entry.ticket.lesson_id == lesson_id for entry in taken))
+            metrics[f"replay/{lesson_id}/overtaken"] = float(max(entry.overtaken for entry in mine))
+            metrics[f"replay/{lesson_id}/starved_updates"] = float(step - since)
+        for lesson_id in self._last_trained.keys() - {entry.ticket.lesson_id for entry in left}:
+            del self._last_trained[lesson_id]  # a lesson without groups waits for nothing
+        return metrics
+
+
+class RestoredGroup(NamedTuple):
+    """A sealed group of an earlier life that stands for a ticket drawn again."""
+
+    group_id: str
+    size: int
+    deadline_step: int
+
+
+class TicketIssuer:
+    """Implements `penstock.types.TicketSource` and `Checkpointable`. Thread-safe.
 
     Args:
         config: Pace and limits.
@@ -37,6 +151,15 @@ class TicketIssuer(Admission):
         clock: Unix seconds, for the age of running groups.
         may_draw: Whether `lesson_chooser` knows all that it has to know before the next lesson is drawn. Notify
             `changed` when it does.
+
+    Attributes:
+        changed: The lock, notified of all news.
+        ledger: As given; its `update` is the next update without a batch.
+        lineage: As given.
+        outstanding: Admitted groups that no update has taken.
+        late_deliveries: Groups that were refused because their ticket does not run (any more).
+        failed_since_batch: Groups that failed since the last batch.
+        last_failure: Why the last of them did.
     """
 
     def __init__(
@@ -50,16 +173,21 @@ class TicketIssuer(Admission):
         clock: Clock = time.time,
         may_draw: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().__init__(ledger, lineage, config.groups_per_batch)
+        self.changed = NotifyingCondition()
+        self.ledger = ledger
+        self.lineage = lineage
+        self.outstanding = OutstandingTickets(config.groups_per_batch)
+        self.late_deliveries = 0
         self.failed_since_batch = 0
         self.last_failure = ""
         self._config = config
-        self._draws = TicketDraws(run_seed, lineage, lesson_chooser)
+        self._draws = TicketSampler(run_seed, lineage, lesson_chooser)
         self._group_size_of = group_size_of
         self._clock = clock
         self._may_draw = may_draw
-        self._pace = Pace()
-        self._listener: TicketListener | None = None
+        self._pace = PaceMetrics()
+        self._claim: Callable[[str, int, int], RestoredGroup | None] = lambda lesson_id, index, deadline_step: None
+        self._on_resolved: Callable[[], None] = lambda: None
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._returned: deque[str] = deque()
@@ -69,10 +197,20 @@ class TicketIssuer(Admission):
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
 
+    def bind(self, claim: Callable[[str, int, int], RestoredGroup | None], on_resolved: Callable[[], None]) -> None:
+        """Connects the one buffer that these tickets' groups go to; both are called with the lock held.
+
+        Args:
+            claim: A finished group for a ticket (lesson, index, deadline in steps), which then counts as delivered;
+                None where it has to be generated.
+            on_resolved: A ticket was resolved: groups whose turn has come may be ingested.
+        """
+        self._claim, self._on_resolved = claim, on_resolved
+
     @property
-    def paced(self) -> bool:
-        """Always."""
-        return True
+    def update(self) -> int:
+        """The next update without a batch."""
+        return self.ledger.update
 
     # --- for rollout workers -----------------------------------------------------------------------------------
 
@@ -99,7 +237,7 @@ class TicketIssuer(Admission):
             Stopped: after `close`.
         """
         with self.changed:
-            self.raise_if_over()
+            self.changed.raise_if_over()
             while self._admit(most, lessons):
                 pass  # a claimed group may have freed its place at once, and another lesson may have been drawn
             return self._hand_out(most, lessons, holder)
@@ -156,15 +294,11 @@ class TicketIssuer(Admission):
 
     # --- for the replay buffer, with `changed` held ------------------------------------------------------------
 
-    def attach(self, listener: TicketListener) -> None:
-        """Whom to tell of resolved tickets."""
-        self._listener = listener
-
-    def receive(self, group: RolloutGroup[Experience]) -> Outstanding | None:
-        """See `Admission.receive`: only a group whose ticket runs, or did until its generator died just now."""
-        entry = self.outstanding.get(group.group_id)
+    def accept(self, group_id: str) -> Outstanding | None:
+        """The place of a delivered group; None where its ticket does not run, nor did until its generator died."""
+        entry = self.outstanding.get(group_id)
         if entry is not None and entry.phase == "returned":
-            self._returned.remove(group.group_id)
+            self._returned.remove(group_id)
             return entry
         return entry if entry is not None and entry.phase == "running" else None
 
@@ -177,8 +311,14 @@ class TicketIssuer(Admission):
             self._turns.popleft()
         return None
 
+    def set_trainable(self, group_id: str) -> None:
+        """A group that was ingested is durable."""
+        entry = self.outstanding.get(group_id)
+        if entry is not None and entry.phase == "waiting":
+            self.outstanding.set_trainable(group_id)
+
     def is_stuck(self) -> bool:
-        """See `Admission.is_stuck`: the newest version serves, no place is free, and every group is trainable."""
+        """Nothing can come before the next batch: the newest version serves, all places are taken and trainable."""
         held = len(self.outstanding)
         return self._serving == self.update and held >= self.limit and self.outstanding.trainable == held
 
@@ -189,7 +329,7 @@ class TicketIssuer(Admission):
             self.failed_since_batch += 1
             self.last_failure = failure
             if self.failed_since_batch >= self._config.failed_limit:
-                self.end_with(
+                self.changed.end_with(
                     RunFailed(
                         f"{self.failed_since_batch} groups failed while update {self.update} waited for its "
                         f"batch (replay.max_failed_groups_per_batch); the last: {failure}"
@@ -216,10 +356,14 @@ class TicketIssuer(Admission):
         return [(entry, waited) for entry, waited in waits if waited >= self._config.straggler_timeout_s]
 
     def take(self, step: int, group_ids: Collection[str]) -> dict[str, float]:
-        """See `Admission.take`: the places of these groups are free, and the next update is `step + 1`."""
+        """Update `step` has its batch, with the first use of these groups: their places are free.
+
+        Returns:
+            Metrics of the pace.
+        """
         taken = [self.outstanding.remove(group_id) for group_id in group_ids]
         self._in_training[step] = [entry.ticket for entry in taken]
-        self.update = step + 1
+        self.ledger.update = step + 1
         self.failed_since_batch = 0
         self.changed.notify_all()
         return self._pace.record(step, taken, list(self.outstanding))
@@ -228,16 +372,10 @@ class TicketIssuer(Admission):
         """Update `step` was applied: its tickets are done."""
         del self._in_training[step]
 
-    def advance_to(self, step: int) -> None:
-        """Tickets go by the version that serves, not by the one that the learner holds."""
-
     def key_of(self, group_id: str) -> TicketKey:
-        """See `Admission.key_of`."""
+        """Names a group across the lives of a run."""
         lesson_id, _, index = parse_ticket_id(group_id)
         return lesson_id, index
-
-    def recover(self, started: Sequence[str], lost: Mapping[str, int]) -> None:
-        """Counters and outstanding tickets say all that is needed."""
 
     def readmit(self) -> None:
         """Admits the tickets of the checkpoint again, claiming what an earlier life finished of them."""
@@ -268,7 +406,7 @@ class TicketIssuer(Admission):
         """See `Checkpointable.restore`: outstanding tickets are pending again, under this lineage's ids."""
         try:
             with self.changed:
-                self.update = int(state["update"])
+                self.ledger.update = int(state["update"])
                 self._draws.restore(state)
                 self._unplaced = deque(
                     (str(lesson_id), int(index))
@@ -288,7 +426,7 @@ class TicketIssuer(Admission):
         return {(lesson_id, index): name for name, lesson_id, index, _, _ in self._restored}
 
     def was_drawn(self, key: TicketKey) -> bool:
-        """See `Admission.was_drawn`: one that has no place yet may still be claimed."""
+        """Whether the restored checkpoint had admitted the group; one without a place yet may still be claimed."""
         return self._draws.was_drawn(*key) and key not in self._unplaced
 
     # --- admission ---------------------------------------------------------------------------------------------
@@ -336,14 +474,13 @@ class TicketIssuer(Admission):
     def _admit_one(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> bool:
         """Returns whether a group of an earlier life was claimed for it."""
         ticket = self._draws.ticket(lesson_id, index, admitted_step, deadline_step)
-        claim = self._listener.claim(lesson_id, index, deadline_step) if self._listener else None
-        if claim is None:
+        restored = self._claim(lesson_id, index, deadline_step)
+        if restored is None:
             self._register(ticket, self._group_size_of(lesson_id), "pending")
             self._pending.append(ticket.ticket_id)
             return False
-        self._register(
-            replace(ticket, ticket_id=claim.group_id, deadline_step=claim.deadline_step), claim.size, "delivered"
-        )
+        ticket = replace(ticket, ticket_id=restored.group_id, deadline_step=restored.deadline_step)
+        self._register(ticket, restored.size, "delivered")
         return True
 
     def _register(self, ticket: Ticket, size: int, phase: Phase) -> None:
@@ -375,6 +512,5 @@ class TicketIssuer(Admission):
         return tickets
 
     def _advance(self) -> None:
-        if self._listener is not None:
-            self._listener.advance()
+        self._on_resolved()
         self.changed.notify_all()

@@ -1,7 +1,10 @@
-"""Feeds the learner from a background thread: the next batch is formed and stored while an update is computed.
+"""How a learner comes to its batches: formed ahead in a background thread, or sampled when they are asked for.
 
 Working ahead changes nothing but the wait: files are sealed early and stragglers aborted only once the learner itself
-waits, and a batch that was formed ahead counts as outstanding until its update is finished.
+waits, and a batch that was formed ahead counts as outstanding until its update is finished. Of fragments nothing is
+formed ahead: whole ones need no preparation, and a batch that is formed late holds newer ones.
+
+Not covered: who learns from it (`penstock.overseer.training_loop` calls these in the order of the commit protocol).
 """
 
 import threading
@@ -9,12 +12,13 @@ import time
 from collections import deque
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from penstock.replay.buffer import ReplayBuffer
-from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch
+from penstock.replay.paced import PacedReplayBuffer
+from penstock.types import ConfigError, NoProgressError, PenstockError, Stopped, TrainingBatch
 
-_NAP_S = 0.2
+_RECHECK_S = 0.2
 """Longest wait for a batch before the thread looks whether it should stop."""
 
 
@@ -27,7 +31,7 @@ class ReplayDataLoader:
         until: No batch is formed for this update or a later one; None means no end.
     """
 
-    def __init__(self, buffer: ReplayBuffer, prefetch: int = 1, until: int | None = None) -> None:
+    def __init__(self, buffer: ReplayBuffer | PacedReplayBuffer, prefetch: int = 1, until: int | None = None) -> None:
         self._buffer = buffer
         self._prefetch = prefetch
         self._until = until
@@ -95,8 +99,9 @@ class ReplayDataLoader:
 
     def _start(self, step: int) -> None:
         if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._run, args=(step,), name="replay-data-loader", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(step,), name="replay-data-loader", daemon=True)
+            thread.start()
+            self._thread = thread  # once it runs: `stop`, of another thread, joins it
 
     def _want(self, wanted: bool) -> None:
         self._wanted = wanted and not self._ready
@@ -106,7 +111,7 @@ class ReplayDataLoader:
     def _run(self, step: int) -> None:
         try:
             while not self._stopping and (self._until is None or step < self._until):
-                batch = self._buffer.await_batch(step, _NAP_S, lambda: self._wanted)
+                batch = self._buffer.await_batch(step, _RECHECK_S, lambda: self._wanted)
                 if batch is None:
                     continue
                 step += 1
@@ -119,3 +124,51 @@ class ReplayDataLoader:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+
+class SampledBatches:
+    """Implements `penstock.types.BatchSource` over a `ReplayBuffer` without tickets.
+
+    Args:
+        buffer: Open.
+        fragments_per_batch: Of each update, in the batch maker's units.
+
+    Raises:
+        ConfigError: `fragments_per_batch` is below 1, or more than the buffer lets wait.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, fragments_per_batch: int) -> None:
+        if fragments_per_batch < 1:
+            raise ConfigError(f"fragments_per_batch is {fragments_per_batch}: a batch has at least 1")
+        most = buffer.most_waiting
+        if most is not None and most < fragments_per_batch:
+            raise ConfigError(
+                f"fragments_per_batch is {fragments_per_batch}, but replay.max_waiting lets {most} wait: raise that"
+            )
+        self._buffer = buffer
+        self._fragments_per_batch = fragments_per_batch
+
+    def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
+        """The batch of update `step`, with its fragments and itself durable; waits for it, woken by each arrival.
+
+        Raises:
+            NoProgressError: at the timeout, saying what was waited for.
+            Stopped: the buffer was closed.
+            RunFailed: the disk has been full for too long, or writing failed otherwise.
+        """
+        batch = self._buffer.await_batch(step, timeout_s, lambda: True, self._fragments_per_batch)
+        if batch is None:
+            raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self._buffer.waiting_for()}")
+        return batch
+
+    def finish_update(self, step: int) -> None:
+        """Update `step` was applied: its fragments were used."""
+        self._buffer.finish_update(step)
+
+    def set_current_step(self, step: int) -> None:
+        """The learner holds version `step`; called before that is published."""
+        self._buffer.set_current_step(step)
+
+
+OpenBatchSource = SampledBatches
+"""The earlier name."""

@@ -1,9 +1,14 @@
-"""Logs with lines that cannot be read any more: the rest is kept, and the whole original put aside.
+"""Files and log lines that cannot be read any more: put aside and told, so that they stop nothing.
 
-What a lost line of ``tickets.jsonl`` or ``fates.jsonl`` said follows from the other files, or does not count. A life
-whose line in ``lineages.jsonl`` is lost is taken to continue the one before it, from the version under which its first
-ticket was admitted: that is the fork, or a little before it.
+Of a damaged log the other lines are kept, and the whole original is put aside. What a lost line of ``tickets.jsonl`` or
+``fates.jsonl`` said follows from the other files, or does not count. A life whose line in ``lineages.jsonl`` is lost is
+taken to continue the one before it, from the version under which its first ticket was admitted: that is the fork, or a
+little before it.
 """
+
+# pyarrow comes without types:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 import json
 import uuid
@@ -11,9 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.replay.history import NO_DAMAGE, Damage, ExperienceFormat
+from penstock.replay.parts import Inventory
 from penstock.rundir import RunDirectory
+from penstock.rundir.live_files import UNREADABLE, opened_part
 from penstock.rundir.logs import to_json
-from penstock.rundir.storage import DAMAGED, write_atomically
+from penstock.rundir.parquet import read_columns
+from penstock.rundir.storage import DAMAGED, Storage, write_atomically
 
 OnDamage = Callable[[str, str], None]
 """Told where a damaged file lies now, and what is wrong with it."""
@@ -21,7 +30,7 @@ OnDamage = Callable[[str, str], None]
 _Row = dict[str, Any]
 
 
-def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
+def repair_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
     """Puts damaged logs of rollouts aside and what can be read of them in their places; nobody may have them open.
 
     Metrics and events have another writer, and no resume reads them.
@@ -30,12 +39,12 @@ def salvage_logs(directory: RunDirectory, on_damage: OnDamage) -> None:
         directory: The run's.
         on_damage: Told of each.
     """
-    _salvage(directory.tickets_path, _is_ticket, on_damage)
-    _salvage(directory.fates_path, _is_fate, on_damage)
-    _salvage(directory.lineages_path, _is_fork, on_damage, lambda number: _likely_fork(number, directory.tickets_path))
+    _repair(directory.tickets_path, _is_ticket, on_damage)
+    _repair(directory.fates_path, _is_fate, on_damage)
+    _repair(directory.lineages_path, _is_fork, on_damage, lambda number: _likely_fork(number, directory.tickets_path))
 
 
-def _salvage(
+def _repair(
     path: Path,
     is_sound: Callable[[_Row], bool],
     on_damage: OnDamage,
@@ -102,3 +111,47 @@ def _likely_fork(lineage: int, tickets: Path) -> _Row:
     mine = (row for row in _rows(tickets, _is_ticket) if row is not None and row.get("lineage") == lineage)
     step = next((step for row in mine if isinstance(step := row.get("admitted_step"), int)), -1)
     return {"lineage": lineage, "parent": lineage - 1, "step": step}
+
+
+salvage_logs = repair_logs
+"""The earlier name."""
+
+
+class DamagedFiles:
+    """Moves damaged files out of everybody's way.
+
+    Args:
+        storage: Where they are.
+        experience: Which they are.
+        inventory: Of the writer.
+        on_damage: Told where each lies now, and what is wrong with it.
+
+    Attributes:
+        damage: What was lost with them.
+    """
+
+    def __init__(
+        self, storage: Storage, experience: ExperienceFormat, inventory: Inventory, on_damage: OnDamage
+    ) -> None:
+        self.damage = NO_DAMAGE
+        self._storage = storage
+        self._folder = experience.folder
+        self._inventory = inventory
+        self._on_damage = on_damage
+
+    def set_aside(self, name: str, error: Exception) -> None:
+        """Takes one file away, of rollouts or of a batch."""
+        if name.startswith(f"{self._folder}/"):
+            ids = self._legible_ids(name)
+            self.damage = Damage(self.damage.ids.union(ids or ()), self.damage.more or ids is None)
+        place = self._storage.set_aside(name)
+        self._inventory.remove(name)
+        self._on_damage(place, f"{name} cannot be read: {error}")
+
+    def _legible_ids(self, name: str) -> list[str] | None:
+        """The rollouts of a damaged part, where it can still say which they are."""
+        try:
+            with opened_part(self._storage, name) as file:
+                return [str(i) for i in read_columns(file, ["rollout_id"]).column("rollout_id").to_pylist()]
+        except UNREADABLE:
+            return None
