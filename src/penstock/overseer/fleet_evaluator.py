@@ -18,7 +18,7 @@ from penstock.overseer.fleet_simulators import OnEvent, evaluation_fleet, open_e
 from penstock.overseer.result_rows import Results
 from penstock.types import PenstockError, RolloutBatchStats, Stopped, WeightVersion
 
-POLL_S = 0.2
+VERSION_POLL_S = 0.2
 
 
 class FleetEvaluator:
@@ -90,7 +90,7 @@ class FleetEvaluator:
     def _next(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
         with self._changed:
             while self._due is None and not self._finishing and not self._stopping.is_set():
-                self._changed.wait(POLL_S)
+                self._changed.wait(VERSION_POLL_S)
             due, self._due = self._due, None
             if due is None or self._finishing or self._stopping.is_set():
                 return None

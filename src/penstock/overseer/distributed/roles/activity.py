@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec
+
+from typing_extensions import TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
