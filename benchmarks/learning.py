@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.overseer.statistics import Interval, reward_interval
+from penstock.overseer.results import Interval, reward_interval
 from penstock.types import RolloutBatchStats
 
 STILL = "learner.optimizer.learning_rate=0"

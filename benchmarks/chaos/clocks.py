@@ -18,11 +18,11 @@ LOOK_S = 0.05
 
 FACTORIES = {
     "learner": "penstock.overseer.language.kind:make_learner",
-    "replay": "penstock.overseer.distributed.roles.replay:make_replay",
-    "curriculum": "penstock.overseer.distributed.roles.curriculum:make_curriculum",
-    "inference": "penstock.overseer.distributed.roles.inference:make_inference",
-    "rollout": "penstock.overseer.distributed.roles.rollout:make_rollout",
-    "evaluator": "penstock.overseer.distributed.roles.evaluator:make_evaluator",
+    "replay": "penstock.overseer.language.replay:make_replay",
+    "curriculum": "penstock.overseer.language.replay:make_curriculum",
+    "inference": "penstock.overseer.language.inference:make_inference",
+    "rollout": "penstock.overseer.language.rollout:make_rollout",
+    "evaluator": "penstock.overseer.language.evaluator:make_evaluator",
 }
 """Each imported in its own process, after the clock is replaced."""
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.chaos import clocks
 from penstock.overseer import RunConfig, load_config
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.overseer import Overseer
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
+from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory
 

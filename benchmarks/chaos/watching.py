@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.chaos.load import INFERENCE_SERVERS, ROLLOUT_WORKERS, Run
-from penstock.overseer.distributed.records import Report
+from penstock.overseer.supervisor.messages import Report
 from penstock.rundir import read_events
 
 POLL_S = 0.05

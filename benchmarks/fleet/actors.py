@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks.fleet.lives import Lives, wrong_books
 from penstock.fleet.process_tree import children_by_parent, subtree
-from penstock.overseer.distributed.processes import Process
+from penstock.overseer.launch.process import Process
 from penstock.rundir import read_events, read_status
 
 OTHER, VICTIM = "rollout-0", "rollout-1"

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition
-from penstock.overseer.distributed.roles.base import POLL_S, ThreadedComponent
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition
 from penstock.replay import RemoteBatches
 from penstock.types import NoProgressError, PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client

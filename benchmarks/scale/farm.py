@@ -1,6 +1,6 @@
 """Many simulated workers in few processes, as the supervisor sees them: each with an identity and a host of its own.
 
-A `Farm` is an actor. For each worker it has a real `penstock.overseer.distributed.host.Host`, which takes the views,
+A `Farm` is an actor. For each worker it has a real `penstock.overseer.launch.host.Host`, which takes the views,
 answers the heartbeats and refuses whom it must; the worker's calls go straight to the actor of the replay buffer. So
 every message travels as in a run, but through fewer sockets: a farm's workers share one connection to each process.
 """
@@ -20,12 +20,11 @@ import ray.exceptions
 from benchmarks.scale.latencies import Latencies
 from benchmarks.scale.worker import SimulatedWorker
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.distributed.component import Factory, Surroundings
-from penstock.overseer.distributed.host import Host
-from penstock.overseer.distributed.launcher import Handle
-from penstock.overseer.distributed.processes import Process
-from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.overseer.launch.host import Host
+from penstock.overseer.launch.launcher import Factory, Handle, Surroundings
+from penstock.overseer.launch.process import Process
 from penstock.overseer.ray import Life, Place, RayHandle, RayLauncher
+from penstock.overseer.supervisor.messages import Identity, Report, View
 from penstock.types import UnreachableError
 
 CALL_S = 60.0

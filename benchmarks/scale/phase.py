@@ -15,13 +15,13 @@ from benchmarks.scale.counting import Books, Window, cpu_seconds, descendants, m
 from benchmarks.scale.farm import FarmLauncher
 from benchmarks.scale.making import GROUP_SIZE
 from penstock.overseer import RunConfig, load_config
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.numbers import merge
-from penstock.overseer.distributed.records import Identity, Message
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.metrics import merge
 from penstock.overseer.ray import RayLauncher
+from penstock.overseer.supervisor.member import ComponentSpec
+from penstock.overseer.supervisor.messages import Identity, Message
+from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.rundir import RunDirectory, write_atomically
 
 FARMS, SERVERS = 2, 2

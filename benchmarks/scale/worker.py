@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.scale.latencies import Latencies
 from benchmarks.scale.making import GroupMaker
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition, View
-from penstock.overseer.distributed.roles.run_clock import ASK_S
+from penstock.overseer.component import ASK_S
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition, View
 from penstock.replay import batch_to_buffer
 from penstock.types import PenstockError, Stopped, Ticket, UnreachableError
 

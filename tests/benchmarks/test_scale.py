@@ -16,7 +16,7 @@ from benchmarks.scale.latencies import QUANTILES_S, Latencies, quantiles
 from benchmarks.scale.making import GROUP_SIZE, GroupMaker
 from benchmarks.scale.worker import SimulatedWorker
 
-from penstock.overseer.distributed.records import Identity, View
+from penstock.overseer.supervisor.messages import Identity, View
 from penstock.replay.messages import batch_from_buffer
 from penstock.types import SupersededError, Ticket, UnreachableError
 

@@ -64,7 +64,7 @@ def test_an_overseer_that_does_not_answer_is_not_waited_for_forever(make_run, tm
 def test_the_overseers_answer_is_printed(make_run, tmp_path, capsys):
     import threading
 
-    from penstock.overseer.distributed.scaling import ScaleDesk
+    from penstock.overseer.supervisor.scaling import ScaleDesk
 
     taken: list[tuple[str, int]] = []
     desk = ScaleDesk(tmp_path, lambda role, count: taken.append((role, count)))
@@ -91,8 +91,6 @@ def test_importing_the_scale_side_needs_no_jax():
     import subprocess
     import sys
 
-    program = (
-        "import sys, penstock.overseer.distributed.scaling, penstock.dashboard.status; print('jax' in sys.modules)"
-    )
+    program = "import sys, penstock.overseer.supervisor.scaling, penstock.dashboard.status; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

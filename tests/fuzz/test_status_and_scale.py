@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.fuzz.fuzzing import COUNTS, fuzz, json_bytes
 
 from penstock.dashboard import print_status, read_run_status
-from penstock.overseer.distributed.scaling import ScaleDesk, ask_to_scale
+from penstock.overseer.supervisor.scaling import ScaleDesk, ask_to_scale
 from penstock.types import ConfigError, UnreachableError
 
 ID = "0123456789abcdef" * 2

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition, View
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition, View
 from penstock.types import CheckpointError, SupersededVersionError
 
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from penstock.overseer.config import RayConfig, RoleConfig
-from penstock.overseer.distributed.records import Identity, View
 from penstock.overseer.ray import RayLauncher
+from penstock.overseer.supervisor.messages import Identity, View
 from penstock.types import UnreachableError
 from tests.overseer import plain_component
 from tests.overseer.ray_waiting import running

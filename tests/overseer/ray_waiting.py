@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from penstock.overseer.distributed.records import Report, View
+from penstock.overseer.supervisor.messages import Report, View
 
 
 def running(handle: Any, view: View | None = None, timeout_s: float = 60.0) -> Report:

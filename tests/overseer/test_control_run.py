@@ -14,13 +14,13 @@ import safetensors.numpy
 
 from penstock.learner import read_states
 from penstock.overseer import FleetRunConfig, train
+from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.scaling import ask_to_scale
 from penstock.overseer.opening import Damages, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed

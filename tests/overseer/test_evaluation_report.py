@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from penstock.overseer.evaluation_report import Estimate, EvaluationReport, LessonReport
-from penstock.overseer.statistics import proportion_interval, wilson_interval
+from penstock.overseer.results import proportion_interval, wilson_interval
 from penstock.types import Rollout, RolloutBatch, RolloutGroup
 
 

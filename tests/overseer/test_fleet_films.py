@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.overseer import train
-from penstock.overseer.fleet_simulators import filmed_pool, worker_pool
+from penstock.overseer.control.simulators import filmed_pool, worker_pool
 from penstock.rundir import RunDirectory, read_events, read_metrics
 from penstock.types import ConfigError
 from tests.overseer.test_fleet_training import tiny

@@ -7,7 +7,7 @@ import pytest
 
 import penstock
 from penstock.overseer.config_loading import apply_overrides, build_config, load_config, recipe_summaries
-from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.named_code import EVALUATED, named_code
 
 CATS = "curriculum.lessons.cats.environment"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.overseer.config import RayConfig, RoleConfig
-from penstock.overseer.distributed.processes import Process
-from penstock.overseer.distributed.records import Identity, Peer, View
+from penstock.overseer.launch.process import Process
+from penstock.overseer.supervisor.messages import Identity, Peer, View
 from penstock.rundir import read_events
 from penstock.types import (
     CheckpointError,
@@ -363,7 +363,7 @@ def driver(directory: Path) -> "subprocess.Popen[str]":
 
 
 def began(pid: int) -> Process:
-    from penstock.overseer.distributed import processes
+    from penstock.overseer.launch import process as processes
 
     return Process(pid, processes._began(pid))
 

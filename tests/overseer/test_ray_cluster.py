@@ -7,7 +7,7 @@ import time
 import pytest
 
 from penstock.overseer.config import RayConfig, RoleConfig
-from penstock.overseer.distributed.records import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Peer, View
 from penstock.types import ConfigError, UnreachableError
 from tests.overseer import plain_component
 from tests.overseer.ray_waiting import running

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.learner import read_states
 from penstock.overseer import run as running_module
-from penstock.overseer.distributed.records import Identity, Peer, View
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.scaling import ask_to_scale
-from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.component import Settings
+from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.opening import Damages, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
 from penstock.types import ConfigError, RunFailed

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from penstock.environments.cats import CatsEnvironment
-from penstock.overseer.distributed import supervisor
-from penstock.overseer.distributed.roles import rollout
-from penstock.overseer.distributed.roles.servers import servers_of
-from penstock.overseer.distributed.scaling import ask_to_scale
-from penstock.overseer.distributed.stragglers import Stragglers
-from penstock.overseer.evaluator import Evaluator
+from penstock.overseer.language import rollout
+from penstock.overseer.language.evaluator import Evaluator
+from penstock.overseer.language.rollout import servers_of
 from penstock.overseer.opening import oversee
 from penstock.overseer.supervision import Crew
+from penstock.overseer.supervisor import supervisor
+from penstock.overseer.supervisor.scaling import ask_to_scale
+from penstock.overseer.supervisor.stragglers import Stragglers
 from penstock.rollout import RolloutManager
 from penstock.rundir import read_events, read_status
 from penstock.types import RunFailed, WeightVersion

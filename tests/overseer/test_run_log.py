@@ -1,6 +1,6 @@
 """What the log of a run tells the user at once."""
 
-from penstock.overseer.fleet_config import FleetRunConfig
+from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from penstock.overseer import load_config, trainer
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
 from penstock.types import UnreachableError, WeightVersion
 from penstock.weights import open_client
-from tests.overseer.distributed.roles.lonely import Lonely
+from tests.overseer.lonely import Lonely
 
 LIMIT_S = 20.0
 

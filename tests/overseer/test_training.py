@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path
 
 
 def train_results(run: Path):
-    from penstock.overseer.result_rows import read_results
+    from penstock.overseer.results import read_results
 
     return read_results(
         json.loads((run / "checkpoints" / "step-4" / "state.json").read_text())["states"]["run"]["results"]

@@ -13,10 +13,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.distributed.answers import Answer
-from penstock.overseer.distributed.component import Factory
-from penstock.overseer.distributed.host import Host
-from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.overseer.launch.host import Host
+from penstock.overseer.launch.launcher import Factory
+from penstock.overseer.supervisor.messages import Answer, Identity, Report, View
 from penstock.types import ConfigError, Stopped, UnreachableError
 
 STOP_S = 5.0

@@ -85,7 +85,7 @@ def scale(
 ) -> int:
     """Add or remove rollout workers or inference servers while a run goes on; who leaves finishes its work first."""
     from penstock.dashboard import read_run_status
-    from penstock.overseer.distributed.scaling import ask_to_scale, parse_sizes
+    from penstock.overseer.supervisor.scaling import ask_to_scale, parse_sizes
     from penstock.types import ConfigError
 
     wanted, status = parse_sizes(sizes), read_run_status(run_dir)

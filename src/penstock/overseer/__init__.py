@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.overseer.config import OverseerConfig, RunConfig
     from penstock.overseer.config_loading import load_config
-    from penstock.overseer.evaluation import evaluate
+    from penstock.overseer.control.autotune import AutotuneReport, autotune
+    from penstock.overseer.control.evaluation import evaluate_fleet
+    from penstock.overseer.control.report import FleetEvaluationReport
+    from penstock.overseer.control_config import FleetRunConfig
     from penstock.overseer.evaluation_report import EvaluationReport
-    from penstock.overseer.fleet_autotune import AutotuneReport, autotune
-    from penstock.overseer.fleet_config import FleetRunConfig
-    from penstock.overseer.fleet_evaluation import evaluate_fleet
-    from penstock.overseer.fleet_report import FleetEvaluationReport
-    from penstock.overseer.summary import RunSummary, print_summary
+    from penstock.overseer.language.evaluation import evaluate
+    from penstock.overseer.terminal import RunSummary, print_summary
     from penstock.overseer.training import train
 
 _EXPORTS = {
-    "AutotuneReport": "fleet_autotune",
+    "AutotuneReport": "control.autotune",
     "EvaluationReport": "evaluation_report",
-    "FleetEvaluationReport": "fleet_report",
-    "FleetRunConfig": "fleet_config",
+    "FleetEvaluationReport": "control.report",
+    "FleetRunConfig": "control_config",
     "OverseerConfig": "config",
     "RunConfig": "config",
-    "RunSummary": "summary",
-    "autotune": "fleet_autotune",
-    "evaluate": "evaluation",
-    "evaluate_fleet": "fleet_evaluation",
+    "RunSummary": "terminal",
+    "autotune": "control.autotune",
+    "evaluate": "language.evaluation",
+    "evaluate_fleet": "control.evaluation",
     "load_config": "config_loading",
-    "print_summary": "summary",
+    "print_summary": "terminal",
     "train": "training",
 }
 

@@ -2,19 +2,22 @@
 
 The only place where a store, its ledger, a buffer and a training loop are made; pure wiring, nothing is started. Not
 covered: what makes experience, and what one kind of policy has beside that.
+
+Which batch makers a run has; free of JAX.
+
+Places that a run writes to, named by their keys where they cannot be used.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.batch import BatchMaker
-from penstock.overseer.config import OverseerConfig
+from penstock.batch import BatchMaker, make_batch_maker
+from penstock.overseer.config import OverseerConfig, RunConfig
 from penstock.overseer.full_disk import when_there_is_room
-from penstock.overseer.places import naming
 from penstock.overseer.training_loop import Commit, TrainingLoop, UpdatingLearner
 from penstock.replay import (
     Ledger,
@@ -29,7 +32,48 @@ from penstock.replay import (
 )
 from penstock.replay.history import ExperienceFormat
 from penstock.rundir import RunDirectory
-from penstock.types import BatchSource, Clock, LessonChooser, RolloutGroup, WeightSink
+from penstock.types import BatchSource, Clock, ConfigError, LessonChooser, RolloutGroup, WeightSink, fold
+
+
+def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[BatchMaker]:
+    """The run's batch makers: one for each environment that has its own, and one for the others.
+
+    Raises:
+        ConfigError: ``replay.batch_makers`` names an environment that the run does not have.
+    """
+    replay, learner = config.replay, config.learner
+    unknown = sorted(replay.batch_makers.keys() - set(environments))
+    if unknown:
+        raise ConfigError(
+            f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
+            f"{', '.join(sorted(environments))}"
+        )
+    return [
+        make_batch_maker(
+            maker,
+            advantage=learner.loss.advantage,
+            max_tokens=learner.row_length,
+            max_samples=replay.max_samples,
+            ordered=replay.synchronous,
+            allow_truncated_sampling=learner.allow_truncated_sampling,
+            seed=fold(config.seed, "batch maker", name or ""),
+            environment_name=name,
+        )
+        for name, maker in [(None, replay.batch_maker), *replay.batch_makers.items()]
+    ]
+
+
+@contextmanager
+def naming(key: str, place: object) -> Iterator[None]:
+    """A place that cannot be used is bad input.
+
+    Raises:
+        ConfigError: whatever the system refused inside, told by its key.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,17 @@ from penstock.environments import Environment
 from penstock.learner import save_checkpoint
 from penstock.learner.config import WarmStartConfig
 from penstock.model.language import named_arrays
-from penstock.overseer.bottleneck import find_bottleneck, idle_shares
 from penstock.overseer.config import RunConfig
-from penstock.overseer.evaluator import metrics_of
 from penstock.overseer.kind import RunStart
+from penstock.overseer.language.evaluator import metrics_of
+from penstock.overseer.language.preparation import probe_parity, warm_start
 from penstock.overseer.local import WORKER_ID, Components, wire
 from penstock.overseer.local_run import LocalRun
-from penstock.overseer.parity import probe_parity
-from penstock.overseer.result_rows import Results, require_results
+from penstock.overseer.metrics import find_bottleneck, idle_shares
+from penstock.overseer.results import Results, require_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.terminal import step_line
-from penstock.overseer.warm_start import warm_start
 from penstock.rundir import RunDirectory
 from penstock.types import EnvironmentFailure, Stopped
 

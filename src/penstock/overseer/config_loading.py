@@ -1,27 +1,235 @@
 """From a recipe's name and ``key=value`` words to a validated config, with errors a person can act on.
 
 `load_config` is the way of a run's config: `load_recipe` (a packaged name or a YAML path) → `apply_overrides` →
-`build_config`. Recipes do not inherit from each other: what a file says is what runs. Every failure is a
-`ConfigError` of one line.
+`build_config`. Recipes do not inherit from each other: what a file says is what runs. Every failure is a `ConfigError`
+of one line per mistake: the dotted key as the user wrote it, its value, what is expected there, and the remedy, with
+the nearest spelling of a wrong key. Where a value may be one of several types, pydantic reports every failed
+alternative; those are joined into one line.
 """
 
 import copy
 import difflib
 import importlib.resources
-from collections.abc import Mapping, Sequence
+import reprlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from penstock.overseer.validation_messages import describe_validation_error
 from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
 from penstock.types import ConfigError
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
+
+_MOST_DEPTH = 8
+
+
+def keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The keys that are valid in the section at `path`; empty where any key is, or none."""
+    return sorted({name for section in _at(model, path) for name in _fields(section)})
+
+
+def is_secret(model: type[BaseModel], path: Sequence[str | int]) -> bool:
+    """Whether the model keeps the value at `path` out of its own printed form (``repr=False``)."""
+    if not path:
+        return False
+    fields = [field for section in _at(model, path[:-1]) for field in _fields(section).items()]
+    return any(not field.repr for name, field in fields if name == path[-1])
+
+
+def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
+    """The valid dotted key that was probably meant by `path`, whose last part is unknown.
+
+    First a close spelling in the same section; then the same name in another section, where there is just one.
+    """
+    *section, key = (str(part) for part in path)
+    close = difflib.get_close_matches(key, keys_at(model, path[:-1]), n=1)
+    if close:
+        return ".".join([*section, close[0]])
+    elsewhere = [dotted for dotted in _all_keys(model) if dotted.rpartition(".")[2] == key]
+    return elsewhere[0] if len(elsewhere) == 1 else None
+
+
+def _at(model: type[BaseModel], path: Sequence[str | int]) -> list[Any]:
+    """The models and containers that the section at `path` may be."""
+    candidates: list[Any] = [model]
+    for key in path:
+        candidates = [below for section in candidates for below in _below(section, key)]
+    return candidates
+
+
+def _fields(section: Any) -> dict[str, FieldInfo]:
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return {field.alias or name: field for name, field in section.model_fields.items()}
+    return {}
+
+
+def _below(section: Any, key: str | int) -> list[Any]:
+    fields = _fields(section)
+    if fields:
+        return _sections(fields[str(key)].annotation) if str(key) in fields else []
+    return [below for argument in get_args(section)[-1:] for below in _sections(argument)]
+
+
+def _sections(annotation: Any) -> list[Any]:
+    """The models and containers that an annotation may stand for."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _sections(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [section for member in get_args(annotation) for section in _sections(member)]
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return [annotation] if is_model or get_args(annotation) else []
+
+
+def _all_keys(section: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
+    for name, field in _fields(section).items():
+        yield prefix + name
+        if depth < _MOST_DEPTH:
+            for below in _sections(field.annotation):
+                yield from _all_keys(below, f"{prefix}{name}.", depth + 1)
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "a section of keys",
+    "mapping": "a section of keys",
+    "model": "a section of keys",
+    "path": "a path",
+    "none": "null",
+    "finite": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "greater than {}"),
+    "greater_than_equal": ("ge", "at least {}"),
+    "less_than": ("lt", "less than {}"),
+    "less_than_equal": ("le", "at most {}"),
+    "multiple_of": ("multiple_of", "a multiple of {}"),
+    "too_short": ("min_length", "a list of at least {} entries"),
+    "too_long": ("max_length", "a list of at most {} entries"),
+    "string_too_short": ("min_length", "text of at least {} characters"),
+    "string_too_long": ("max_length", "text of at most {} characters"),
+}
+_LONGEST_VALUE = 60
+_BRIEF = reprlib.Repr()
+"""Does not write out what is nested deeply or refers to one value many times."""
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist, _BRIEF.maxtuple = 4, 8, 12, 12
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 4 * _LONGEST_VALUE
+
+
+def describe_validation_error(
+    model: type[BaseModel], values: Mapping[str, Any], error: ValidationError
+) -> list[tuple[str, str]]:
+    """Translates every mistake.
+
+    Args:
+        model: The model that refused.
+        values: What it refused.
+        error: What pydantic said.
+
+    Returns:
+        (dotted key, one line) per mistake, at least one: unknown keys first, for a misspelt key is often the
+        cause of a missing one; otherwise in the order of the config.
+    """
+    by_path: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_path.setdefault(_written_path(details, values), []).append(details)
+    mistakes = sorted(by_path.items(), key=lambda item: item[1][0]["type"] != "extra_forbidden")
+    return [(dotted(path), _line(model, path, group)) for path, group in mistakes]
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """``("lessons", 0, "id")`` as ``lessons.0.id``: the form that overrides take."""
+    return ".".join(str(part) for part in path) or "the config"
+
+
+def _written_path(details: ErrorDetails, values: Any) -> tuple[str | int, ...]:
+    """The location without the type names that pydantic puts in for the members of a union."""
+    location = details["loc"]
+    if details["type"] in ("missing", "extra_forbidden"):
+        return (*_existing(location[:-1], values), location[-1])
+    return _existing(location, values)
+
+
+def _existing(location: Sequence[str | int], values: Any) -> tuple[str | int, ...]:
+    path: list[str | int] = []
+    for part in location:
+        if isinstance(values, Mapping) and part in values:
+            values = values[part]
+        elif isinstance(values, (list, tuple)) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _line(model: type[BaseModel], path: tuple[str | int, ...], group: list[ErrorDetails]) -> str:
+    first = group[0]
+    name = dotted(path)
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(model, path)
+    if first["type"] == "missing":
+        return f"{name} is missing: add it"
+    if first["type"] in ("value_error", "assertion_error"):
+        message = str(first.get("ctx", {}).get("error", first["msg"]))
+        return f"{name}: {' '.join(message.split())}" if path else " ".join(message.split())
+    expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
+    value = "(hidden)" if is_secret(model, path) else _shown(first["input"])
+    return f"{name} is {value}: it must be {expected}{_nearest_literal(first)}"
+
+
+def _unknown_key(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
+    meant = nearest_key(model, path)
+    if meant is not None:
+        return f"unknown key {dotted(path)}: did you mean {meant}?"
+    known = ", ".join(keys_at(model, path[:-1])) or "none"
+    return f"unknown key {dotted(path)}: remove it; the keys known here are {known}"
+
+
+def _expected(details: ErrorDetails) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _BOUNDS:
+        key, text = _BOUNDS[kind]
+        bound = context[key]
+        return text.format(f"{bound:g}" if isinstance(bound, float) else bound)
+    if kind in ("literal_error", "enum"):
+        return f"one of {context['expected']}"
+    family = kind.split("_")[0]
+    if family in _EXPECTED:
+        return _EXPECTED[family]
+    message = details["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
+    return " ".join(message.split())
+
+
+def _nearest_literal(details: ErrorDetails) -> str:
+    if details["type"] not in ("literal_error", "enum") or not isinstance(details["input"], str):
+        return ""
+    options = details.get("ctx", {})["expected"].replace(" or ", ", ").split(", ")
+    close = difflib.get_close_matches(details["input"], [option.strip("'") for option in options], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = "null" if value is None else " ".join(_BRIEF.repr(value).split())
+    except ValueError:  # of a number with thousands of digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -38,7 +246,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig
     """
     values = apply_overrides(load_recipe(recipe), overrides)
     if "fleet" in values:
-        from penstock.overseer.fleet_config import FleetRunConfig
+        from penstock.overseer.control_config import FleetRunConfig
 
         if "curriculum" in values:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """What an offline evaluation found: per lesson the mean reward, success rate and pass@k, each with its 95% interval.
 
-Plain records made from rollouts; generating those is `penstock.overseer.evaluation`'s.
+Plain records made from rollouts; generating those is `penstock.overseer.language.evaluation`'s.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.overseer.statistics import Interval, pass_at_k, proportion_interval, reward_interval
+from penstock.overseer.results import Interval, pass_at_k, proportion_interval, reward_interval
 from penstock.types import RolloutBatch
 
 

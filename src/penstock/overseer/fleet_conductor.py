@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from penstock.learner import save_checkpoint
-from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.overseer.fleet_evaluator import metrics_of
+from penstock.overseer.control.evaluator import metrics_of
+from penstock.overseer.control.updates import FleetUpdates
+from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.fleet_local import FleetComponents, wire_fleet
-from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.kind import RunStart
 from penstock.overseer.local_run import LocalRun
-from penstock.overseer.result_rows import Results, require_results
+from penstock.overseer.results import Results, require_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervision import Crew

@@ -12,10 +12,10 @@ from penstock.batch import FragmentBatchMaker
 from penstock.fleet import CountedSink, FleetReports, RolloutManager, RolloutWorkerWrapper
 from penstock.learner import ControlLearner
 from penstock.overseer.assembly import make_training_loop, open_replay, restore_parts
-from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.overseer.fleet_evaluator import FleetEvaluator
-from penstock.overseer.fleet_policies import make_worker_runner
-from penstock.overseer.fleet_simulators import OnEvent, filmed_pool, require_films, worker_pool
+from penstock.overseer.control.evaluator import FleetEvaluator
+from penstock.overseer.control.policies import make_worker_runner
+from penstock.overseer.control.simulators import OnEvent, filmed_pool, require_films, worker_pool
+from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import RunStart
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.overseer.component import Settings
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.distributed.component import Factory, Surroundings
-from penstock.overseer.distributed.look import Look
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.records import Message, View
-from penstock.overseer.distributed.role_sizes import SpecMaker
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.launch.launcher import Factory, Surroundings
+from penstock.overseer.metrics import Look
 from penstock.overseer.overseer import RunConductor
-from penstock.overseer.result_rows import Results
+from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
+from penstock.overseer.supervisor.member import ComponentSpec
+from penstock.overseer.supervisor.messages import Message, View
+from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import UpdatingLearner
 from penstock.rundir import RunDirectory

@@ -14,12 +14,18 @@ from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.learner import Learner
 from penstock.model.language import named_arrays, with_named_arrays
-from penstock.overseer.assembly import Replay, TicketRules, make_training_loop, open_replay, restore_parts
-from penstock.overseer.batch_makers import make_batch_makers
+from penstock.overseer.assembly import (
+    Replay,
+    TicketRules,
+    make_batch_makers,
+    make_training_loop,
+    naming,
+    open_replay,
+    restore_parts,
+)
 from penstock.overseer.config import RunConfig
-from penstock.overseer.evaluator import Evaluator
 from penstock.overseer.kind import RunStart
-from penstock.overseer.places import naming
+from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import (

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.overseer.assembly import save_when_there_is_room
 from penstock.overseer.kind import RunStart
-from penstock.overseer.result_rows import Results, read_results, write_results
+from penstock.overseer.results import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
 from penstock.overseer.training_loop import TrainingLoop

@@ -16,7 +16,7 @@ from penstock.types.importing import locate
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
 
 CODE_KEYS = (
     "curriculum.lessons.*.environment.env_class",

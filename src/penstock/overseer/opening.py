@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
+from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
-from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.overseer import Overseer, RunConductor
 from penstock.overseer.run import Run, step_of
@@ -27,7 +27,7 @@ from penstock.types import ConfigError, PenstockError, RunDirectoryError
 from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
     from penstock.overseer.ray import RayLauncher
 
 _LEAST_TOKEN = 16  # characters

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.overseer.config import OverseerConfig
-from penstock.overseer.result_rows import Results
+from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
 from penstock.overseer.terminal import TerminalView

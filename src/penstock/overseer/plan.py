@@ -14,7 +14,7 @@ from penstock.rundir.yaml_documents import dump_yaml
 from penstock.types import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
 
 
 def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
@@ -24,7 +24,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         ConfigError: the model or tokenizer that the config names is not there.
     """
     if not isinstance(config, RunConfig):
-        from penstock.overseer.fleet_plan import describe_fleet_plan
+        from penstock.overseer.control.plan import describe_fleet_plan
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)

@@ -34,9 +34,7 @@ except ModuleNotFoundError as missing:
     raise ConfigError('runtime: ray needs Ray, which is not installed: pip install "penstock[ray]"') from missing
 
 from penstock.overseer.config import RayConfig, RoleConfig
-from penstock.overseer.distributed.component import Factory
-from penstock.overseer.distributed.placement import amounts, check_fits
-from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.overseer.launch.launcher import Factory, amounts, check_fits
 from penstock.overseer.ray_actor import (
     RAY_ERRORS,
     ComponentActor,
@@ -48,6 +46,7 @@ from penstock.overseer.ray_actor import (
     unreachable,
 )
 from penstock.overseer.ray_connection import ControlService, Noise, connect, disconnect
+from penstock.overseer.supervisor.messages import Identity, Report, View
 
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""

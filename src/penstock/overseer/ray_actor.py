@@ -14,12 +14,10 @@ import ray
 import ray._private.worker
 import ray.exceptions
 
-from penstock.overseer.distributed.answers import Answer
-from penstock.overseer.distributed.component import Factory
-from penstock.overseer.distributed.component_logs import open_component_logs
-from penstock.overseer.distributed.host import Host
-from penstock.overseer.distributed.processes import Process, end_with_parent
-from penstock.overseer.distributed.records import Identity, Report, View
+from penstock.overseer.launch.host import Host, open_component_logs
+from penstock.overseer.launch.launcher import Factory
+from penstock.overseer.launch.process import Process, end_with_parent
+from penstock.overseer.supervisor.messages import Answer, Identity, Report, View
 from penstock.types import UnreachableError
 
 RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
@@ -114,7 +112,7 @@ class ActorCalls:
         self._actors: dict[Identity, Any] = {}
 
     def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
-        """See `penstock.overseer.distributed.host.Reach`."""
+        """See `penstock.overseer.launch.host.Reach`."""
         return answer(self._actor(whom), whom, sender, method, args, timeout_s)
 
     def _actor(self, whom: Identity) -> Any:

@@ -26,7 +26,7 @@ import ray._private.worker
 import ray.exceptions
 
 from penstock.overseer.config import RayConfig
-from penstock.overseer.distributed.component_logs import ComponentLog
+from penstock.overseer.launch.host import ComponentLog
 from penstock.overseer.ray_actor import in_one_line
 from penstock.types import ConfigError, RunFailed
 

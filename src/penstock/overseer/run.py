@@ -22,17 +22,17 @@ from typing import Any, TypeVar, final
 
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.learner.checkpoints import read_state
-from penstock.overseer.distributed.ending import in_background
-from penstock.overseer.distributed.launcher import Launcher
-from penstock.overseer.distributed.look import Look
-from penstock.overseer.distributed.records import Identity, Message, Report
-from penstock.overseer.distributed.restarts import DeathToll
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.scaling import ScaleDesk
-from penstock.overseer.distributed.supervisor import Supervisor
+from penstock.overseer.component import Settings
 from penstock.overseer.kind import ESSENTIAL, ESSENTIAL_NAMES, REWOUND, PolicyKind
-from penstock.overseer.result_rows import Results, read_results, read_stats, require_results, write_results
+from penstock.overseer.launch.launcher import Launcher
+from penstock.overseer.metrics import Look
+from penstock.overseer.results import Results, read_results, read_stats, require_results, write_results
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervisor.member import DeathToll
+from penstock.overseer.supervisor.messages import Identity, Message, Report
+from penstock.overseer.supervisor.scaling import ScaleDesk
+from penstock.overseer.supervisor.stopping import in_background
+from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.replay import Lineages, salvage_logs
 from penstock.types import PenstockError, RunFailed, Stopped, SupersededError, UnreachableError, errors
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import WaitingWrites
-from penstock.overseer.result_rows import Results
-from penstock.overseer.rollout_tally import RolloutTally, success_thresholds
+from penstock.overseer.metrics import RolloutTally, success_thresholds
+from penstock.overseer.results import Results
 from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
@@ -18,7 +18,7 @@ from penstock.tracking import conversation_of, make_tracker
 from penstock.types import RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
 
 SHOWN_EVENTS = frozenset(
     {

@@ -13,11 +13,10 @@ from typing import Any, final
 
 from penstock.learner import load_checkpoint, save_checkpoint
 from penstock.overseer.assembly import make_training_loop, save_when_there_is_room
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import Condition, View
-from penstock.overseer.distributed.roles.base import ThreadedComponent
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.kind import PolicyKind
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition, View
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
 from penstock.replay import RemoteBatches
 from penstock.types import PenstockError, Stopped, UnreachableError, WeightVersion

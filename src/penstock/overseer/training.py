@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.opening import open_run
-from penstock.overseer.summary import RunSummary
+from penstock.overseer.terminal import RunSummary
 
 if TYPE_CHECKING:
-    from penstock.overseer.fleet_config import FleetRunConfig
+    from penstock.overseer.control_config import FleetRunConfig
 
 
 def train(

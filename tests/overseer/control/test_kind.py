@@ -3,11 +3,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.overseer import FleetRunConfig
+from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.kind import REWOUND
+from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
 from penstock.types import LeafSpace, Spaces
 

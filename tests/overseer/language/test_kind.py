@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.roles.settings import Settings
 from penstock.overseer.kind import REWOUND
 from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny
 

@@ -2,42 +2,66 @@
 
 load → evaluate untrained → train → evaluate trained. Rollout workers start their simulators with the run, roll out
 while the learner trains, and are drained when it has reached its last step; where the run goes back after that, there
-are as many again.
+are as many again. A resumed run keeps the policy of its checkpoint, so a network or simulators that it was not trained
+with are refused before anything is started.
 """
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
+from penstock.fleet.space_agreement import same_form
 from penstock.learner import Checkpoint, ControlLearner, load_checkpoint
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.look import Look
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.numbers import IdleShares
-from penstock.overseer.distributed.records import Message
-from penstock.overseer.distributed.role_sizes import SpecMaker
-from penstock.overseer.distributed.roles.fleet_evaluator import make_fleet_evaluator
-from penstock.overseer.distributed.roles.fleet_replay import make_fleet_replay
-from penstock.overseer.distributed.roles.fleet_rollout import make_fleet_rollout
-from penstock.overseer.distributed.roles.settings import Settings
+from penstock.model.control import read_control_form
+from penstock.overseer.component import Settings
+from penstock.overseer.control.evaluator import make_fleet_evaluator, metrics_of
+from penstock.overseer.control.policies import make_policy
+from penstock.overseer.control.replay import make_fleet_replay
+from penstock.overseer.control.rollout import make_fleet_rollout
+from penstock.overseer.control.simulators import probe_spaces, require_films
+from penstock.overseer.control.updates import FleetUpdates
+from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.fleet_conductor import FleetConductor
-from penstock.overseer.fleet_config import FleetRunConfig
-from penstock.overseer.fleet_evaluator import metrics_of
-from penstock.overseer.fleet_policies import make_policy
-from penstock.overseer.fleet_resume import check_resume
-from penstock.overseer.fleet_simulators import probe_spaces, require_films
-from penstock.overseer.fleet_updates import FleetUpdates
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
-from penstock.overseer.result_rows import Results
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.metrics import IdleShares, Look
+from penstock.overseer.results import Results
+from penstock.overseer.resume import check_kept
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
+from penstock.overseer.supervisor.member import ComponentSpec
+from penstock.overseer.supervisor.messages import Message
+from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import FLEET_WORDING, Progress
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
-from penstock.types import Spaces
+from penstock.types import ConfigError, Spaces
 
 if TYPE_CHECKING:
     from penstock.overseer.run import PhaseSteps, Run
+
+
+def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> None:
+    """Compares what a run is to go on with and what its checkpoint was trained with.
+
+    Args:
+        config: The run's, with the changes that were asked for.
+        spaces: Of its simulators.
+        checkpoint: Its folder.
+
+    Raises:
+        ConfigError: they do not fit; the message names every field with both values, and the remedy.
+        CheckpointError: the checkpoint holds no control policy.
+    """
+    trained, trained_spaces = read_control_form(checkpoint / "model")
+    ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
+    check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
+    if not same_form(spaces, trained_spaces):
+        raise ConfigError(
+            f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have: "
+            "resume with the tasks that it was trained on"
+        )
+
 
 ACCELERATED = ("learner",)
 

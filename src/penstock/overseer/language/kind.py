@@ -10,34 +10,82 @@ from typing import TYPE_CHECKING, Any, Self, final
 from penstock.environments import Environment, load_environment
 from penstock.learner import Checkpoint, Learner, load_checkpoint
 from penstock.model.language import load_policy, named_arrays
+from penstock.overseer.component import Settings
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.members import ComponentSpec
-from penstock.overseer.distributed.records import Message
-from penstock.overseer.distributed.role_sizes import SpecMaker
-from penstock.overseer.distributed.roles.curriculum import make_curriculum
-from penstock.overseer.distributed.roles.evaluator import make_evaluator
-from penstock.overseer.distributed.roles.inference import make_inference
-from penstock.overseer.distributed.roles.replay import make_replay
-from penstock.overseer.distributed.roles.rollout import make_rollout
-from penstock.overseer.distributed.roles.settings import Settings
-from penstock.overseer.distributed.updates import Updates
-from penstock.overseer.evaluator import metrics_of
-from penstock.overseer.kept_model import check_language_resume
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
+from penstock.overseer.language.evaluator import make_evaluator, metrics_of
+from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.preparation import Preparation
+from penstock.overseer.language.replay import make_curriculum, make_replay
+from penstock.overseer.language.rollout import make_rollout
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.metrics import IdleShares, Look, find_bottleneck
 from penstock.overseer.plan import model_shape
-from penstock.overseer.result_rows import Results
+from penstock.overseer.results import Results
+from penstock.overseer.resume import check_language_resume
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Crew
-from penstock.overseer.terminal import Progress
+from penstock.overseer.supervisor.member import ComponentSpec
+from penstock.overseer.supervisor.messages import Message
+from penstock.overseer.supervisor.scaling import SpecMaker
+from penstock.overseer.terminal import Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.overseer.run import PhaseSteps, Run
+
+
+class Updates:
+    """Writes one line per update, and an event where another part than before sets the pace.
+
+    Args:
+        log: The run's single writer.
+        staleness_budget: The run's.
+
+    Attributes:
+        step: The learner's version, as far as it was told.
+        bottleneck: What set the pace lately, in words.
+    """
+
+    def __init__(self, log: RunLog, staleness_budget: int) -> None:
+        self.step = log.step
+        self.bottleneck = ""
+        self._log = log
+        self._gauges = {"staleness_budget": float(staleness_budget)}
+        self._idle = IdleShares()
+
+    def begin_at(self, step: int) -> None:
+        """The learner begins with that version."""
+        self.step = self._log.step = step
+
+    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
+        """One update.
+
+        Args:
+            step: The version reached.
+            metrics: The learner's.
+            look: The others, as they were last seen.
+            overseer: The overseer's own numbers.
+        """
+        self._idle.look(look.reports.values())
+        found, shares = find_bottleneck(self._idle.of_roles, self._gauges)
+        shares |= {f"time/idle/{name}": share for name, share in sorted(self._idle.of_components.items())}
+        self.bottleneck = found.words
+        self._log.step = step
+        self._log.bottleneck(found.part, found.words)
+        values = {**look.numbers(), **shares, **overseer, **metrics}
+        self._log.metrics(step, values)
+        self.step = step  # whoever sees it finds its metrics
+        progress = self._log.progress
+        progress.step = step
+        progress.rewards.append(values.get("train/reward_mean", 0.0))
+        progress.staleness = values.get("replay/staleness_mean", 0.0)
+        progress.step_s = values["time/wait_for_batch"] + values["time/update"]
+        progress.lines.append(step_line(progress))
+
 
 ACCELERATED = ("learner", "inference")
 

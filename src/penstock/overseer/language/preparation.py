@@ -1,21 +1,100 @@
-"""What a language policy's learner does before training: the warm start, and the parity probe."""
+"""What a language policy's learner does before training: the warm start, and the parity probe.
 
-from collections.abc import Mapping
+A random model cannot reach sparse rewards by trying, so supervised steps on the environments' reference solutions may
+come first. Their optimiser state is discarded; version 0 of the run is what comes out.
+
+The probe: for equal weights, engine and learner must agree about log-probabilities. A few held-out prompts are answered
+by the engine through its cached, batched decode, and the same tokens are scored by the learner's packed forward pass.
+Whatever makes the two differ (a kernel, a dtype, a temperature, stale weights) would make every later update wrong in
+silence, so the run refuses to start.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast, final
 
+import numpy as np
+
+from penstock.batch import example_from_pair, example_from_rollout
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
 from penstock.learner import Learner
-from penstock.overseer.distributed.component import Surroundings
-from penstock.overseer.distributed.records import View
-from penstock.overseer.distributed.roles.servers import make_pool, servers_of
-from penstock.overseer.parity import probe_parity
-from penstock.overseer.warm_start import warm_start
+from penstock.learner.config import WarmStartConfig
+from penstock.overseer.language.rollout import make_pool, servers_of
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import View
 from penstock.rollout import RolloutManager
-from penstock.types import EnvironmentFailure, Stopped
+from penstock.types import AnyRollout, EnvironmentFailure, MismatchError, RolloutBatch, Stopped, fold, generator
 
 if TYPE_CHECKING:
     from penstock.overseer.trainer import LearnerComponent
+
+
+def probe_parity(manager: RolloutManager, learner: Learner, lesson_id: str, max_tokens: int, limit: float) -> float:
+    """Largest difference between behaviour and recomputed log-probabilities of one probe batch.
+
+    Args:
+        manager: Its engine must hold the learner's weights.
+        learner: Scores the sampled tokens.
+        lesson_id: Whose prompts to use.
+        max_tokens: Longest sequence.
+        limit: Largest difference that passes.
+
+    Raises:
+        MismatchError: the difference exceeds `limit`.
+    """
+    batch, _ = manager.sample_batch(lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe")
+    worst = largest_difference(batch, learner, max_tokens)
+    if not worst <= limit:  # nor where either side is not a number
+        raise MismatchError(
+            f"engine and learner disagree about log-probabilities by up to {worst:.3g} at start-up "
+            f"(learner.mismatch_limit is {limit:g}): their weights, dtypes or kernels differ"
+        )
+    return worst
+
+
+def largest_difference(batch: RolloutBatch, learner: Learner, max_tokens: int) -> float:
+    """Largest |engine − learner| over the sampled tokens of a batch; 0 for a batch without any."""
+    rollouts = [rollout for rollout in batch.rollouts() if rollout.sampled_tokens]
+    # Log-probabilities are those before truncation, so that truncation changes nothing here.
+    examples = [example_from_rollout(rollout, 0.0, max_tokens, True) for rollout in rollouts]
+    scores = learner.score(examples)
+    differences = [_difference(r, s) for r, s in zip(rollouts, scores, strict=True)]
+    return float(np.max(differences, initial=0.0))  # unlike the built-in, NaN if any of them is
+
+
+def _difference(rollout: AnyRollout, scored: np.ndarray) -> float:
+    response = scored[len(rollout.prompt_tokens) : len(rollout.prompt_tokens) + len(rollout.response_tokens)]
+    mask = rollout.response_mask[: len(response)]
+    return float(np.abs(response - rollout.response_logprobs[: len(response)])[mask].max(initial=0.0))
+
+
+OnStep = Callable[[int, int, Mapping[str, float]], None]
+
+
+def warm_start(learner: Learner, manager: RolloutManager, config: WarmStartConfig, seed: int, on_step: OnStep) -> None:
+    """Runs the configured supervised steps.
+
+    Args:
+        learner: Whose parameters change.
+        manager: Knows the lessons' environments.
+        config: Steps, batch size and lessons.
+        seed: The run's seed.
+        on_step: Called after each step with its number, the number of all steps, and metrics.
+
+    Raises:
+        ConfigError: an environment has no reference solutions.
+    """
+    lessons = config.lessons or [
+        lesson_id for lesson_id, lesson in manager.curriculum.config.lessons.items() if not lesson.dependencies
+    ]
+    rng = generator(fold(seed, "warm_start"))
+    for step in range(config.steps):
+        lesson_id = lessons[int(rng.integers(len(lessons)))]
+        references = manager.environment(lesson_id).reference_examples(
+            config.batch_size, fold(seed, "warm_start", step)
+        )
+        examples = [example_from_pair(*reference.token_pair(manager.context.tokenizer)) for reference in references]
+        on_step(step + 1, config.steps, learner.supervised_update(examples))
 
 
 @final

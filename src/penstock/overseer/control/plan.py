@@ -1,0 +1,154 @@
+"""What a control run would consist of, without running it: the resolved config, its memory, its components.
+
+The text is itself a recipe: everything but the config is a comment. One simulator of each task is made, because only
+simulators know what they show; where that is impossible on this machine, the text says why and leaves sizes out.
+
+Memory is estimated by pure functions; nothing is allocated. With P parameters of 4 bytes, observations of o bytes, a
+recurrent state of r bytes, N = workers × envs_per_worker slots, fragments of L steps, B of them in an update and W
+waiting:
+
+- *parameters* 3 · 4 P: the learner's, the published ones, and each worker's (one more set per further worker);
+- *optimiser* 4 · 4 P: gradients, their clipped copy, and Adam's two moments;
+- *fragments* (B + W + workers · queue + N) (L + 1) (o + r + 64): training, waiting, to be sent, being filled; twice B,
+  because the learner's batch is a copy;
+- *shared memory* 2 N o: what simulators write, with their final observations;
+- *simulators* `SIMULATOR_BYTES` for each process, where the simulator itself is light.
+
+An upper estimate to decide by; activations of convolutions and heavy simulators come on top.
+"""
+
+from dataclasses import dataclass, fields
+
+from penstock.overseer.control_config import FleetRunConfig
+from penstock.overseer.estimate import PROCESS_BYTES, bytes_text
+from penstock.rundir.yaml_documents import dump_yaml
+from penstock.types import LeafSpace, PenstockError, Spaces
+
+SIMULATOR_BYTES = 30 * 2**20
+"""Of a process with a light simulator: what it does not share with the one that it was forked from."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMemoryEstimate:
+    """Bytes by purpose; see the module's docstring.
+
+    Attributes:
+        parameters_bytes: All sets.
+        optimizer_bytes: Gradients and moments.
+        fragments_bytes: Wherever they are.
+        shared_bytes: Between simulators and workers.
+        simulators_bytes: Their processes.
+        process_bytes: Everything else.
+    """
+
+    parameters_bytes: int
+    optimizer_bytes: int
+    fragments_bytes: int
+    shared_bytes: int
+    simulators_bytes: int
+    process_bytes: int = PROCESS_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate_fleet_memory(
+    config: FleetRunConfig, spaces: Spaces, parameters: int, state_bytes: int = 0
+) -> FleetMemoryEstimate:
+    """The memory of a fleet run on one machine.
+
+    Args:
+        config: The run's.
+        spaces: What the policy sees and does.
+        parameters: Of the policy.
+        state_bytes: Of one slot's recurrent state.
+    """
+    fleet, replay = config.fleet, config.replay
+    slots = fleet.workers * fleet.envs_per_worker
+    step_bytes = sum(leaf.nbytes for leaf in (*spaces.observations, *spaces.actions)) + 64
+    seen_bytes = sum(leaf.nbytes for leaf in spaces.observations)
+    fragment_bytes = (fleet.fragment_length + 1) * step_bytes + state_bytes
+    waiting = replay.buffer_config().capacity if replay.most_waiting is None else replay.most_waiting
+    fragments = 2 * replay.fragments_per_batch + waiting + fleet.workers * fleet.queue_fragments + slots
+    return FleetMemoryEstimate(
+        parameters_bytes=(2 + fleet.workers) * 4 * parameters,
+        optimizer_bytes=4 * 4 * parameters,
+        fragments_bytes=fragments * fragment_bytes,
+        shared_bytes=2 * slots * seen_bytes,
+        simulators_bytes=fleet.workers * fleet.processes_per_worker * SIMULATOR_BYTES,
+    )
+
+
+def describe_fleet_plan(config: FleetRunConfig) -> str:
+    """The config as YAML, followed by policy, memory estimate and components as comments."""
+    comments = [*_size_lines(config), "", "Components:", *_component_lines(config)]
+    return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
+
+
+def _size_lines(config: FleetRunConfig) -> list[str]:
+    from penstock.overseer.control.simulators import probe_spaces
+
+    try:
+        spaces = probe_spaces(config)
+    except PenstockError as error:
+        return [f"Model and memory: unknown, because no simulator can be made here: {' '.join(str(error).split())}"]
+    from penstock.overseer.control.policies import count_parameters, make_policy, state_bytes
+
+    policy = make_policy(config, spaces)
+    parameters = count_parameters(policy)
+    memory = config.model.memory
+    return [
+        f"Model: {config.model.network}{'' if memory == 'none' else f', {memory}'}, {parameters:,} parameters",
+        f"Observations: {_leaves(spaces.observations)}",
+        f"Actions: {_leaves(spaces.actions)}",
+        "",
+        "Memory, estimated:",
+        *_memory_lines(estimate_fleet_memory(config, spaces, parameters, state_bytes(policy))),
+    ]
+
+
+def _leaves(leaves: tuple[LeafSpace, ...]) -> str:
+    return ", ".join(
+        " ".join(part for part in (leaf.name, leaf.kind, f"{leaf.dtype}{list(leaf.shape)}", _choices(leaf)) if part)
+        for leaf in leaves
+    )
+
+
+def _choices(leaf: LeafSpace) -> str:
+    return f"of {', '.join(map(str, leaf.n[:4]))}{'…' if len(leaf.n) > 4 else ''}" if leaf.n else ""
+
+
+def _memory_lines(memory: FleetMemoryEstimate) -> list[str]:
+    parts = {
+        "parameters of learner and workers": memory.parameters_bytes,
+        "gradients and optimiser state": memory.optimizer_bytes,
+        "fragments": memory.fragments_bytes,
+        "shared memory of the simulators": memory.shared_bytes,
+        "processes of light simulators": memory.simulators_bytes,
+        "the process itself": memory.process_bytes,
+        "total": memory.total_bytes,
+    }
+    return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
+
+
+def _component_lines(config: FleetRunConfig) -> list[str]:
+    fleet, replay, evaluation = config.fleet, config.replay, config.evaluation
+    when = f"every {evaluation.every} updates, " if evaluation.every else ""
+    processes = fleet.workers * fleet.processes_per_worker
+    parts = {
+        "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
+        "simulators": f"{processes} processes of {fleet.envs_per_process}: "
+        + ", ".join(f"{name} ({task.id})" for name, task in fleet.tasks.items()),
+        "rollout workers": f"{fleet.workers} of {fleet.envs_per_worker} simulators, up to {fleet.most_in_batch} in an "
+        f"inference, fragments of {fleet.fragment_length} steps",
+        "replay buffer": f"{replay.fragments_per_batch} fragments per update ({config.steps_per_update:,} steps), at "
+        f"most {replay.most_waiting or 'any number'} wait, up to {replay.max_staleness} versions old",
+        "learner": f"PPO, {config.steps} updates",
+        "evaluator": f"{when}{evaluation.episodes} episodes per task at the end, in {evaluation.simulators} simulators",
+        "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
+        f"{config.overseer.keep_checkpoints} kept",
+        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
+    }
+    return [f"  {name:<18}{what}" for name, what in parts.items()]

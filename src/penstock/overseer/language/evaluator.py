@@ -1,0 +1,316 @@
+"""Evaluation during the training of a language policy: which versions, with what outcome; and as a component.
+
+An evaluation is due when a multiple of its frequency has been *passed*, so none is skipped when versions jump. All its
+rollouts come from one version. It counts as done only at its end: a run that is checkpointed or stopped in the middle
+of it owes it still, and so does its resume.
+
+The component leases one server, which keeps its version meanwhile, while the others go on with newer weights; the lease
+is renewed while answers come. A completion of another version than the evaluated one (the server died, the lease ran
+out) makes the attempt count for nothing; an event says so, and it is made again on another server.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, evaluation_due
+from penstock.inference import RemoteContext
+from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
+from penstock.overseer.config import RunConfig
+from penstock.overseer.language.rollout import InterruptedEvaluation, PinnedContext, make_pool, servers_of, serving
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.results import write_stats
+from penstock.overseer.supervisor.messages import Condition, Peer, View
+from penstock.rollout import RolloutManager
+from penstock.rollout.manager import EvalType
+from penstock.types import (
+    Caller,
+    EnvironmentFailure,
+    InvalidRolloutError,
+    NoProgressError,
+    PenstockError,
+    RolloutBatchStats,
+    Stopped,
+    UnreachableError,
+    WeightVersion,
+)
+
+Log = Callable[[int, Mapping[str, float]], None]
+OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
+
+
+class Evaluator:
+    """Evaluates versions as they start to serve.
+
+    Args:
+        manager: Generates, and tells the curriculum of full evaluations.
+        log: Takes metrics by step.
+        on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
+    """
+
+    def __init__(self, manager: RolloutManager, log: Log, on_failure: OnFailure) -> None:
+        self._manager = manager
+        self._log = log
+        self._on_failure = on_failure
+        self._evaluated_step = 0
+        self._glanced_step = 0
+        self._stopping = threading.Event()
+
+    def __call__(self, version: WeightVersion) -> None:
+        """Runs the evaluation that is due at this version, if any."""
+        config, step = self._manager.curriculum.config, version.step
+        if evaluation_due(config.eval_frequency, self._evaluated_step, step):
+            self._log(step, metrics_of(self._attempt("eval", step), "eval"))
+            self._evaluated_step = self._glanced_step = step
+        elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
+            self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
+            self._glanced_step = step
+
+    def is_due(self, step: int) -> bool:
+        """Whether a call with a version of that step would evaluate anything."""
+        config = self._manager.curriculum.config
+        return evaluation_due(config.eval_frequency, self._evaluated_step, step) or evaluation_due(
+            config.micro_eval_frequency, self._glanced_step, step
+        )
+
+    def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
+        results: dict[str, RolloutBatchStats] = {}
+        for lesson_id in self._manager.curriculum.config.lessons:
+            try:
+                results[lesson_id] = self._one(lesson_id, eval_type, step)
+            except (EnvironmentFailure, InvalidRolloutError) as failure:
+                if self._stopping.is_set():
+                    raise Stopped("the evaluation was cut short") from failure
+                self._on_failure(lesson_id, failure)
+                results[lesson_id] = RolloutBatchStats.failed(lesson_id, str(failure))
+        return results
+
+    def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
+        """A full evaluation of every lesson; one whose environment failed altogether has a `failure`.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        return self._attempt("eval", step)
+
+    def stop(self) -> None:
+        """No lesson is begun any more."""
+        self._stopping.set()
+
+    def _one(self, lesson_id: str, eval_type: EvalType, step: int) -> RolloutBatchStats:
+        if self._stopping.is_set():
+            raise Stopped("the evaluation was cut short")
+        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step)[0]
+
+    def state(self) -> dict[str, Any]:
+        """The steps last evaluated."""
+        return {"evaluated_step": self._evaluated_step, "glanced_step": self._glanced_step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back."""
+        self._evaluated_step = int(state["evaluated_step"])
+        self._glanced_step = int(state["glanced_step"])
+
+
+def metrics_of(results: Mapping[str, RolloutBatchStats], group: str) -> dict[str, float]:
+    """Flattens evaluation results to ``<group>/<lesson>/<name>`` metrics; a lesson that failed has none."""
+    return {
+        f"{group}/{lesson_id}/{name}": value
+        for lesson_id, stats in results.items()
+        if not stats.failure
+        for name, value in {
+            "reward_mean": stats.reward_mean,
+            "success_rate": stats.success_rate,
+            "pass_at_k": stats.pass_at_k,
+            "response_tokens": stats.response_tokens,
+            "truncated_fraction": stats.truncated_fraction,
+            "rollouts": float(stats.rollouts),
+            **stats.metrics,
+        }.items()
+    }
+
+
+CALL_S = 30.0
+"""Longest wait for a server or the replay service."""
+RENEW_SHARE = 0.25
+"""Of the length of a lease: so often it is renewed, where an answer came meanwhile."""
+
+WAITING = "waiting for a version that is due"
+
+_Found = TypeVar("_Found")
+
+
+class EvaluatorRole(ThreadedComponent):
+    """Runs one `Evaluator`: when a version is due, and when the overseer asks."""
+
+    def __init__(self, around: Surroundings, settings: Settings, state: Mapping[str, Any] | None) -> None:
+        super().__init__(around, settings)
+        config = settings.config
+        self._pool = make_pool(settings)
+        self._contexts = RemoteContext(self._pool, settings.tokenizer())
+        self._context = PinnedContext(self._contexts, self.activity)
+        curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
+        self._manager = RolloutManager(curriculum, self._context, config.seed)
+        self._evaluator = Evaluator(
+            self._manager,
+            around.metrics,
+            lambda lesson_id, failure: around.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+        )
+        if state is not None:
+            self._evaluator.restore(state)
+        self._seen: WeightVersion | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.look(self.around.view)
+        self.activity.begin()
+        self.state, self.doing = "running", WAITING
+        self.crew.start(f"{self.name}.versions", self._run)
+
+    def look(self, view: View) -> None:
+        """Follows servers and lineage."""
+        self._pool.set_servers(servers_of(view))
+        self._manager.lineage = view.lineage
+        super().look(view)
+
+    # --- versions as they come -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not (self.stopping.is_set() or self.draining):
+            self.view_changed.wait(POLL_S)
+            self.view_changed.clear()
+            version = self._newest()
+            learner = self.around.view.peer("learner-0")
+            if learner is None or not learner.address.get("training") or version in (None, self._seen):
+                continue
+            try:
+                if self._evaluator.is_due(version.step):
+                    self._on_one_server(version, partial(self._evaluator, version))
+                if self.config.replay.synchronous:
+                    self.around.caller("replay-0").call("cleared", version.lineage, version.step, timeout_s=CALL_S)
+            except (UnreachableError, NoProgressError, InterruptedEvaluation):
+                self.stopping.wait(POLL_S)  # somebody died; the view will tell
+                continue
+            except Stopped:
+                return
+            self._seen = version
+
+    def _newest(self) -> WeightVersion | None:
+        return max((_version(peer) for peer in serving(self.around.view)), default=None)
+
+    def _on_one_server(self, version: WeightVersion, evaluate: Callable[[], _Found]) -> _Found:
+        """Runs `evaluate` against a server that keeps the version meanwhile.
+
+        Raises:
+            InterruptedEvaluation: the version was not held to the end, or this evaluator drains.
+        """
+        peer = next((p for p in serving(self.around.view) if _version(p) == version), None)
+        if peer is None:
+            raise InterruptedEvaluation(f"no server holds {version}")
+        name = peer.identity.name
+        with self._one_at_a_time, self._leased(name) as held:
+            self._context.pin(self._contexts.only(name, peer.identity.incarnation), version)
+            if self.draining:
+                raise InterruptedEvaluation("it drains: the next evaluator will")
+            if held != version:
+                raise InterruptedEvaluation(f"{name} went on to {held}")
+            self.doing = f"evaluating version {version.step} on {name}"
+            try:
+                with self.activity.busy():
+                    return evaluate()
+            except (UnreachableError, NoProgressError, InterruptedEvaluation) as failure:
+                self.around.event("evaluation_interrupted", version.step, server=name, reason=str(failure))
+                raise
+            finally:
+                self.doing = WAITING
+
+    @contextmanager
+    def _leased(self, name: str) -> Iterator[WeightVersion | None]:
+        """Inside, a server keeps the version that it gives, as long as answers come."""
+        server, over = self.around.caller(name), threading.Event()
+        lease = self.config.overseer.no_progress_s, self.around.identity.incarnation
+        keeper = f"{self.name}.lease"
+        try:
+            held = server.call("hold", *lease, timeout_s=CALL_S)
+            self.crew.start(keeper, lambda: self._renew(server, lease, over))
+            yield held
+        finally:
+            over.set()
+            self.crew.join(CALL_S, [keeper])  # a renewal that came late would hold the server up for nothing
+            with suppress(UnreachableError):  # a dead server holds nothing
+                server.call("release", timeout_s=CALL_S)
+
+    def _renew(self, server: Caller, lease: tuple[float, int], over: threading.Event) -> None:
+        answered = self._pool.answers
+        while not over.wait(RENEW_SHARE * lease[0]):
+            before, answered = answered, self._pool.answers
+            if answered > before:
+                with suppress(UnreachableError):  # the evaluation is told by its own requests
+                    server.call("hold", *lease, timeout_s=CALL_S)
+
+    # --- what the overseer calls ---------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """A full evaluation of every lesson with weights of that step; a task.
+
+        Raises:
+            NoProgressError: no server held them to the end, and no answer came for as long as a server may take to
+                start.
+        """
+        reason: PenstockError | None = None
+        limit_s, answered = self.config.overseer.start_limit_s, self._pool.answers
+        limit = time.monotonic() + limit_s
+        while time.monotonic() < limit and not self.stopping.is_set():
+            version = WeightVersion(self.around.view.lineage, step)
+            try:
+                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
+            except (UnreachableError, InterruptedEvaluation) as failure:
+                reason = failure
+            if self._pool.answers > answered:  # it was begun, and is begun again
+                limit, answered = time.monotonic() + limit_s, self._pool.answers
+            self.stopping.wait(POLL_S)
+        raise NoProgressError(f"version {step} was not evaluated, and no server answered for {limit_s:g} s: {reason}")
+
+    def evaluation_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return self._evaluator.state()
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self._evaluator.stop()
+        super().stop(timeout_s)
+        self._pool.close()
+        self._manager.shutdown()
+
+    def _has_work(self) -> bool:
+        return self._one_at_a_time.locked()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
+        progress = float(self._pool.answers) if self.activity.working else None
+        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
+
+
+class _Reporting:
+    """Stands for the curriculum: evaluations go to the replay service, which keeps the curriculum's log."""
+
+    def __init__(self, config: CurriculumConfig, replay: Caller) -> None:
+        self.config = config
+        self._replay = replay
+
+    def update_evaluation(self, stats: RolloutBatchStats, step: int) -> tuple[CurriculumEvent, ...]:
+        self._replay.call("update_evaluation", stats, step, timeout_s=CALL_S)
+        return ()  # the replay service tells of events
+
+
+def _version(peer: Peer) -> WeightVersion:
+    return WeightVersion(int(peer.address["lineage"]), int(peer.address["step"]))
+
+
+def make_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> EvaluatorRole:
+    """Factory of the evaluator; `settings` has its checkpointed ``state``, or None, beside those of the run."""
+    return EvaluatorRole(around, Settings.of(settings, RunConfig), settings.get("state"))

@@ -1,0 +1,217 @@
+"""An inference server in a process of its own: engine, HTTP API, and a thread that fetches new weights.
+
+Generation goes on while weights are fetched and prepared; the swap, between two dispatches, changes a reference. A
+holder of the lease (an evaluation) keeps the server at its version for a limited time.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
+from penstock.inference.pool import MODEL_NAME
+from penstock.model.language import load_policy, named_arrays, with_named_arrays
+from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
+from penstock.overseer.config import RunConfig
+from penstock.overseer.language.rollout import reachable
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition, Identity, View
+from penstock.types import NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
+from penstock.weights import WeightClient, merged_arrays, open_client
+
+CALL_S = 10.0
+"""Longest wait for the replay service's answer to a word about the version."""
+
+
+class InferenceRole(ThreadedComponent):
+    """Serves the newest weights that it could fetch."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        config = settings.config
+        tokenizer = settings.tokenizer()
+        self._decoder = load_policy(config.model, config.seed, tokenizer)
+        self._engine = InferenceEngine(self._decoder, WeightVersion(-1, 0), tokenizer, config.inference)
+        served = config.inference
+        app = create_app(
+            self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
+        )
+        self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
+        self._replay = around.caller("replay-0")
+        self._client: WeightClient | None = None
+        self._endpoint: Mapping[str, Any] = {}
+        self._swap = threading.Lock()
+        self._held: WeightVersion | None = None
+        self._held_from = ""  # incarnation of the broadcaster that it was fetched from
+        self._leased_until = 0.0
+        self._leased_to = -1  # incarnation of the evaluator
+        self._held_back = False  # by a lease, until it has looked for newer weights after that
+        self._told: tuple[WeightVersion, bool, Identity] | None = None
+        self._swap_s = 0.0
+        self._failing_since: float | None = None
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.crew.start(f"{self.name}.weights", self._run)
+
+    def _run(self) -> None:
+        self.doing = "compiling"
+        self._engine.start()
+        self._server.start()
+        self._engine.wait_until_ready(self.config.overseer.start_limit_s)
+        self.activity.begin()
+        self.state = "running"
+        while not self.stopping.is_set():
+            self._engine.raise_if_failed()
+            self._server.raise_if_failed()
+            self._follow()
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """One look for newer weights; waits a little where there are none."""
+        client = self._connected()
+        if client is None or self._leased:
+            self.doing = "waiting for the learner" if client is None else "held at its version"
+            self._failing_since = None
+            self.view_changed.wait(POLL_S)
+            self.view_changed.clear()
+        else:
+            if self._failing_since is None:
+                self.doing = self._at_what()
+            try:
+                source = str(self._endpoint["incarnation"])
+                # Another broadcaster may offer other weights under the version held, so anything of it is news.
+                version = client.wait_for(self._held if source == self._held_from else None, POLL_S)
+                if version is not None:
+                    self._take(version, client.fetch(version), source)
+                elif client.failure is not None:
+                    raise UnreachableError(client.failure)
+                self._failing_since = None
+                self._catch_up()
+            except (UnreachableError, WeightsError) as failure:  # a restart, or a newer version meanwhile
+                self._note(failure)
+                self.stopping.wait(POLL_S)
+        self._tell_replay()
+
+    def _note(self, failure: PenstockError) -> None:
+        """Fetching may fail for a while; a server that cannot at all is of no use."""
+        self.doing = f"{self._at_what()}; weights: {failure}"
+        now, limit_s = time.monotonic(), self.config.overseer.no_progress_s / 2
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since > limit_s:
+            raise NoProgressError(f"no weights could be fetched for {limit_s:g} s: {failure}") from failure
+
+    def _at_what(self) -> str:
+        return "serving" if self._held else "waiting for the first weights"
+
+    def _connected(self) -> WeightClient | None:
+        """The client of the living learner's broadcaster, if that has announced one."""
+        learner = self.around.view.peer("learner-0")
+        endpoint = learner.address.get("weights") if learner is not None else None
+        if endpoint is None:
+            return None
+        if self._client is None:
+            self._client = open_client(endpoint, self.config.weights, self.settings.token, self.name)
+        elif endpoint != self._endpoint:
+            self._client.connect(endpoint)
+        self._endpoint = endpoint
+        return self._client
+
+    def _take(self, version: WeightVersion, arrays: Mapping[str, Any], source: str) -> None:
+        with self._swap:
+            if self._leased:
+                return  # the lease began during the fetch
+            started = time.perf_counter()
+            merged = merged_arrays(named_arrays(self._decoder), arrays)
+            self._engine.set_weights(version, with_named_arrays(self._decoder, merged))
+            self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
+            self._swap_s = time.perf_counter() - started
+            self._held, self._held_from = version, source
+
+    def _catch_up(self) -> None:
+        """It has looked for newer weights, and has them."""
+        with self._swap:
+            self._held_back &= self._leased  # a lease may have begun meanwhile
+
+    def _tell_replay(self) -> None:
+        """The ticket issuer paces by the oldest version that any server holds and is free to leave."""
+        replay, held_back = self.around.view.peer("replay-0"), self._held_back
+        if replay is None or self._held is None or self._told == (self._held, held_back, replay.identity):
+            return
+        if self._held.lineage != self.around.view.lineage:
+            return
+        me, held = self.around.identity, self._held
+        try:
+            told = me.name, me.incarnation, held.lineage, held.step, held_back
+            self._replay.call("server_holds", *told, timeout_s=CALL_S)
+        except UnreachableError:
+            return  # told again soon, to this incarnation or the next
+        self._told = (held, held_back, replay.identity)
+
+    # --- what others call ----------------------------------------------------------------------------------------
+
+    def look(self, view: View) -> None:
+        """Ends the lease of an evaluator that died."""
+        evaluator = view.peer("evaluator-0")
+        if evaluator is None or evaluator.identity.incarnation != self._leased_to:
+            self.release()
+        super().look(view)
+
+    @property
+    def _leased(self) -> bool:
+        return time.monotonic() < self._leased_until
+
+    def hold(self, seconds: float, evaluator: int) -> WeightVersion | None:
+        """Keeps the present version for so long at most, while that incarnation of the evaluator lives.
+
+        Asked again in time, it keeps it for longer.
+
+        Returns:
+            The version; None before the first.
+        """
+        with self._swap:
+            self._leased_until, self._leased_to = time.monotonic() + seconds, evaluator
+            self._held_back = True
+            return self._held
+
+    def release(self) -> None:
+        """Ends the lease."""
+        self._leased_until = 0.0
+
+    def _has_work(self) -> bool:
+        stats = self._engine.stats()
+        return self._leased or bool(stats["inference/running"] or stats["inference/waiting"])
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        if self._client is not None:
+            self._client.close()
+        self._server.stop()
+        self._engine.stop(timeout_s)
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        stats, address = self._engine.stats(), dict[str, Any]()
+        held = self._held
+        if held is not None and self.state in ("running", "drained") and not self.stopping.is_set():
+            address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
+            address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
+        client = {} if self._client is None else self._client.metrics()
+        lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
+        return Condition(
+            self.state,
+            self.doing,
+            stats["inference/tokens_total"] if stats["inference/running"] else None,
+            busy_s,
+            max(0.0, lived_s - busy_s),
+            address,
+            {**stats, **client, "weights/swap_s": self._swap_s},
+            self._facts(version=None if held is None else [held.lineage, held.step]),
+        )
+
+
+def make_inference(around: Surroundings, settings: Mapping[str, Any]) -> InferenceRole:
+    """Factory of an inference server."""
+    return InferenceRole(around, Settings.of(settings, RunConfig))

@@ -1,0 +1,235 @@
+"""The replay buffer of a language run as a component, and the curriculum as another, which applies the buffer's log.
+
+The buffer is made from the run's files: those of a new run, or those of the checkpoint that this lineage begins with.
+Tickets are handed out once the learner trains (`admit`); what the view says of the dead is passed on to the service, so
+that their tickets go to others.
+
+It owes progress while something waits for it alone. A full disk, a learner that is paused, groups that wait for their
+turn: these are others' to end.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
+from penstock.environments import load_environment
+from penstock.learner import read_states
+from penstock.overseer.assembly import TicketRules, make_batch_makers, open_replay, restore_parts
+from penstock.overseer.component import Handling, Settings, SteadyClock, ThreadedComponent
+from penstock.overseer.config import RunConfig
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.metrics import RolloutTally, success_thresholds
+from penstock.overseer.supervisor.messages import Condition, Identity, View
+from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketService
+from penstock.types import RolloutGroup, RolloutSink
+
+
+class CurriculumRole(ThreadedComponent):
+    """Runs one `CurriculumService`."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        self._service = CurriculumService(settings.config.curriculum)
+        self._handling = Handling(self.activity)
+        self.apply = self._handling.of(self._service.apply)
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.activity.begin()
+        self.state, self.doing = "running", "serving"
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        progress = float(self._handling.done) if self._handling.under_way else None
+        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=self._facts(**self._service.status()))
+
+
+def make_curriculum(around: Surroundings, settings: Mapping[str, Any]) -> CurriculumRole:
+    """Factory of the curriculum."""
+    return CurriculumRole(around, Settings.of(settings, RunConfig))
+
+
+SERVED = ("checkpoint_saved", "checkpoint_states", "deliver", "has_room", "set_current_step")
+"""Methods of the replay service that others call as they are."""
+TICKETS_SERVED = ("cleared", "fail", "server_holds", "update_evaluation")
+"""Methods of the ticket service that others call as they are."""
+
+
+def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
+    """Whether something waits for the buffer alone.
+
+    Args:
+        metrics: The service's.
+        in_hand: Deliveries that the receiver hands to the buffer at this moment.
+    """
+    waiting = ("rollout_storage/depth", "replay/overdue_groups")
+    return in_hand > 0 or any(metrics[name] > 0 for name in waiting)
+
+
+class _CountedSink:
+    """The buffer, as the receiver sees it."""
+
+    def __init__(self, buffer: RolloutSink, receiving: Handling) -> None:
+        self.add_batches = receiving.of(buffer.add_batches)
+
+
+class ReplayRole(ThreadedComponent):
+    """Runs one `ReplayService`."""
+
+    def __init__(self, around: Surroundings, settings: Settings) -> None:
+        super().__init__(around, settings)
+        config, lineage, replay = settings.config, settings.lineage, settings.config.replay
+        clock = SteadyClock()
+        self.now = clock.now
+        self._tally = RolloutTally(success_thresholds(config))
+        self._curriculum = RemoteCurriculum(
+            config.curriculum,
+            around.caller("curriculum-0"),
+            lineage,
+            strict=replay.synchronous,
+            on_event=self._on_curriculum_event,
+        )
+        self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
+        rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw)
+        opened = self._replay = open_replay(
+            replay,
+            settings.directory,
+            lineage,
+            LANGUAGE,
+            make_batch_makers(config, self._environment_names()),
+            steps=config.steps,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+            tickets=rules,
+            clock=clock.now,
+            on_group=self._on_group,
+            on_damage=self._on_damage,
+            writing=self.activity.busy,
+        )
+        assert opened.issuer is not None  # there are rules for tickets
+        issuer, buffer = opened.issuer, opened.buffer
+        storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
+        self._tickets = TicketService(issuer, self._curriculum, replay.synchronous)
+        self._service = ReplayService(
+            buffer,
+            opened.batches,
+            lineage=lineage,
+            receiver=RolloutReceiver(storage, _CountedSink(buffer, self._receiving)),
+            check_sender=self._tickets.check,
+            states=self._tickets.states,
+            on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
+        )
+        parts = {"curriculum": self._curriculum, "issuer": issuer, "replay": buffer}
+        states = None if settings.checkpoint is None else read_states(settings.checkpoint)
+        restore_parts(parts, buffer, states, lineage)
+        self._serving = self._admitting = False
+        self._alive: set[Identity] = set()
+        for method in SERVED:
+            setattr(self, method, self._handling.of(getattr(self._service, method)))
+        for method in TICKETS_SERVED:
+            setattr(self, method, self._handling.of(getattr(self._tickets, method)))
+        self.acquire, self.next_batch = self._tickets.acquire, self._service.next_batch  # waiting in them is no work
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self._curriculum.start(self._replay.buffer.wake)
+        self.state, self.doing = "running", "waiting for the learner to train"
+        self.look(self.around.view)
+
+    def look(self, view: View) -> None:
+        """Passes on who died."""
+        alive = {peer.identity for role in ("rollout", "inference") for peer in view.of(role)}
+        for identity in sorted(self._alive - alive):
+            if identity.role == "rollout":
+                self._tickets.release(identity.name, identity.incarnation)
+            else:
+                self._tickets.forget_server(identity.name, identity.incarnation)
+        self._alive = alive
+        super().look(view)
+
+    def admit(self) -> None:
+        """From now on tickets are handed out; a second call changes nothing."""
+        if not self._admitting:
+            self._admitting = True
+            self._tickets.start()
+            self._service.start()
+            self.activity.begin()
+            self.doing = "serving"
+
+    def finish_update(self, lineage: int, step: int) -> None:
+        """See `ReplayService.finish_update`; tells the run's log of the groups since the last."""
+        with self._handling.one():
+            self._service.finish_update(lineage, step)
+        values = self._tally.take()
+        if values:
+            self.around.metrics(step + 1, values)
+
+    def drain(self) -> None:
+        """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        super().stop(timeout_s)
+        self._tickets.stop(timeout_s)
+        self._service.stop(timeout_s)
+        self._replay.stop_prefetch(timeout_s)
+        self._curriculum.stop(timeout_s)
+        self._replay.store.close()
+
+    # --- what the parts tell ---------------------------------------------------------------------------------------
+
+    def _on_group(self, group: RolloutGroup) -> None:
+        self._curriculum.update_group(group)
+        self._tally.add(group)
+
+    def _on_curriculum_event(self, event: CurriculumEvent) -> None:
+        self.around.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+
+    def _on_damage(self, place: str, reason: str) -> None:
+        self.around.event("files_damaged", path=place, reason=reason)
+
+    def _on_quarantine(self, source: str, reason: str) -> None:
+        self.around.event("rollouts_quarantined", source=source, reason=reason)
+
+    def _group_size(self, lesson_id: str) -> int:
+        lesson = self.config.curriculum.lessons.get(lesson_id)
+        return 0 if lesson is None else lesson.sampling_params.n_generations_per_prompt
+
+    def _environment_names(self) -> set[str]:
+        """Rows go to batch makers by the environments' own names, which only the environments know."""
+        if not self.config.replay.batch_makers:
+            return set()
+        environments = [load_environment(lesson.environment.spec) for lesson in self.config.curriculum.lessons.values()]
+        names = {environment.name for environment in environments}
+        for environment in environments:
+            environment.close()
+        return names
+
+    def condition(self) -> Condition:
+        """See `Component.condition`."""
+        failure = self._service.failure or self._tickets.failure or self._curriculum.failure
+        if failure is not None:
+            return Condition("failed", self.doing, error=f"{type(failure).__name__}: {failure}", facts=self._facts())
+        return super().condition()
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        metrics = Counter(self._service.metrics())
+        metrics.update(self._tickets.metrics())  # both count refused and repeated messages
+        return Condition(
+            self.state,
+            self.doing,
+            self._service.progress if owes_progress(metrics, self._receiving.under_way) else None,
+            busy_s,
+            idle_s,
+            metrics=dict(metrics),
+            facts=self._facts(
+                complete=self._curriculum.complete,
+                groups_received=self._service.progress,
+                **self._tickets.status(),
+                **self._service.status(),
+            ),
+        )
+
+
+def make_replay(around: Surroundings, settings: Mapping[str, Any]) -> ReplayRole:
+    """Factory of the replay buffer."""
+    return ReplayRole(around, Settings.of(settings, RunConfig))

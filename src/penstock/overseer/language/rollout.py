@@ -1,0 +1,252 @@
+"""A rollout worker of a language run as a component: tickets in, groups out; tokens come from the inference servers.
+
+Nothing here imports JAX. Which environment fails, and how often, is the worker's own business; whatever else goes wrong
+ends the component, and its tickets are handed to another. The servers are seen as rollout workers, the evaluator and
+the learner's probe see them, and waiting for their tokens does not count as work.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from penstock.curriculum import Curriculum
+from penstock.inference import RemoteContext, Server, ServerPool
+from penstock.overseer.component import POLL_S, Activity, RunClock, Settings, ThreadedComponent
+from penstock.overseer.config import RunConfig
+from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.supervisor.messages import Condition, Identity, Peer, View
+from penstock.replay import RemoteSink, RemoteTickets
+from penstock.rollout import RolloutManager, RolloutWorker
+from penstock.tracking import conversation_of
+from penstock.types import (
+    Completion,
+    Decoding,
+    InferenceContext,
+    PenstockError,
+    RolloutBatch,
+    TextCodec,
+    Ticket,
+    WeightVersion,
+)
+
+
+class TimedContext:
+    """Tells an activity that it waits while tokens come. Implements `InferenceContext`.
+
+    Args:
+        context: Asks the servers.
+        activity: Of the component.
+        on_answer: Told of each answer.
+    """
+
+    def __init__(
+        self, context: InferenceContext, activity: Activity, on_answer: Callable[[], None] = lambda: None
+    ) -> None:
+        self._context = context
+        self._activity = activity
+        self._on_answer = on_answer
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The policy's."""
+        return self._context.tokenizer
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `InferenceContext.generate`."""
+        with self._activity.waiting():
+            answers = self._context.generate(prompts, n, decoding, seeds)
+        self._on_answer()
+        return answers
+
+
+class InterruptedEvaluation(PenstockError):
+    """The evaluated version was not held to the end."""
+
+
+class PinnedContext(TimedContext):
+    """Refuses completions of any version but the one that is evaluated."""
+
+    def pin(self, context: InferenceContext, version: WeightVersion) -> None:
+        """From now on `context` is asked, and every token must be of that version."""
+        self._context, self._version = context, version
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See `InferenceContext.generate`.
+
+        Raises:
+            InterruptedEvaluation: a token is of another version.
+        """
+        answers = super().generate(prompts, n, decoding, seeds)
+        for completion in (completion for answer in answers for completion in answer):
+            steps = {completion.oldest_weight_step, *completion.weight_steps.tolist()}
+            if completion.lineage != self._version.lineage or steps != {self._version.step}:
+                raise InterruptedEvaluation(f"steps {sorted(steps)} answered where {self._version} was evaluated")
+        return answers
+
+
+def make_pool(settings: Settings) -> ServerPool:
+    """A client of the run's inference servers; it knows none yet."""
+    config = settings.config.inference
+    authority = None if config.tls_ca is None else str(config.tls_ca)
+    return ServerPool(settings.token, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
+
+
+def reachable(url: str) -> str:
+    """The URL by which other machines reach a server that listens on all of this machine's addresses."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("0.0.0.0", "::"):
+        return url
+    from penstock.weights.flight_messages import own_address  # its module loads Flight
+
+    return f"{parts.scheme}://{own_address()}:{parts.port}"
+
+
+def serving(view: View) -> list[Peer]:
+    """Servers that take new requests, with weights of the run's present lineage."""
+    return [peer for peer in _there(view) if not peer.address.get("draining")]
+
+
+def servers_of(view: View) -> list[Server]:
+    """All servers with weights of the run's present lineage, as clients know them.
+
+    Nothing new goes to one that drains, nor to one that an evaluation holds back, at a version that others have left:
+    what it generated would be staler than its ticket allows for.
+    """
+    newest = max((peer.address["step"] for peer in serving(view)), default=0)
+    return [
+        Server(peer.identity.name, peer.identity.incarnation, str(peer.address["url"]), _accepts(peer, newest))
+        for peer in _there(view)
+    ]
+
+
+def _there(view: View) -> list[Peer]:
+    return [p for p in view.of("inference") if "url" in p.address and p.address.get("lineage") == view.lineage]
+
+
+def _accepts(peer: Peer, newest: int) -> bool:
+    address = peer.address
+    return not (address.get("draining") or (address.get("held_back") and address["step"] < newest))
+
+
+class RolloutRole(ThreadedComponent):
+    """Runs one `RolloutWorker`."""
+
+    def __init__(self, around: Surroundings, settings: Settings, lessons: tuple[str, ...] | None) -> None:
+        super().__init__(around, settings)
+        config, identity = settings.config, around.identity
+        tokenizer = settings.tokenizer()
+        self.answers = 0
+        self._pool = make_pool(settings)
+        self._contexts = RemoteContext(self._pool, tokenizer)
+        replay = around.caller("replay-0")
+        self._clock = RunClock(replay)
+        curriculum = Curriculum(config.curriculum)
+        self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now)
+        self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
+        self._sink = RemoteSink(replay, identity.name, identity.incarnation)
+        self._worker = RolloutWorker(
+            identity.name,
+            self._manager,
+            self._tickets,
+            self._sink,
+            None,
+            config.rollout,
+            concurrency=config.concurrency,
+            lockstep=False,
+            log_samples=self._log_samples,
+            on_failure=lambda ticket, reason: around.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+            context_of=self._context_of,
+        )
+
+    def start(self) -> None:
+        """See `Component.start`."""
+        self.look(self.around.view)
+        self.crew.start(f"{self.name}.clock", self._follow_clock)
+        self.crew.start(f"{self.name}.tickets", self._run)
+
+    def _follow_clock(self) -> None:
+        self._clock.follow(lambda: _replay_in(self.around.view), self.stopping)
+
+    def _run(self) -> None:
+        self.doing, self.state = "waiting for inference servers", "running"
+        while not (self._pool.servers or self.stopping.is_set()):
+            self.view_changed.wait(POLL_S)
+            self.view_changed.clear()
+        self.activity.begin()
+        self.doing = "generating"
+        self._worker.run_tickets()
+        self.doing, self.state = "done", "drained"
+
+    def look(self, view: View) -> None:
+        """Follows servers and lineage; shares what may be outstanding with the other workers."""
+        self._pool.set_servers(servers_of(view))
+        self._manager.lineage = view.lineage
+        self._tickets.lineage = self._sink.lineage = view.lineage
+        if self.config.rollout.max_concurrent_groups is None:
+            workers = max(1, len(view.of("rollout")))
+            self._worker.concurrency = math.ceil(self.config.concurrency / workers)
+        super().look(view)
+
+    def drain(self) -> None:
+        """Finishes its groups and takes no new tickets."""
+        self._worker.drain()
+
+    def stop(self, timeout_s: float) -> None:
+        """See `Component.stop`."""
+        self._worker.stop()
+        self._tickets.stop()
+        self._sink.stop()
+        super().stop(timeout_s)
+        self._pool.close()
+        self._manager.shutdown()
+
+    @contextmanager
+    def _context_of(self, ticket: Ticket) -> Iterator[InferenceContext]:
+        with self.activity.busy():
+            least = WeightVersion(self._tickets.lineage, ticket.admitted_step)  # all servers that are free have it
+            context = self._contexts.for_session(ticket.ticket_id, least)
+            yield TimedContext(context, self.activity, self._count_answer)
+
+    def _count_answer(self) -> None:
+        self.answers += 1
+
+    def _log_samples(self, batch: RolloutBatch) -> None:
+        chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
+        self.around.samples(0, [conversation_of(rollout) for rollout in chosen])
+
+    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+        worker = self._worker
+        counts = {"finished": worker.groups_finished, "failed": worker.groups_failed, "running": worker.running}
+        return Condition(
+            self.state,
+            self.doing if worker.running else "waiting for tickets",
+            float(worker.groups_finished + worker.groups_failed + self.answers) if self.activity.working else None,
+            busy_s,
+            idle_s,
+            metrics={
+                "rollout/groups_finished": float(worker.groups_finished),
+                "rollout/groups_failed": float(worker.groups_failed),
+                "rollout/groups_running": float(worker.running),
+                **self._pool.metrics(),
+            },
+            facts=self._facts(groups=counts, last_failure=worker.last_failure),
+        )
+
+
+def _replay_in(view: View) -> Identity | None:
+    peer = view.peer("replay-0")
+    return None if peer is None else peer.identity
+
+
+def make_rollout(around: Surroundings, settings: Mapping[str, Any]) -> RolloutRole:
+    """Factory of a rollout worker; `settings` has its ``lessons``, or None for all, beside those of the run."""
+    lessons = settings.get("lessons")
+    return RolloutRole(around, Settings.of(settings, RunConfig), None if lessons is None else tuple(lessons))

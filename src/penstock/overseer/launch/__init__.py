@@ -1,0 +1,1 @@
+"""Starting the components of a run, and what surrounds them."""

@@ -1,0 +1,250 @@
+"""Numbers of a run from the numbers of its parts: components at one moment, groups by lesson, the bottleneck.
+
+Pure functions and small collections. The bottleneck is named from how idle each part was during an update: while the
+learner is busy, it sets the pace itself; while it waits, the inference servers do where they are busy, else the replay
+buffer, else the rollout workers, who wait for both. Else the admission of groups is too tight.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.overseer.config import RunConfig
+from penstock.overseer.supervisor.messages import Identity, Report
+from penstock.types import RolloutBatch, RolloutBatchStats, RolloutGroup
+
+Part = Literal["learner", "inference", "replay", "rollout", "admission", "staleness", "simulators"]
+"""`admission`: too few groups are admitted; `staleness`: at a budget of zero generation and learner take turns;
+`simulators`: of a fleet."""
+
+BUSY = 0.10
+"""A learner with less idle time than this sets the pace."""
+BUSY_SUPPLIER = 0.25
+"""Whoever supplies it is called busy below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What sets the pace.
+
+    Attributes:
+        part: Which part of the run; None where nothing is known of the learner.
+        words: The sentence, with its share and what helps.
+    """
+
+    part: Part | None = None
+    words: str = ""
+
+
+def find_bottleneck(
+    idle: Mapping[str, float], gauges: Mapping[str, float], local: bool = False
+) -> tuple[Bottleneck, dict[str, float]]:
+    """Names the bottleneck of one update.
+
+    Args:
+        idle: Role → share of the update in which it waited for others, between 0 and 1; roles may be missing.
+        gauges: ``staleness_budget``, where known.
+        local: Whether all runs in one process, which has one engine and one rollout worker.
+
+    Returns:
+        The bottleneck, and the metrics ``time/idle/<role>``.
+    """
+    shares = {f"time/idle/{role}": share for role, share in sorted(idle.items())}
+    if "learner" not in idle:
+        return Bottleneck(), shares
+    learner = idle["learner"]
+    if learner < BUSY:
+        remedy = "give it a faster device" if local else "give it faster devices (roles.learner)"
+        words = f"learner busy {1 - learner:.0%}: it sets the pace: {remedy}, or train on shorter rollouts"
+        return Bottleneck("learner", words), shares
+    part, why = _why_it_waits(idle, gauges, local)
+    return Bottleneck(part, f"learner idle {learner:.0%}: {why}"), shares
+
+
+def idle_shares(metrics: Mapping[str, float], engine_busy_s: float) -> dict[str, float]:
+    """How idle learner and engine of one process were during an update.
+
+    Args:
+        metrics: The update's, with its times.
+        engine_busy_s: Seconds in which the engine computed since the update before.
+
+    Returns:
+        Role → share of the update's whole time; empty where that is nothing.
+    """
+    waited_s = metrics.get("time/wait_for_batch", 0.0)
+    worked = ("time/update", "time/checkpoint", "weights/publish_s")
+    whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+    if whole_s <= 0:
+        return {}
+    return {"learner": waited_s / whole_s, "inference": min(1.0, max(0.0, 1.0 - engine_busy_s / whole_s))}
+
+
+def _why_it_waits(idle: Mapping[str, float], gauges: Mapping[str, float], local: bool) -> tuple[Part, str]:
+    inference, replay, rollout = (idle.get(role, 1.0) for role in ("inference", "replay", "rollout"))
+    if gauges.get("staleness_budget") == 0:
+        return "staleness", "at staleness zero it takes turns with generation: raise replay.staleness_budget"
+    if inference < BUSY_SUPPLIER:
+        remedy = "raise inference.max_slots, or add servers (runtime: ray, inference.servers)"
+        if not local:
+            remedy = "add inference servers (inference.servers)"
+        return "inference", f"generation is busy {1 - inference:.0%}: {remedy}"
+    if replay < BUSY_SUPPLIER:
+        remedy = "give it a core and a fast disk of its own (roles.replay), or larger groups"
+        return "replay", f"the replay buffer is busy {1 - replay:.0%}: {remedy}"
+    if rollout < BUSY_SUPPLIER:
+        return "rollout", f"rollout workers are busy {1 - rollout:.0%}: add rollout workers (rollout.workers)"
+    remedy = "admit more groups (replay.staleness_budget, replay.groups_per_batch)"
+    return "admission", f"generation has not enough to do: {remedy}"
+
+
+MEANS = frozenset({"inference/kv_used"})
+LARGEST = ("_s", "/lag", "_lag", "mib_per_s")
+"""Names with these endings are times and the like: the slowest component's counts."""
+LAG = "weights/lag"
+"""Of each component, under its name, beside the largest."""
+
+
+def merge(reports: Iterable[Report]) -> dict[str, float]:
+    """Sums over components; the largest of times and lags, and each lag; the mean of shares."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for report in reports:
+        metrics = report.condition.metrics
+        for name, value in metrics.items():
+            found[name].append(value)
+        if LAG in metrics:
+            found[f"{LAG}/{report.identity.name}"].append(metrics[LAG])
+    return {name: _merged(name, values) for name, values in found.items()}
+
+
+def _merged(name: str, values: list[float]) -> float:
+    if name in MEANS:
+        return sum(values) / len(values)
+    return max(values) if name.endswith(LARGEST) and not name.endswith("tokens_per_s") else sum(values)
+
+
+class IdleShares:
+    """How idle each role, and each component, was lately.
+
+    Args:
+        window_s: Shares are over at least so long: reports come only now and then.
+        clock: Monotonic seconds.
+
+    Attributes:
+        of_roles: Role → idle share of its components' time in the last whole window.
+        of_components: Component → idle share of its own.
+    """
+
+    def __init__(self, window_s: float = 3.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.of_roles: dict[str, float] = {}
+        self.of_components: dict[str, float] = {}
+        self._window_s = window_s
+        self._clock = clock
+        self._since = clock()
+        self._seen: dict[Identity, tuple[float, float]] = {}
+
+    def look(self, reports: Iterable[Report]) -> None:
+        """Where the window is over, shares are those since it began."""
+        now = self._clock()
+        if now - self._since < self._window_s:
+            return
+        self._since = now
+        roles: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        components: dict[str, list[tuple[float, float]]] = {}
+        for report in reports:
+            identity, condition = report.identity, report.condition
+            busy_s, idle_s = self._seen.get(identity, (0.0, 0.0))
+            self._seen[identity] = (condition.busy_s, condition.idle_s)
+            spent = (condition.busy_s - busy_s, condition.idle_s - idle_s)
+            roles[identity.role].append(spent)
+            components[identity.name] = [spent]
+        self.of_roles, self.of_components = _shares(roles), _shares(components)
+
+
+def _shares(spent: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """Name → idle share, of (busy, idle) seconds; nothing where no time was spent."""
+    whole = {name: (sum(busy for busy, _ in times), sum(idle for _, idle in times)) for name, times in spent.items()}
+    return {name: idle / (busy + idle) for name, (busy, idle) in whole.items() if busy + idle > 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How all components were when the conductor last looked.
+
+    Attributes:
+        components: For status.json.
+        counters: For the watchdog.
+        owes: Who owes progress, in words.
+        reports: The newest of each, by name.
+    """
+
+    components: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    counters: Mapping[str, float] = field(default_factory=dict[str, float])
+    owes: str = "no component was started yet"
+    reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
+
+    def facts(self, name: str) -> Mapping[str, Any]:
+        """What a component says of itself; nothing where it has not answered."""
+        report = self.reports.get(name)
+        return report.condition.facts if report is not None else {}
+
+    def numbers(self) -> dict[str, float]:
+        """The metrics of all."""
+        return merge(self.reports.values())
+
+    @property
+    def failed_groups(self) -> int:
+        """Groups whose environment or reward function failed, as far as living workers know."""
+        return sum(facts["groups"]["failed"] for facts in self._of_workers())
+
+    @property
+    def last_failure(self) -> str:
+        """What one of them said."""
+        return next((facts["last_failure"] for facts in self._of_workers() if facts["last_failure"]), "")
+
+    def _of_workers(self) -> list[Mapping[str, Any]]:
+        found = [report.condition.facts for report in self.reports.values() if report.identity.role == "rollout"]
+        return [facts for facts in found if "groups" in facts]
+
+
+def success_thresholds(config: RunConfig) -> dict[str, float]:
+    """By lesson, the reward from which a rollout counts as a success."""
+    return {lesson_id: lesson.success_threshold for lesson_id, lesson in config.curriculum.lessons.items()}
+
+
+class RolloutTally:
+    """Collects groups until they are asked for. Thread-safe.
+
+    Args:
+        thresholds: See `success_thresholds`.
+    """
+
+    def __init__(self, thresholds: Mapping[str, float]) -> None:
+        self._thresholds = thresholds
+        self._lock = threading.Lock()
+        self._groups: dict[str, list[RolloutGroup]] = defaultdict(list)
+
+    def add(self, group: RolloutGroup) -> None:
+        """Takes a group in, filtered or not."""
+        with self._lock:
+            self._groups[group.rollouts[0].lesson_id].append(group)
+
+    def take(self) -> dict[str, float]:
+        """``rollout/<lesson>/…`` over the groups since the last call."""
+        with self._lock:
+            groups, self._groups = self._groups, defaultdict(list)
+        values: dict[str, float] = {}
+        for lesson_id in sorted(groups):
+            batch = RolloutBatch.of(tuple(groups[lesson_id]))
+            stats = RolloutBatchStats.of(lesson_id, batch, self._thresholds[lesson_id])
+            values |= {
+                f"rollout/{lesson_id}/reward_mean": stats.reward_mean,
+                f"rollout/{lesson_id}/success_rate": stats.success_rate,
+                f"rollout/{lesson_id}/pass_at_k": stats.pass_at_k,
+                f"rollout/{lesson_id}/response_tokens": stats.response_tokens,
+                f"rollout/{lesson_id}/truncated_fraction": stats.truncated_fraction,
+                f"rollout/{lesson_id}/groups": float(stats.groups),
+            }
+        return values

@@ -1,0 +1,1 @@
+"""Keeping the components of a run alive."""

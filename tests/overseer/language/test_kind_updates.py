@@ -1,0 +1,63 @@
+"""What an update leaves behind: the part that sets the pace, in the status and, where it changes, as an event."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.overseer.control.kind import ReportedUpdates
+from penstock.overseer.language.kind import Updates
+from penstock.overseer.metrics import Look
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.terminal import Progress
+from penstock.rundir import RunDirectory, read_events, read_metrics
+from tests.overseer.conftest import tiny
+
+TIMES = {"time/wait_for_batch": 1.0, "time/update": 1.0}
+
+
+class Shares:
+    """Stands for what the components' reports amount to."""
+
+    def __init__(self) -> None:
+        self.of_roles: dict[str, float] = {}
+        self.of_components = {"replay-0": 0.25}
+
+    def look(self, reports: Any) -> None: ...
+
+
+@pytest.fixture
+def log(run_dir: Path):
+    config = tiny()
+    log = RunLog(RunDirectory.create(run_dir, config.dump()), config, Progress("test", 3, 1))
+    yield log
+    log.close()
+
+
+def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_update(log: RunLog, run_dir: Path):
+    updates: Any = Updates(log, 1)
+    updates._idle = Shares()
+    busy_learner, busy_generation = {"learner": 0.05}, {"learner": 0.5, "inference": 0.1}
+    idle = [{}, busy_learner, {"learner": 0.01}, busy_generation, {}, {**busy_generation, "learner": 0.4}, busy_learner]
+    said = []
+    for step, shares in enumerate(idle, start=1):
+        updates._idle.of_roles = shares
+        updates.add(step, TIMES, Look(), {})
+        said.append(updates.bottleneck)
+    assert said[0] == said[4] == "" and said[2].startswith("learner busy 99%")
+    events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "bottleneck"]
+    assert [(event["step"], event["part"]) for event in events] == [(2, "learner"), (4, "inference"), (7, "learner")]
+    assert [event["words"] for event in events] == [said[1], said[3], said[6]]
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert rows[3]["time/idle/inference"] == 0.1 and rows[3]["time/idle/replay-0"] == 0.25
+
+
+def test_the_idle_shares_of_a_fleets_components_are_in_its_metrics(log: RunLog, run_dir: Path):
+    updates: Any = ReportedUpdates(log, ["guess"])
+    updates._idle = Shares()
+    updates._idle.of_roles = {"replay": 0.75, "rollout": 0.5}
+    updates.add(1, TIMES, Look(), {})
+    (row,) = read_metrics(run_dir / "metrics.jsonl")
+    found = {name: row[f"time/idle/{name}"] for name in ("learner", "replay", "rollout", "replay-0")}
+    assert found == {"learner": 0.5, "replay": 0.75, "rollout": 0.5, "replay-0": 0.25}

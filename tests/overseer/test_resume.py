@@ -1,0 +1,94 @@
+"""A resume with another language model than the checkpoint's is refused before anything is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock import train
+from penstock.overseer.resume import check_kept, check_language_resume
+from penstock.types import CheckpointError, ConfigError
+
+from .conftest import tiny
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    train(tiny({"steps": 1, "curriculum": {"eval_frequency": 1000}}), run_dir, quiet=True)
+    return run_dir
+
+
+@pytest.fixture
+def checkpoint(trained: Path) -> Path:
+    return trained / "checkpoints" / "step-1"
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def test_the_recorded_model_and_whatever_else_is_changed_may_go_on(checkpoint: Path):
+    check_language_resume(tiny(), checkpoint)
+    check_language_resume(tiny({"steps": 9, "seed": 4, "inference": {"max_slots": 3}}), checkpoint)
+
+
+def test_every_other_value_is_named_with_both_values_and_the_remedy(checkpoint: Path):
+    other = tiny({"model": {"init": {"hidden_size": 32, "num_hidden_layers": 2}, "dtype": "bfloat16"}})
+    with pytest.raises(ConfigError) as refused:
+        check_language_resume(other, checkpoint)
+    assert str(refused.value) == (
+        "model.init.hidden_size is 32, model.init.num_hidden_layers is 2, model.init.head_dim is 16, model.dtype is "
+        f'"bfloat16", but {checkpoint} was trained with model.init.hidden_size=16 model.init.num_hidden_layers=1 '
+        'model.init.head_dim=8 model.dtype="float32": a resumed run keeps its model; give these values, or begin a '
+        "new run"
+    )
+
+
+def test_a_directory_is_compared_where_it_is_still_there(checkpoint: Path, tmp_path: Path):
+    there = {"model": {"init": None, "path": str(checkpoint / "model")}}
+    check_language_resume(tiny(there), checkpoint)
+    content = json.loads((checkpoint / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError) as refused:
+        check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path)}}), checkpoint)
+    assert str(refused.value) == (
+        f"{tmp_path}: num_hidden_layers is 3, but {checkpoint} was trained with {tmp_path}: num_hidden_layers=1: a "
+        "resumed run keeps its model; leave model.path as it was, or begin a new run"
+    )
+
+
+def test_what_the_model_was_made_of_may_have_gone(checkpoint: Path, tmp_path: Path):
+    check_language_resume(tiny({"model": {"init": None, "path": str(tmp_path / "gone")}}), checkpoint)
+    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "gone")}}), checkpoint)
+
+
+def test_another_tokenizer_is_refused(checkpoint: Path, tmp_path: Path):
+    shutil.copytree(checkpoint / "model", tmp_path / "same")
+    check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+    content = (tmp_path / "same" / "tokenizer.json").read_text()
+    (tmp_path / "same" / "tokenizer.json").write_text(content + " ")
+    with pytest.raises(ConfigError, match=r"^the tokenizer in .*same is another than that of .*step-1: .* leave model"):
+        check_language_resume(tiny({"model": {"tokenizer": str(tmp_path / "same")}}), checkpoint)
+
+
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_resume_with_another_model_changes_nothing(trained: Path, launchers: list[object], runtime: str):
+    before = contents(trained)
+    other = tiny({"steps": 2, "runtime": runtime, "model": {"init": {"hidden_size": 32}}})
+    with pytest.raises(ConfigError, match=r"model.init.hidden_size is 32, .*step-1 .*model.init.hidden_size=16"):
+        train(other, trained, resume=True, quiet=True)
+    assert contents(trained) == before and launchers == []
+
+
+def test_a_checkpoint_of_no_language_model_is_named(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is not the config of a language model"):
+        check_language_resume(tiny(), tmp_path)
+
+
+def test_lists_are_given_as_words_of_the_command_line():
+    with pytest.raises(ConfigError, match=r"x.a is \[1, 2\], but here was trained with x.a=\[3\]: "):
+        check_kept({"a": [1, 2], "b": 1}, {"a": [3], "b": 1}, Path("here"), lambda name: f"x.{name}")
