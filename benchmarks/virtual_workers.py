@@ -91,7 +91,7 @@ class Policy(Protocol):
     """How groups are begun, and how batches are asked for."""
 
     fates: dict[str, str]
-    buffer: ReplayBuffer
+    buffer: ReplayBuffer | PacedReplayBuffer
 
     def begin(self, most: int) -> list[Ticket]: ...
 
