@@ -1,5 +1,6 @@
 """The repository itself: its README tells the truth, its links lead somewhere, and nothing in it is local."""
 
+import html
 import re
 import shutil
 import subprocess
@@ -117,6 +118,24 @@ def test_relative_links_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert missing == []
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which links lead to a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", html.unescape(page.read_text("utf-8")), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    names = [re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles]
+    assert sorted(names) == sorted(set(names)), f"{page.name} has a heading twice: links lead to the first"
+    return set(names)
+
+
+@pytest.mark.parametrize(
+    "page", sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]), ids=lambda p: p.name
+)
+def test_links_to_headings_lead_to_one(page):
+    targets = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text("utf-8"))
+    ours = [(page.parent / path if path else page, name) for path, name in targets if "://" not in path]
+    assert [f"{target.name}#{name}" for target, name in ours if name not in headings(target)] == []
 
 
 def commands_of(target: str, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Others read a run's files while it writes, merges and deletes them, and never lose sight of a rollout.
 
-The one error that docs/formats.md announces is met as it says: a file that was merged between the reader's listing and
-its opening is gone, and the reader reads again. Only a look during which files were deleted meets it.
+The one error that docs/run_directory.md announces is met as it says: a file that was merged between the reader's
+listing and its opening is gone, and the reader reads again. Only a look during which files were deleted meets it.
 """
 
 import threading
@@ -94,7 +94,7 @@ def with_ours(path, folder):
 
 
 class Again:
-    """Reads as docs/formats.md advises, and remembers the looks that failed."""
+    """Reads as docs/run_directory.md advises, and remembers the looks that failed."""
 
     def __init__(self, read):
         self._read = read

@@ -268,9 +268,10 @@ def test_memory_hands_over_by_reference_and_keeps_what_was_put_aside():
 
 
 def test_the_documentation_names_every_setting_and_every_metric():
-    page = (Path(__file__).parents[2] / "docs" / "rollout_storage.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
     fields = RolloutStorageConfig.model_fields
-    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", page.partition("## Configuration")[2], re.MULTILINE)
+    section = page.partition("### Configuration of rollout storage")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", section, re.MULTILINE)
     told = {name: default for name, default in rows if name in fields}
     assert told == {
         name: "<run directory>/rollout_storage"

@@ -1,4 +1,4 @@
-"""docs/formats.md describes every column, and no other."""
+"""docs/run_directory.md describes every column of the files, and no other."""
 
 import re
 from pathlib import Path
@@ -7,20 +7,20 @@ import pytest
 
 from penstock.rundir import EXAMPLE_SCHEMA, FRAGMENT_SCHEMA, FRAGMENT_USE_SCHEMA, ROLLOUT_SCHEMA
 
-PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "run_directory.md"
 
 
 @pytest.mark.parametrize(
     ("heading", "schema"),
     [
-        ("## rollouts/", ROLLOUT_SCHEMA),
-        ("## fragments/", FRAGMENT_SCHEMA),
-        ("## batches/", EXAMPLE_SCHEMA),
-        ("### Batches of fragments", FRAGMENT_USE_SCHEMA),
+        ("### rollouts/", ROLLOUT_SCHEMA),
+        ("### fragments/", FRAGMENT_SCHEMA),
+        ("### batches/", EXAMPLE_SCHEMA),
+        ("#### Batches of fragments", FRAGMENT_USE_SCHEMA),
     ],
 )
 def test_the_tables_are_the_schemas(heading, schema):
-    section = PAGE.read_text().partition(heading)[2].partition("\n## ")[0].partition("\n### Batches")[0]
+    section = PAGE.read_text().partition(heading)[2].partition("\n### ")[0].partition("\n#### Batches")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)
     assert [name for name, _ in rows] == schema.names
     for (name, text), field in zip(rows, schema, strict=True):

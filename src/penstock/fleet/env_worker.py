@@ -2,7 +2,7 @@
 
 The process makes its simulators, then a shared block that fits their spaces, and answers tokens until it is told to
 close, its parent goes, `restart_interval_s` is over at an episode's end, or something raises. An exception is told to
-the parent with its traceback and ends the process: the parent starts another. See docs/simulator_processes.md.
+the parent with its traceback and ends the process: the parent starts another. See docs/simulators.md.
 
 Autoreset mode: SAME_STEP. The step that ends an episode leaves the episode's last observation in `final_observations`
 and the next episode's first one in `observations`. A step is a fault where the simulator says so (``info["error"]``),

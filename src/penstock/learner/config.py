@@ -3,7 +3,7 @@
 A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
 config loads as itself. What is not implemented has no field: KL to a reference, entropy bonus, value heads and
 sequence-level ratios of language policies are refused as unknown keys. What PPO minimises, and what is masked where, is
-in docs/ppo.md.
+in docs/learner.md.
 """
 
 from typing import Any, Literal

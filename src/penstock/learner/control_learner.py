@@ -280,7 +280,7 @@ class ControlLearner:
             version_step: The version that the caller believes the parameters to have.
 
         Returns:
-            ``train/…``, ``time/…`` and ``throughput/…`` numbers; see docs/ppo.md.
+            ``train/…``, ``time/…`` and ``throughput/…`` numbers; see docs/learner.md.
 
         Raises:
             WeightsError: the parameters have another version.

@@ -31,7 +31,7 @@ OnQuarantine = Callable[[str, str], None]
 
 
 class RolloutStorageConfig(BaseModel):
-    """Where finished rollouts wait for the learner; docs/rollout_storage.md.
+    """Where finished rollouts wait for the learner; docs/replay.md.
 
     Attributes:
         kind: `memory` for threads of one process; `file` for processes that share only a file system.

@@ -2,7 +2,7 @@
 
 A group is durable once the file that holds it has been renamed into place (or uploaded, where `StoreConfig.url` names
 an object store); files are never changed afterwards. They may be merged into larger ones and deleted once nobody needs
-them (`parts`). One process writes; any other may read at any time. docs/formats.md describes the files.
+them (`parts`). One process writes; any other may read at any time. docs/run_directory.md describes the files.
 
 In front of the store, the `Sealer` collects delivered groups until a file is worth writing, and writes it outside the
 pool's lock. Files hold whole groups in ingest order, and appear in that order: one thread writes at a time. A thread of

@@ -1,9 +1,10 @@
 """Where everything of a run lies, and the rules for making, opening and continuing it.
 
 A run directory is one that holds a ``config.yaml``. It is never overwritten: a new run needs a new or an empty
-directory, an existing one is only continued. docs/rundir.md lists the files; this module knows their names, and of
-their contents only the forks in ``lineages.jsonl``: a lineage continues from an older one, so whoever follows forks
-back reaches lineage 0 in the end, and files in which that is not so are refused here, once for all who follow them.
+directory, an existing one is only continued. docs/run_directory.md lists the files; this module knows their names,
+and of their contents only the forks in ``lineages.jsonl``: a lineage continues from an older one, so whoever follows
+forks back reaches lineage 0 in the end, and files in which that is not so are refused here, once for all who follow
+them.
 
 Not covered: Parquet files that lie elsewhere (`penstock.rundir.storage`).
 """

@@ -1,6 +1,6 @@
 """The rows of ``batches/batch_<uuid>_<time>.parquet``: the `RLExample` of one update, self-contained.
 
-With the checkpoint before it such a file re-runs its update without inference. docs/formats.md describes
+With the checkpoint before it such a file re-runs its update without inference. docs/run_directory.md describes
 every column. Joined to the rollouts by `rollout_id`.
 """
 

@@ -1,4 +1,4 @@
-"""The rows of ``fragments/part-<uuid>.parquet``: one per fragment; docs/formats.md describes every column.
+"""The rows of ``fragments/part-<uuid>.parquet``: one per fragment; docs/run_directory.md describes every column.
 
 What every simulator has (rewards, flags, log-probabilities, values, versions) stands in plain lists. What differs from
 one to the next (observations, actions, recurrent state) is a list of leaves, each an array's bytes in C order with its

@@ -1,4 +1,4 @@
-"""The rows of ``rollouts/part-<uuid>.parquet``, one per rollout, and back; docs/formats.md describes every column.
+"""The rows of ``rollouts/part-<uuid>.parquet``, one per rollout, and back; every column is in docs/run_directory.md.
 
 A row is immutable once written: advantages stand in the rows of batches, fates in the fate log.
 

@@ -129,7 +129,7 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class TicketSource(Protocol):
-    """Admission of groups; see DESIGN section 5 and docs/replay.md."""
+    """Admission of groups; docs/replay.md has its rules."""
 
     def acquire(self, most: int, timeout_s: float) -> list[Ticket]:
         """Between 1 and `most` tickets; an empty list at the timeout. Raises Stopped after `close`."""
