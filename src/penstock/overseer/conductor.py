@@ -23,7 +23,7 @@ from penstock.overseer.local_run import LocalRun
 from penstock.overseer.metrics import find_bottleneck, idle_shares
 from penstock.overseer.results import Results, require_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.terminal import step_line
 from penstock.rundir import RunDirectory
 from penstock.types import EnvironmentFailure, Stopped
@@ -47,7 +47,7 @@ class Conductor(LocalRun[Components]):
         self,
         config: RunConfig,
         directory: RunDirectory,
-        crew: Crew,
+        crew: ThreadGroup,
         log: RunLog,
         start: RunStart,
         environments: dict[str, Environment],
@@ -245,7 +245,7 @@ class Conductor(LocalRun[Components]):
             "phases": float(self._phases),
         }
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
         if self._parts is None or self._log.progress.phase != "training":
             return f"the run is still at «{self._log.progress.phase}»"
