@@ -298,24 +298,24 @@ class ThreadedComponent(Generic[AnyConfig]):
         return self.ctx.identity.name
 
     def start(self) -> None:
-        """See `Component.start`."""
+        """Begins its work in threads of its own and returns soon."""
         raise NotImplementedError
 
     def look(self, view: Membership) -> None:
-        """See `Component.look`."""
+        """Takes a new view; returns at once."""
         self.view_changed.set()
 
     def drain(self) -> None:
-        """See `Component.drain`."""
+        """Takes nothing new and finishes what it began; its state becomes `drained`."""
         self.draining = True
 
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
+        """Ends its threads, within the limit."""
         self.stopping.set()
         self.crew.join(timeout_s)
 
     def condition(self) -> ComponentStatus:
-        """See `Component.condition`."""
+        """Its state, what it does, and its numbers; never raises."""
         failure = self.crew.failure
         if failure is not None:
             return ComponentStatus("failed", self.doing, error=_told(failure), facts=self._facts())

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.environments import Environment
 from penstock.learner import save_checkpoint
 from penstock.learner.config import WarmStartConfig
@@ -58,8 +60,8 @@ class Conductor(LocalRun[Components]):
         self._engine_busy_s = 0.0
         self._bottleneck = ""
 
+    @override
     def stop(self) -> None:
-        """See `LocalRun.stop`."""
         super().stop()
         if self._parts is not None:
             self._parts.storage.close()

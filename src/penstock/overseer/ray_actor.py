@@ -80,11 +80,11 @@ class ComponentActor:
         self._host.start()
 
     async def beat(self, view: Membership | None, acknowledged: int) -> Report:
-        """See `ComponentHost.beat`."""
+        """One heartbeat of the component that this actor hosts."""
         return await self._host.beat(view, acknowledged)
 
     async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Reply:
-        """See `ComponentHost.call`."""
+        """Answers a call by another component, or by the overseer."""
         return await self._host.call(sender, method, args)
 
 
@@ -112,7 +112,7 @@ class ActorCalls:
         self._actors: dict[Identity, Any] = {}
 
     def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Reply:
-        """See `penstock.overseer.launch.host.Reach`."""
+        """Calls a method of another component's actor, and waits for its reply within the limit."""
         return answer(self._actor(whom), whom, sender, method, args, timeout_s)
 
     def _actor(self, whom: Identity) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
+from typing_extensions import override
+
 from penstock.learner import load_checkpoint, save_checkpoint
 from penstock.overseer.assembly import make_training_loop, save_when_there_is_room
 from penstock.overseer.component import Settings, ThreadedComponent
@@ -74,8 +76,8 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     # --- starting ------------------------------------------------------------------------------------------------
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.load", self._load)
 
     def _load(self) -> None:
@@ -109,7 +111,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._broadcaster, self._published = broadcaster, (version, arrays)
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """See `WeightSink.publish`; what is published already is not published again."""
+        """Offers a version to whoever fetches; what is published already is not published again."""
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
             if self._broadcaster.latest() != version:
@@ -183,8 +185,8 @@ class LearnerComponent(ThreadedComponent[Any]):
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self.stopping.set()
         self.finish()
         self._commits.stop()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.curriculum import evaluation_due
 from penstock.fleet import PolicyEvaluation, evaluate_policy
@@ -271,8 +272,8 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
             self._evaluator.restore(state)
         self._one_at_a_time = threading.Lock()
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.activity.begin()
         self.state, self.doing = "running", WAITING
         if self.config.evaluation.every:
@@ -324,8 +325,8 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         """For the checkpoint."""
         return self._evaluator.state()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._evaluator.stop()
         self._feed.close()
         super().stop(timeout_s)

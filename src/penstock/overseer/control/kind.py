@@ -250,7 +250,7 @@ class ReportedUpdates(FleetUpdates):
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
     ) -> None:
-        """See `UpdateLog.add`."""
+        """One update, with the numbers of the components' last reports."""
         self._idle.look(look.reports.values())
         idle = {**self._idle.of_roles, **self._idle.of_components}
         shares = {f"time/idle/{name}": share for name, share in idle.items()}

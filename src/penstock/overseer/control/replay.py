@@ -8,6 +8,8 @@ names is over, and what it had in flight is abandoned. What it delivered is coun
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.batch import FragmentBatchMaker
 from penstock.fleet import FleetReports, WorkerReport
 from penstock.learner import read_states
@@ -63,8 +65,8 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.deliver = self._receiving.of(self._service.deliver)
         self.next_batch = self._service.next_batch  # its caller waits in it: no work
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.state, self.doing = "running", "waiting for the learner to train"
         self.look(self.ctx.view)
 
@@ -93,8 +95,8 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         self._opened.buffer.close()
         self._opened.store.close()

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.fleet import RolloutWorkerWrapper
 from penstock.model.control import named_arrays
 from penstock.overseer.component import POLL_S, AnyConfig, RunClock, Settings, ThreadedComponent
@@ -66,13 +68,13 @@ class FollowedWeights:
         return None if client is None else client.failure
 
     def latest(self) -> WeightVersion | None:
-        """See `WeightSource.latest`."""
+        """The newest version that the living learner offers; None where there is none."""
         with self._lock:
             client = self._connected()
             return None if client is None else client.latest()
 
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
-        """See `WeightSource.wait_for`; None, too, where there is no learner.
+        """A version newer than that, once there is one; None after `timeout_s`, and where there is no learner.
 
         Raises:
             Stopped: it was closed.
@@ -86,7 +88,7 @@ class FollowedWeights:
         return None
 
     def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
-        """See `WeightSource.fetch`.
+        """All arrays of a version by name, those that do not travel included.
 
         Raises:
             UnreachableError: there is no learner at present.
@@ -179,8 +181,8 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._began: float | None = None
         self._draining = False
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.clock", self._follow_clock)
         self.crew.start(f"{self.name}.reports", self._run)
 
@@ -228,8 +230,8 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._tell()
         self.doing, self.state = "done", "drained"
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self.stopping.set()
         self._sink.stop()
         self._feed.close()

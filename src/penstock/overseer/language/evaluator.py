@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from typing_extensions import override
+
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, evaluation_due
 from penstock.inference import RemoteContext
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
@@ -164,8 +166,8 @@ class EvaluatorRole(ThreadedComponent):
         self._seen: WeightVersion | None = None
         self._one_at_a_time = threading.Lock()
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.look(self.ctx.view)
         self.activity.begin()
         self.state, self.doing = "running", WAITING
@@ -279,8 +281,8 @@ class EvaluatorRole(ThreadedComponent):
         """For the checkpoint."""
         return self._evaluator.state()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._evaluator.stop()
         super().stop(timeout_s)
         self._pool.close()

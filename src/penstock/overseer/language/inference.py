@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
@@ -51,8 +53,8 @@ class InferenceRole(ThreadedComponent):
         self._swap_s = 0.0
         self._failing_since: float | None = None
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.weights", self._run)
 
     def _run(self) -> None:
@@ -184,8 +186,8 @@ class InferenceRole(ThreadedComponent):
         stats = self._engine.stats()
         return self._leased or bool(stats["inference/running"] or stats["inference/waiting"])
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         if self._client is not None:
             self._client.close()

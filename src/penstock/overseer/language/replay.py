@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
 from penstock.environments import load_environment
 from penstock.learner import read_states
@@ -34,8 +36,8 @@ class CurriculumRole(ThreadedComponent):
         self._handling = CallCounter(self.activity)
         self.apply = self._handling.of(self._service.apply)
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.activity.begin()
         self.state, self.doing = "running", "serving"
 
@@ -131,8 +133,8 @@ class ReplayRole(ThreadedComponent):
             setattr(self, method, self._handling.of(getattr(self._tickets, method)))
         self.acquire, self.next_batch = self._tickets.acquire, self._service.next_batch  # waiting in them is no work
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self._curriculum.start(self._replay.buffer.wake)
         self.state, self.doing = "running", "waiting for the learner to train"
         self.look(self.ctx.view)
@@ -158,7 +160,7 @@ class ReplayRole(ThreadedComponent):
             self.doing = "serving"
 
     def finish_update(self, lineage: int, step: int) -> None:
-        """See `ReplayService.finish_update`; tells the run's log of the groups since the last."""
+        """Update `step` was applied; the run's log gets the metrics of the groups since the last."""
         with self._handling.one():
             self._service.finish_update(lineage, step)
         values = self._tally.take()
@@ -168,8 +170,8 @@ class ReplayRole(ThreadedComponent):
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         self._tickets.stop(timeout_s)
         self._service.stop(timeout_s)
@@ -206,8 +208,8 @@ class ReplayRole(ThreadedComponent):
             environment.close()
         return names
 
+    @override
     def condition(self) -> ComponentStatus:
-        """See `Component.condition`."""
         failure = self._service.failure or self._tickets.failure or self._curriculum.failure
         if failure is not None:
             return ComponentStatus(

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext, Server, ServerPool
@@ -58,7 +59,7 @@ class TimedContext:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `InferenceContext.generate`."""
+        """`n` completions of each prompt, asked elsewhere; waiting for them is no work."""
         with self._activity.waiting():
             answers = self._context.generate(prompts, n, decoding, seeds)
         self._on_answer()
@@ -79,7 +80,7 @@ class PinnedContext(TimedContext):
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `InferenceContext.generate`.
+        """`n` completions of each prompt, all of the pinned version.
 
         Raises:
             InterruptedEvaluation: a token is of another version.
@@ -166,8 +167,8 @@ class RolloutRole(ThreadedComponent):
             context_of=self._context_of,
         )
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.look(self.ctx.view)
         self.crew.start(f"{self.name}.clock", self._follow_clock)
         self.crew.start(f"{self.name}.tickets", self._run)
@@ -199,8 +200,8 @@ class RolloutRole(ThreadedComponent):
         """Finishes its groups and takes no new tickets."""
         self._worker.drain()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._worker.stop()
         self._tickets.stop()
         self._sink.stop()

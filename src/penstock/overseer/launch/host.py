@@ -295,7 +295,7 @@ class ComponentHost:
         return _Caller(self, name)
 
     def call_peer(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """See `Caller.call`."""
+        """Calls whichever incarnation lives; errors as of `Caller.call`."""
         view = self._view
         own, peer = view.peer(self.identity.name), view.peer(name)
         if own is not None and own.identity.incarnation > self.identity.incarnation:

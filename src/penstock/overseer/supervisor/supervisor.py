@@ -46,7 +46,7 @@ class NamedCaller:
         self._name = name
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """See `Caller.call`."""
+        """Calls whichever incarnation lives; errors as of `Caller.call`."""
         return self._calls.call(self._name, method, *args, timeout_s=timeout_s)
 
 
