@@ -86,9 +86,9 @@ def components(folder: Path) -> dict[str, Any]:
     return {role: partial(make, role, str(folder)) for role in FACTORIES}
 
 
-def make(role: str, folder: str, around: Any, settings: Mapping[str, Any]) -> Any:
+def make(role: str, folder: str, ctx: Any, settings: Mapping[str, Any]) -> Any:
     """A component like any other of its role, with a clock of its own, which takes memory where it is told to."""
-    follow(Path(folder) / around.identity.name)
-    memory.follow(Path(folder) / f"{around.identity.name}.memory")
+    follow(Path(folder) / ctx.identity.name)
+    memory.follow(Path(folder) / f"{ctx.identity.name}.memory")
     module, _, name = FACTORIES[role].partition(":")
-    return getattr(importlib.import_module(module), name)(around, settings)
+    return getattr(importlib.import_module(module), name)(ctx, settings)

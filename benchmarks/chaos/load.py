@@ -18,7 +18,7 @@ from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.overseer import Overseer
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory
@@ -111,7 +111,7 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
     directory = RunDirectory.create(path, config.dump())
     with directory.locked():
         progress = Progress("penstock · chaos", config.steps, config.replay.staleness_budget)
-        log, crew = RunLog(directory, config, progress), Crew()
+        log, crew = RunLog(directory, config, progress), ThreadGroup()
         settings = Settings(config, directory, secrets.token_hex(32))
         factories: Mapping[str, Any] = clocks.components(clock_folder)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)

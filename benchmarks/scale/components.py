@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.replay import RemoteBatches
 from penstock.types import NoProgressError, PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client
@@ -22,9 +22,9 @@ CALL_S, START_S = 30.0, 300.0
 class SimulatedLearner(ThreadedComponent):
     """Takes batches and commits them at once; its broadcaster is the real one, over Arrow Flight, in this process."""
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
-        super().__init__(around, settings)
-        self._replay = around.caller("replay-0")
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
+        self._replay = ctx.caller("replay-0")
         self._batches = RemoteBatches(self._replay, settings.lineage)
         self._broadcaster: Broadcaster | None = None
         self._arrays = {f"layer.{i}": np.full(WEIGHT_BYTES // 32, i, np.float32) for i in range(8)}
@@ -52,7 +52,7 @@ class SimulatedLearner(ThreadedComponent):
                 self._step += 1
                 self._batches.set_current_step(self._step)
                 self._broadcaster.publish(WeightVersion(self.settings.lineage, self._step), self._arrays)
-                self.around.metrics(self._step, {**batch.metrics, **self._broadcaster.metrics()})
+                self.ctx.metrics(self._step, {**batch.metrics, **self._broadcaster.metrics()})
         except Stopped:
             pass  # asked to, between two updates
         self.state, self.doing = "finished", f"done at step {self._step}"
@@ -72,17 +72,17 @@ class SimulatedLearner(ThreadedComponent):
         if self._broadcaster is not None:
             self._broadcaster.close()
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         weights = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": True}
-        return Condition(self.state, self.doing, None, address=weights, facts=self._facts(step=self._step))
+        return ComponentStatus(self.state, self.doing, None, address=weights, facts=self._facts(step=self._step))
 
 
 class SimulatedServer(ThreadedComponent):
     """Fetches each version and tells the replay buffer, as an inference server does; serves nobody."""
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
-        super().__init__(around, settings)
-        self._replay = around.caller("replay-0")
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
+        self._replay = ctx.caller("replay-0")
         self._client: WeightClient | None = None
         self._held: WeightVersion | None = None
         self._seconds: list[float] = []
@@ -94,7 +94,7 @@ class SimulatedServer(ThreadedComponent):
 
     def _run(self) -> None:
         while not self.stopping.is_set():
-            learner = self.around.view.peer("learner-0")
+            learner = self.ctx.view.peer("learner-0")
             endpoint = learner.address.get("weights") if learner is not None else None
             if endpoint is None:
                 self.view_changed.wait(POLL_S)
@@ -115,7 +115,7 @@ class SimulatedServer(ThreadedComponent):
         began = time.monotonic()
         client.fetch(version)
         self._seconds.append(time.monotonic() - began)
-        me = self.around.identity
+        me = self.ctx.identity
         self._replay.call("server_holds", me.name, me.incarnation, version.lineage, version.step, timeout_s=CALL_S)
         self._held, self.doing = version, "serving"
 
@@ -130,19 +130,19 @@ class SimulatedServer(ThreadedComponent):
         if self._client is not None:
             self._client.close()
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         held = self._held
         address: dict[str, Any] = {}
         if held is not None:
             address = {"url": "http://127.0.0.1:1", "lineage": held.lineage, "step": held.step}
-        return Condition(self.state, self.doing, None, address=address, facts=self._facts())
+        return ComponentStatus(self.state, self.doing, None, address=address, facts=self._facts())
 
 
-def make_learner(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedLearner:
+def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> SimulatedLearner:
     """Factory."""
-    return SimulatedLearner(around, Settings.of(settings, RunConfig))
+    return SimulatedLearner(ctx, Settings.of(settings, RunConfig))
 
 
-def make_server(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedServer:
+def make_server(ctx: ComponentContext, settings: Mapping[str, Any]) -> SimulatedServer:
     """Factory."""
-    return SimulatedServer(around, Settings.of(settings, RunConfig))
+    return SimulatedServer(ctx, Settings.of(settings, RunConfig))

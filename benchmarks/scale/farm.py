@@ -1,8 +1,9 @@
 """Many simulated workers in few processes, as the supervisor sees them: each with an identity and a host of its own.
 
-A `Farm` is an actor. For each worker it has a real `penstock.overseer.launch.host.Host`, which takes the views,
-answers the heartbeats and refuses whom it must; the worker's calls go straight to the actor of the replay buffer. So
-every message travels as in a run, but through fewer sockets: a farm's workers share one connection to each process.
+A `Farm` is an actor. For each worker it has a real `penstock.overseer.launch.host.ComponentHost`, which takes the
+views, answers the heartbeats and refuses whom it must; the worker's calls go straight to the actor of the replay
+buffer. So every message travels as in a run, but through fewer sockets: a farm's workers share one connection to each
+process.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ import ray.exceptions
 from benchmarks.scale.latencies import Latencies
 from benchmarks.scale.worker import SimulatedWorker
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.launch.host import Host
-from penstock.overseer.launch.launcher import Factory, Handle, Surroundings
+from penstock.overseer.launch.host import ComponentHost
+from penstock.overseer.launch.launcher import ComponentContext, Factory, Handle
 from penstock.overseer.launch.process import Process
-from penstock.overseer.ray import Life, Place, RayHandle, RayLauncher
-from penstock.overseer.supervisor.messages import Identity, Report, View
+from penstock.overseer.ray import ActorDefaults, ActorLocation, RayHandle, RayLauncher
+from penstock.overseer.supervisor.messages import Identity, Membership, Report
 from penstock.types import UnreachableError
 
 CALL_S = 60.0
@@ -35,42 +36,42 @@ _OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency":
 class Farm:
     """One process of simulated workers. Its methods are coroutines of one event loop, which is the workers' too."""
 
-    def __init__(self, life: Life, speed: float) -> None:
+    def __init__(self, life: ActorDefaults, speed: float) -> None:
         self._life = life
         self._speed = speed
-        self._hosts: dict[Identity, Host] = {}
+        self._hosts: dict[Identity, ComponentHost] = {}
         self._replay: tuple[Identity, Any] | None = None
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._groups: list[str] = []
         self._hurry = asyncio.Event()
-        self._views: dict[Any, asyncio.Future[View]] = {}
+        self._views: dict[Any, asyncio.Future[Membership]] = {}
 
     async def pid(self) -> int:
         """Of this process."""
         return os.getpid()
 
-    async def place(self, identity: Identity) -> Place:
+    async def place(self, identity: Identity) -> ActorLocation:
         """As of an actor of its own."""
-        return Place(ray.get_runtime_context().get_node_id(), Process.this())
+        return ActorLocation(ray.get_runtime_context().get_node_id(), Process.this())
 
-    async def add(self, identity: Identity, view: View) -> None:
+    async def add(self, identity: Identity, view: Membership) -> None:
         """Takes a worker in."""
         loop = asyncio.get_running_loop()
 
-        def make(around: Surroundings, settings: Mapping[str, Any]) -> SimulatedWorker:
+        def make(ctx: ComponentContext, settings: Mapping[str, Any]) -> SimulatedWorker:
             async def call(method: str, *args: Any) -> Any:
-                return await self._call(around, method, args)
+                return await self._call(ctx, method, args)
 
-            return SimulatedWorker(around, call, loop, self._pace, self._hurry, self._groups.append)
+            return SimulatedWorker(ctx, call, loop, self._pace, self._hurry, self._groups.append)
 
-        self._hosts[identity] = Host(identity, make, {}, view, _nobody)
+        self._hosts[identity] = ComponentHost(identity, make, {}, view, _nobody)
 
     async def begin(self, identity: Identity) -> None:
         """Starts it."""
         self._hosts[identity].start()
 
     async def beat(self, identity: Identity, views: Sequence[Any], acknowledged: int) -> Report:
-        """See `Host.beat`; a view comes as Ray's object, which is read once for all workers here."""
+        """See `ComponentHost.beat`; a view comes as Ray's object, which is read once for all workers here."""
         view = None
         for reference in views:
             if reference not in self._views:
@@ -79,7 +80,7 @@ class Farm:
         return await self._hosts[identity].beat(view, acknowledged)
 
     async def call(self, identity: Identity, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Any:
-        """See `Host.call`."""
+        """See `ComponentHost.call`."""
         return await self._hosts[identity].call(sender, method, args)
 
     async def remove(self, identity: Identity) -> None:
@@ -106,13 +107,13 @@ class Farm:
     def _pace(self) -> Latencies:
         return Latencies(speed=self._speed)
 
-    async def _call(self, around: Surroundings, method: str, args: tuple[Any, ...]) -> Any:
-        peer = around.view.peer("replay-0")
+    async def _call(self, ctx: ComponentContext, method: str, args: tuple[Any, ...]) -> Any:
+        peer = ctx.view.peer("replay-0")
         if peer is None:
             raise UnreachableError("replay-0 is not running at present")
         actor, began = self._actor(peer.identity), time.perf_counter()
         try:
-            answer = await asyncio.wait_for(actor.call.remote(around.identity, method, args), CALL_S)
+            answer = await asyncio.wait_for(actor.call.remote(ctx.identity, method, args), CALL_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise UnreachableError(f"{method}: {error}") from error
         if not (method == "acquire" and not answer.value):  # nobody was admitted: that is waiting, not answering
@@ -166,7 +167,7 @@ class TimedHandle:
         """See `Handle.identity`."""
         return self._handle.identity
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         """See `Handle.beat`."""
         began = time.perf_counter()
         answer = self._handle.beat(view, acknowledged)
@@ -194,12 +195,12 @@ class FarmLauncher:
     def __init__(self, launcher: RayLauncher, farms: int, speed: float) -> None:
         self._launcher = launcher
         self.beats_s: list[float] = []
-        self._life: Life = launcher._life  # pyright: ignore[reportPrivateUsage]
+        self._life: ActorDefaults = launcher._life  # pyright: ignore[reportPrivateUsage]
         self._farms: list[Any] = [ray.remote(**_OPTIONS)(Farm).remote(self._life, speed) for _ in range(farms)]  # pyright: ignore
         self.pids: list[int] = ray.get([farm.pid.remote() for farm in self._farms], timeout=SPAWN_S)
 
     def spawn(
-        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: Membership
     ) -> Handle:
         """See `Launcher.spawn`."""
         if identity.role != "rollout":

@@ -20,7 +20,7 @@ from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.metrics import merge
 from penstock.overseer.ray import RayLauncher
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import Identity, Message
+from penstock.overseer.supervisor.messages import ComponentMessage, Identity
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.rundir import RunDirectory, write_atomically
 
@@ -82,7 +82,7 @@ class Phase:
         self._delivered: set[str] = set()
         self.started_s = 0.0
 
-    def _on_message(self, identity: Identity, message: Message) -> None:
+    def _on_message(self, identity: Identity, message: ComponentMessage) -> None:
         self.messages += 1
         if message.kind == "metrics":
             merge(self._supervisor.reports.values())  # as for a line of metrics.jsonl
@@ -119,7 +119,7 @@ class Phase:
         deadline = time.monotonic() + limit_s
         while not holds():
             if time.monotonic() > deadline:
-                who = self._supervisor.who_owes_progress()
+                who = self._supervisor.stalled_components()
                 raise RuntimeError(f"not within {limit_s:g} s: {what}; {who}; last events {self.events[-3:]}")
             self._tick()
 
@@ -128,7 +128,7 @@ class Phase:
         self._supervisor.tick()
         if time.monotonic() >= self._look_due:
             self._look_due = time.monotonic() + LOOK_S
-            told = self._supervisor.describe(), self._supervisor.counters(), self._supervisor.who_owes_progress()
+            told = self._supervisor.describe(), self._supervisor.counters(), self._supervisor.stalled_components()
             write_atomically(self._directory.status_path, json.dumps(told), durable=False)
         time.sleep(TURN_S)
 

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.scale.latencies import Latencies
 from benchmarks.scale.making import GroupMaker
 from penstock.overseer.component import ASK_S
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.replay import batch_to_buffer
 from penstock.types import PenstockError, Stopped, Ticket, UnreachableError
 
@@ -41,16 +41,16 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        around: Surroundings,
+        ctx: ComponentContext,
         call: AsyncCall,
         loop: asyncio.AbstractEventLoop,
         pace: Callable[[], Latencies],
         hurry: asyncio.Event,
         note_group: Callable[[str], None],
     ) -> None:
-        self._around, self._loop, self._pace, self._note_group = around, loop, pace, note_group
+        self._around, self._loop, self._pace, self._note_group = ctx, loop, pace, note_group
         self._call_replay = call
-        identity = around.identity
+        identity = ctx.identity
         self._me = (identity.name, identity.incarnation)
         self._rng = random.Random(identity.index)
         self._make = GroupMaker(identity.name)
@@ -61,13 +61,13 @@ class SimulatedWorker:
         self._state: Any = "starting"
         self._draining = self._done = False
         self._error = ""
-        self._view = around.view
+        self._view = ctx.view
 
     def start(self) -> None:
         """See `Component.start`."""
         asyncio.run_coroutine_threadsafe(self._live(), self._loop)
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """See `Component.look`."""
         self._view = view
 
@@ -79,10 +79,10 @@ class SimulatedWorker:
         """See `Component.stop`."""
         self.drain()
 
-    def condition(self) -> Condition:
+    def condition(self) -> ComponentStatus:
         """See `Component.condition`: as many numbers as a real worker gives."""
         counts = {"finished": self._groups, "failed": 0, "running": self._running}
-        return Condition(
+        return ComponentStatus(
             self._state,
             "generating" if self._running else "waiting for tickets",
             float(self._groups) if self._running else None,

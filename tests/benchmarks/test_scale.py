@@ -16,7 +16,7 @@ from benchmarks.scale.latencies import QUANTILES_S, Latencies, quantiles
 from benchmarks.scale.making import GROUP_SIZE, GroupMaker
 from benchmarks.scale.worker import SimulatedWorker
 
-from penstock.overseer.supervisor.messages import Identity, View
+from penstock.overseer.supervisor.messages import Identity, Membership
 from penstock.replay.messages import batch_from_buffer
 from penstock.types import SupersededError, Ticket, UnreachableError
 
@@ -146,7 +146,7 @@ class Around:
     """What a host gives a component, as far as the worker uses it."""
 
     identity = Identity("rollout", 7, 2)
-    view = View(1, 4)
+    view = Membership(1, 4)
 
 
 class Replay:
@@ -176,8 +176,8 @@ def live(replay: Replay, until: Callable[[SimulatedWorker, list[str]], bool], mo
     taken: list[str] = []
 
     async def run() -> SimulatedWorker:
-        loop, around = asyncio.get_running_loop(), Around()
-        worker = SimulatedWorker(around, replay, loop, lambda: Latencies((0.0, 0.0)), asyncio.Event(), taken.append)  # pyright: ignore[reportArgumentType]
+        loop, ctx = asyncio.get_running_loop(), Around()
+        worker = SimulatedWorker(ctx, replay, loop, lambda: Latencies((0.0, 0.0)), asyncio.Event(), taken.append)  # pyright: ignore[reportArgumentType]
         worker.start()
         async with asyncio.timeout(10):
             while not until(worker, taken):

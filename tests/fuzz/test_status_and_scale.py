@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.fuzz.fuzzing import COUNTS, fuzz, json_bytes
 
 from penstock.dashboard import print_status, read_run_status
-from penstock.overseer.supervisor.scaling import ScaleDesk, ask_to_scale
+from penstock.overseer.supervisor.scaling import ScaleRequests, ask_to_scale
 from penstock.types import ConfigError, UnreachableError
 
 ID = "0123456789abcdef" * 2
@@ -53,7 +53,7 @@ def test_every_request_to_scale_is_answered(tmp_path, count):
             raise ConfigError(f"the role {role!r} cannot be scaled to {number}")
         taken.append(number)
 
-    desk = ScaleDesk(tmp_path, scale)
+    desk = ScaleRequests(tmp_path, scale)
 
     def target(content):
         before = len(taken)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from penstock.overseer.supervisor.messages import Identity, View
+from penstock.overseer.supervisor.messages import Identity, Membership
 from penstock.types import UnreachableError
 
 
 class Lonely:
     """A host that knows nobody else."""
 
-    view = View()
+    view = Membership()
 
     def __init__(self, name: str) -> None:
         self.identity = Identity(name, 0, 0)

@@ -9,32 +9,32 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.types import CheckpointError, SupersededVersionError
 
 
 class PlainComponent:
     """Answers, fails, waits, logs and calls others, as it is told."""
 
-    def __init__(self, surroundings: Surroundings, settings: Mapping[str, Any]) -> None:
+    def __init__(self, surroundings: ComponentContext, settings: Mapping[str, Any]) -> None:
         self.surroundings = surroundings
         self.settings = settings
         self.state = "starting"
-        self.views: list[View] = []
+        self.views: list[Membership] = []
         self.gate = threading.Event()
         self.stopped = False
 
     def start(self) -> None:
         self.state = "running"
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         self.views.append(view)
 
-    def condition(self) -> Condition:
+    def condition(self) -> ComponentStatus:
         if self.settings.get("condition_fails"):
             raise ValueError("no condition")
-        return Condition(self.state, "resting", progress=1.0, address={"pid": os.getpid()})  # type: ignore[arg-type]
+        return ComponentStatus(self.state, "resting", progress=1.0, address={"pid": os.getpid()})  # type: ignore[arg-type]
 
     def drain(self) -> None:
         self.state = "drained"
@@ -97,7 +97,7 @@ class PlainComponent:
         return content
 
 
-def make(surroundings: Surroundings, settings: Mapping[str, Any]) -> PlainComponent:
+def make(surroundings: ComponentContext, settings: Mapping[str, Any]) -> PlainComponent:
     """The factory."""
     if settings.get("fails"):
         raise CheckpointError("nothing to start from")

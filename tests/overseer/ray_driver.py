@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.ray import RayLauncher
-from penstock.overseer.supervisor.messages import Identity, View
+from penstock.overseer.supervisor.messages import Identity, Membership
 from penstock.types import UnreachableError
 from tests.overseer import plain_component
 from tests.overseer.ray_waiting import running
@@ -25,7 +25,7 @@ def main() -> None:
         RayConfig(num_cpus=2, address=os.environ.get("RAY_TEST_ADDRESS")), "driver", Path(sys.argv[1])
     )
     handles = [
-        launcher.spawn(Identity("rollout", index, 0), plain_component.make, {}, RoleConfig(), View())
+        launcher.spawn(Identity("rollout", index, 0), plain_component.make, {}, RoleConfig(), Membership())
         for index in range(2)
     ]
     pids = [running(handle).pid for handle in handles]

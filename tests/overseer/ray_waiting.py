@@ -3,14 +3,14 @@
 import time
 from typing import Any
 
-from penstock.overseer.supervisor.messages import Report, View
+from penstock.overseer.supervisor.messages import Membership, Report
 
 
-def running(handle: Any, view: View | None = None, timeout_s: float = 60.0) -> Report:
+def running(handle: Any, view: Membership | None = None, timeout_s: float = 60.0) -> Report:
     """Beats until the component is made; one beat when it is already."""
     deadline = time.monotonic() + timeout_s
     while True:
-        report = handle.beat(view or View(), 0).result(max(0.1, deadline - time.monotonic()))
+        report = handle.beat(view or Membership(), 0).result(max(0.1, deadline - time.monotonic()))
         if report.condition.state != "starting":
             return report
         time.sleep(0.01)

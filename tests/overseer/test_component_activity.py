@@ -1,11 +1,11 @@
 import pytest
 
-from penstock.overseer.component import Activity, Handling
+from penstock.overseer.component import BusyTime, CallCounter
 
 
 def test_work_that_overlaps_counts_once_and_waiting_inside_it_is_idle():
     now = 0.0
-    activity = Activity(clock=lambda: now)
+    activity = BusyTime(clock=lambda: now)
     now = 5.0
     activity.begin()  # before, nothing counts
     now = 6.0
@@ -25,9 +25,9 @@ def test_work_that_overlaps_counts_once_and_waiting_inside_it_is_idle():
 
 def test_a_call_is_work_while_it_is_handled_and_counted_whatever_came_of_it():
     now = 0.0
-    activity = Activity(clock=lambda: now)
+    activity = BusyTime(clock=lambda: now)
     activity.begin()
-    handling = Handling(activity)
+    handling = CallCounter(activity)
 
     def divide(by: int) -> float:
         nonlocal now

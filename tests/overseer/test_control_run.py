@@ -17,11 +17,11 @@ from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind
-from penstock.overseer.opening import Damages, resume_point
+from penstock.overseer.opening import DamageList, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.scaling import ask_to_scale
-from penstock.overseer.terminal import FLEET_WORDING, Progress
+from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import merged
@@ -64,12 +64,12 @@ class Run:
         lineage, checkpoint, states = 0, None, None
         if path.exists():
             self.directory = RunDirectory.open_existing(path)
-            lineage, checkpoint = resume_point(self.directory, Damages())
+            lineage, checkpoint = resume_point(self.directory, DamageList())
             states = read_states(checkpoint)
         else:
             self.directory = RunDirectory.create(path, config.dump())
         self.launcher = ThreadLauncher()
-        self.log = RunLog(self.directory, config, Progress("test", config.steps, 8, wording=FLEET_WORDING))
+        self.log = RunLog(self.directory, config, Progress("test", config.steps, 8, wording=CONTROL_LABELS))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
         self.conductor = TrainingRun(ControlKind.of(config), settings, states, self.launcher, self.log)
         self.failure: BaseException | None = None
@@ -85,13 +85,13 @@ class Run:
     def until(self, reached: Callable[[], bool], what: str) -> None:
         limit = time.monotonic() + LIMIT_S
         while not reached():
-            assert time.monotonic() < limit, f"no {what}: {self.conductor.who_owes_progress()}"
+            assert time.monotonic() < limit, f"no {what}: {self.conductor.stalled_components()}"
             assert self._thread.is_alive(), f"ended before {what}: {self.failure!r}"
             time.sleep(0.01)
 
     def end(self) -> None:
         self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), self.conductor.who_owes_progress()
+        assert not self._thread.is_alive(), self.conductor.stalled_components()
         self.log.close()
         if self.failure is not None:
             raise self.failure

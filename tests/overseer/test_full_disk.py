@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from penstock.overseer import full_disk
-from penstock.overseer.full_disk import WaitingWrites, when_there_is_room
+from penstock.overseer.full_disk import RetriedWrites, when_there_is_room
 from penstock.replay.ledger import DiskSpace
 from penstock.types import RunFailed
 
@@ -32,7 +32,7 @@ def seconds(monkeypatch):
 
 
 def test_lines_that_found_no_room_come_first_when_there_is_some(seconds):
-    disk, writes = Disk(), WaitingWrites(60)
+    disk, writes = Disk(), RetriedWrites(60)
     writes.do(lambda: disk.write(1))
     disk.full = True
     for line in (2, 3):
@@ -47,7 +47,7 @@ def test_lines_that_found_no_room_come_first_when_there_is_some(seconds):
 
 
 def test_a_disk_that_stays_full_is_told_once(seconds):
-    disk, writes = Disk(), WaitingWrites(60)
+    disk, writes = Disk(), RetriedWrites(60)
     disk.full = True
     writes.do(lambda: disk.write(1))
     seconds[0] = 61.0
@@ -61,7 +61,7 @@ def test_a_disk_that_stays_full_is_told_once(seconds):
 
 
 def test_another_failure_is_raised_at_once(seconds):
-    disk, writes = Disk(), WaitingWrites(60)
+    disk, writes = Disk(), RetriedWrites(60)
     disk.full, disk.error = True, errno.EIO
     with pytest.raises(OSError, match="no room"):
         writes.do(lambda: disk.write(1))

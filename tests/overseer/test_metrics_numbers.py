@@ -1,11 +1,11 @@
 import pytest
 
 from penstock.overseer.metrics import IdleShares, merge
-from penstock.overseer.supervisor.messages import Condition, Identity, Report
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Report
 
 
 def report(role: str, index: int = 0, incarnation: int = 0, **condition: object) -> Report:
-    return Report(Identity(role, index, incarnation), 1, "here", Condition("running", "working", **condition))  # type: ignore[arg-type]
+    return Report(Identity(role, index, incarnation), 1, "here", ComponentStatus("running", "working", **condition))  # type: ignore[arg-type]
 
 
 def test_counts_and_rates_add_up_times_take_the_slowest_shares_the_mean_and_each_lag_stands():

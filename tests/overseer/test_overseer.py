@@ -16,7 +16,7 @@ from penstock.dashboard import read_run_status
 from penstock.overseer import OverseerConfig, train
 from penstock.overseer.overseer import Overseer
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.types import RunFailed
@@ -68,7 +68,7 @@ class FakeRun:
     def counters(self) -> dict[str, float]:
         return {"time": time.monotonic()}
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         return "nobody"
 
     def status(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def oversee(run_dir: Path, work) -> FakeRun:
     log = RunLog(directory, config, progress)
     try:
         view = TerminalView(progress, quiet=True)
-        Overseer(run, Crew(), directory, log, view, OverseerConfig(status_s=0.1)).run()
+        Overseer(run, ThreadGroup(), directory, log, view, OverseerConfig(status_s=0.1)).run()
     finally:
         log.close()
     return run

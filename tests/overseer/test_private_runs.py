@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.overseer.opening import Damages, create_run, open_log
+from penstock.overseer.opening import DamageList, create_run, open_log
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny
@@ -32,5 +32,5 @@ def test_a_resume_closes_it_and_leaves_it_closed(tmp_path):
     directory = create_run(tiny(), tmp_path / "run", "tiny")
     for private in (True, False):
         config = tiny({"overseer": {"private": private}})
-        open_log(config, directory, Progress("tiny", 3, 1), Damages()).close()
+        open_log(config, directory, Progress("tiny", 3, 1), DamageList()).close()
         assert mode(directory) == {0o700}

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.launch.process import Process
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.rundir import read_events
 from penstock.types import (
     CheckpointError,
@@ -50,8 +50,8 @@ def launcher(run_dir):
     launcher.close(30)
 
 
-def view(number: int, *identities: Identity) -> View:
-    return View(number, 0, tuple(Peer(identity, {}) for identity in identities))
+def view(number: int, *identities: Identity) -> Membership:
+    return Membership(number, 0, tuple(Peer(identity, {}) for identity in identities))
 
 
 class Names:
@@ -74,10 +74,13 @@ def spawned(launcher):
     handles: list[Any] = []
 
     def spawn(
-        identity: Identity | None = None, seen: View | None = None, roles: RoleConfig | None = None, **settings: Any
+        identity: Identity | None = None,
+        seen: Membership | None = None,
+        roles: RoleConfig | None = None,
+        **settings: Any,
     ) -> Any:
         handle = launcher.spawn(
-            identity or NAMES(), plain_component.make, settings, roles or RoleConfig(), seen or View()
+            identity or NAMES(), plain_component.make, settings, roles or RoleConfig(), seen or Membership()
         )
         handles.append(handle)
         return handle
@@ -90,7 +93,7 @@ def spawned(launcher):
 @pytest.fixture(scope="module")
 def steady(launcher):
     """A component that no test harms."""
-    handle = launcher.spawn(NAMES("replay"), plain_component.make, {}, RoleConfig(), View())
+    handle = launcher.spawn(NAMES("replay"), plain_component.make, {}, RoleConfig(), Membership())
     running(handle)
     return handle
 
@@ -131,7 +134,7 @@ def test_heartbeats_do_not_queue_behind_waiting_calls(spawned):
     handle = spawned()
     running(handle)
     waits = [handle._actor.call.remote(None, "wait_in_loop", ()) for _ in range(2000)]
-    assert handle.beat(View(), 0).result(30).condition.state == "running"
+    assert handle.beat(Membership(), 0).result(30).condition.state == "running"
     handle.call("open", timeout_s=30)
     assert {answer.value for answer in ray.get(waits, timeout=90)} == {"opened"}
 
@@ -156,10 +159,10 @@ def test_messages_are_repeated_until_they_are_acknowledged(spawned):
     running(handle)
     handle.call("report", 4, timeout_s=10)
     for _ in range(2):
-        event, metrics = handle.beat(View(), 0).result(10).messages
+        event, metrics = handle.beat(Membership(), 0).result(10).messages
         assert (event.number, event.name, event.fields) == (1, "noted", {"what": "something"})
         assert (metrics.number, metrics.step, metrics.fields) == (2, 4, {"plain/number": 2.5})
-    assert [message.number for message in handle.beat(View(), 1).result(10).messages] == [2]
+    assert [message.number for message in handle.beat(Membership(), 1).result(10).messages] == [2]
 
 
 def test_a_component_that_cannot_be_made_says_why(spawned):
@@ -217,7 +220,7 @@ def test_a_killed_process_is_noticed_at_once_and_the_next_incarnation_runs(spawn
         handle.call("sleep", 20, timeout_s=30)
     assert time.monotonic() - began < 5
     with pytest.raises(UnreachableError, match=f"^{killed}$"):
-        handle.beat(View(), 0).result(10)
+        handle.beat(Membership(), 0).result(10)
     noise = [json.loads(line)["message"] for line in (run_dir / "logs" / "ray.jsonl").read_text().splitlines()]
     assert any(line.startswith(f"{name}: ActorDiedError") and "Worker exit type" in line for line in noise)
     handle.kill(10)  # of a dead one returns
@@ -230,7 +233,7 @@ def test_a_stopped_process_answers_nothing_and_is_killed_within_the_limit(spawne
     running(handle)
     process = handle.place.process
     os.kill(process.pid, signal.SIGSTOP)
-    beat = handle.beat(View(), 0)
+    beat = handle.beat(Membership(), 0)
     with pytest.raises(UnreachableError, match="within 0.3 s"):
         handle.call("add", 1, 1, timeout_s=0.3)
     assert not beat.done()
@@ -246,7 +249,7 @@ def test_one_that_is_killed_before_it_runs_never_makes_its_component(spawned, ru
     handle = spawned(NAMES("inference"))
     handle.kill(30)
     with pytest.raises(UnreachableError):
-        handle.beat(View(), 0).result(10)
+        handle.beat(Membership(), 0).result(10)
     assert handle.place is None or not handle.place.process.alive
     assert "runs" not in (run_dir / "logs" / f"{handle.identity.name}.jsonl").read_text() if handle.place else True
 
@@ -272,18 +275,18 @@ def test_termination_is_a_notice_to_drain(spawned):
 
 def test_what_can_never_be_placed_is_refused_with_its_numbers(launcher):
     with pytest.raises(ConfigError, match=r"roles.learner.num_gpus is 4, but no machine of the cluster has more than"):
-        launcher.spawn(NAMES("learner"), plain_component.make, {}, RoleConfig(num_gpus=4), View())
+        launcher.spawn(NAMES("learner"), plain_component.make, {}, RoleConfig(num_gpus=4), Membership())
     with pytest.raises(
         ConfigError, match=r"roles.learner.num_cpus is 3, but no machine of the cluster has more than 2"
     ):
-        launcher.spawn(NAMES("learner"), plain_component.make, {}, RoleConfig(num_cpus=3), View())
+        launcher.spawn(NAMES("learner"), plain_component.make, {}, RoleConfig(num_cpus=3), Membership())
 
 
 def test_reservations_add_up_and_end_with_the_component(launcher, spawned):
     first = spawned(roles=RoleConfig(num_cpus=1.5))
     running(first)
     with pytest.raises(ConfigError, match="of the cluster's 2 the run's other components reserve 1.5: .* has no room"):
-        launcher.spawn(NAMES(), plain_component.make, {}, RoleConfig(num_cpus=1), View())
+        launcher.spawn(NAMES(), plain_component.make, {}, RoleConfig(num_cpus=1), Membership())
     quarter = RoleConfig(num_cpus=0.25)
     two = [(Identity("rollout", index, 0), quarter) for index in (901, 902)]
     launcher.check_room(two, [])
@@ -295,7 +298,7 @@ def test_reservations_add_up_and_end_with_the_component(launcher, spawned):
 
 def test_a_later_incarnation_waits_for_room(launcher, spawned):
     handle = spawned(Identity("rollout", 900, 1), roles=RoleConfig(resources={"of_a_machine_that_died": 1}))
-    assert not handle.beat(View(), 0).done()
+    assert not handle.beat(Membership(), 0).done()
     handle.kill(20)
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from penstock.overseer.config import RayConfig, RoleConfig
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.types import ConfigError, UnreachableError
 from tests.overseer import plain_component
 from tests.overseer.ray_waiting import running
@@ -42,7 +42,7 @@ def launcher(cluster, tmp_path_factory):
 
 def spawn(launcher, identity, roles, *others):
     peers = tuple(Peer(peer, {}) for peer in (identity, *others))
-    return launcher.spawn(identity, plain_component.make, {}, roles, View(1, 0, peers))
+    return launcher.spawn(identity, plain_component.make, {}, roles, Membership(1, 0, peers))
 
 
 def test_components_of_two_machines_call_each_other(launcher):
@@ -112,7 +112,7 @@ def test_a_machine_that_dies_takes_its_component_along_which_starts_elsewhere(cl
     cluster.remove_node(node, allow_graceful=False)
     wait_until(lambda: not process.alive, "what ran on the machine is gone", 30)
     with pytest.raises(UnreachableError):
-        handle.beat(View(), 0).result(60)
+        handle.beat(Membership(), 0).result(60)
     handle.kill(60)
     successor = spawn(launcher, Identity("rollout", 2, 1), FAR)
     running(successor)

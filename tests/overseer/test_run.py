@@ -17,10 +17,10 @@ from penstock.overseer import run as running_module
 from penstock.overseer.component import Settings
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.opening import Damages, resume_point
+from penstock.overseer.opening import DamageList, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
@@ -46,7 +46,7 @@ class Run:
         lineage, checkpoint, states = 0, None, None
         if path.exists():
             self.directory = RunDirectory.open_existing(path)
-            lineage, checkpoint = resume_point(self.directory, Damages())
+            lineage, checkpoint = resume_point(self.directory, DamageList())
             states = read_states(checkpoint)
         else:
             self.directory = RunDirectory.create(path, config.dump())
@@ -69,13 +69,13 @@ class Run:
     def until(self, reached: Callable[[], bool], what: str) -> None:
         limit = time.monotonic() + LIMIT_S
         while not reached():
-            assert time.monotonic() < limit, f"no {what}: {self.conductor.who_owes_progress()}"
+            assert time.monotonic() < limit, f"no {what}: {self.conductor.stalled_components()}"
             assert self._thread.is_alive(), f"ended before {what}: {self.failure!r}"
             time.sleep(0.01)
 
     def end(self) -> None:
         self._thread.join(LIMIT_S)
-        assert not self._thread.is_alive(), self.conductor.who_owes_progress()
+        assert not self._thread.is_alive(), self.conductor.stalled_components()
         self.log.close()
         if self.failure is not None:
             raise self.failure
@@ -289,7 +289,7 @@ def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pyte
     def served(*servers: dict[str, Any]) -> bool | None:
         peers = [Peer(Identity("inference", i, 0), {**held, **server}) for i, server in enumerate(servers)]
         learner = Peer(Identity("learner", 0, 0), {"weights": {"incarnation": "one"}})
-        monkeypatch.setattr(conductor.supervisor, "_view", View(1, 0, (learner, *peers)))
+        monkeypatch.setattr(conductor.supervisor, "_view", Membership(1, 0, (learner, *peers)))
         return LanguageKind().served(conductor)
 
     assert served({"step": 3}, {"step": 2}) is None

@@ -14,7 +14,7 @@ from penstock.overseer.language import rollout
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.rollout import servers_of
 from penstock.overseer.opening import oversee
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor import supervisor
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.supervisor.stragglers import Stragglers
@@ -217,7 +217,7 @@ def test_a_run_that_gave_up_tells_its_story(run_dir: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(RolloutManager, "sample_batch", broken)
     with pytest.raises(RunFailed, match="rollout-1 died 2 times"):
-        oversee(run.conductor, Crew(), run.log, run.conductor.config, run.directory, quiet=True)
+        oversee(run.conductor, ThreadGroup(), run.log, run.conductor.config, run.directory, quiet=True)
     life = ["component_start", "component_up", "component_death"]
     assert story(run, "rollout-1") == [*life, *life, "restart_budget_exhausted"]
     deaths = run.events("component_death")

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from penstock.overseer.supervision import Crew, Watchdog, last_resort
+from penstock.overseer.supervision import ThreadGroup, Watchdog, abort_when_hung
 from penstock.types import NoProgressError
 
 
 def test_the_first_failure_of_any_thread_is_raised_unchanged():
-    crew, release = Crew(), threading.Event()
+    crew, release = ThreadGroup(), threading.Event()
 
     def fails() -> None:
         raise OSError("disk full")
@@ -28,7 +28,7 @@ def test_the_first_failure_of_any_thread_is_raised_unchanged():
 
 
 def test_joining_names_the_threads_that_still_run_and_is_bounded():
-    crew, release = Crew(), threading.Event()
+    crew, release = ThreadGroup(), threading.Event()
     crew.start("hanging", lambda: release.wait(30))
     crew.start("done", lambda: None)
     assert crew.join(0.05) == ["hanging"]
@@ -67,6 +67,6 @@ def test_the_last_resort_ends_a_process_whose_supervisor_hangs(tmp_path):
 
 
 def test_the_last_resort_leaves_no_trace_of_a_run_that_ended_by_itself(tmp_path):
-    with last_resort(60.0, tmp_path / "stacks.txt") as alive:
+    with abort_when_hung(60.0, tmp_path / "stacks.txt") as alive:
         alive()
     assert list(tmp_path.iterdir()) == []

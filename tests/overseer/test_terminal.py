@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.overseer.terminal import FLEET_WORDING, Progress, Sample, TerminalView, sparkline, step_line
+from penstock.overseer.terminal import CONTROL_LABELS, Progress, Sample, TerminalView, sparkline, step_line
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_quiet_prints_nothing():
 
 
 def test_a_fleet_is_shown_in_its_own_words():
-    shown = Progress("penstock · cartpole", 40, 8, "training", 12, wording=FLEET_WORDING)
+    shown = Progress("penstock · cartpole", 40, 8, "training", 12, wording=CONTROL_LABELS)
     shown.rewards.append(123.456)
     shown.units_per_s = 23456.0
     shown.lessons = {"easy": "CartPole-v1, 3 episodes", "hard": "CartPole-v0, 2 episodes"}
@@ -98,7 +98,7 @@ def test_a_fleet_is_shown_in_its_own_words():
 
 @pytest.mark.parametrize(("speed", "words"), [(None, "–"), (0.0, "0"), (0.04, "0.04"), (9.96, "10"), (1234.5, "1,234")])
 def test_a_line_never_says_zero_while_there_is_some_speed(speed, words):
-    assert f"  {words} steps/s  " in step_line(Progress("t", 10, 0, units_per_s=speed, wording=FLEET_WORDING))
+    assert f"  {words} steps/s  " in step_line(Progress("t", 10, 0, units_per_s=speed, wording=CONTROL_LABELS))
 
 
 def test_an_event_is_one_line_where_the_output_is_no_terminal_however_long_it_is():

@@ -13,9 +13,9 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.launch.host import Host
+from penstock.overseer.launch.host import ComponentHost
 from penstock.overseer.launch.launcher import Factory
-from penstock.overseer.supervisor.messages import Answer, Identity, Report, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Reply, Report
 from penstock.types import ConfigError, Stopped, UnreachableError
 
 STOP_S = 5.0
@@ -27,7 +27,7 @@ class ThreadHandle:
     def __init__(self, identity: Identity, resources: RoleConfig) -> None:
         self.identity = identity
         self.resources = resources
-        self.host: Host | None = None
+        self.host: ComponentHost | None = None
         self.alive = True
         self.stuck = False
         self.thawed = threading.Event()
@@ -53,7 +53,7 @@ class ThreadHandle:
             coroutine.close()
             raise UnreachableError(f"{self.identity} is dead") from None
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         answer: Future[Report] = Future()
         if not self.alive:
             answer.set_exception(UnreachableError(f"{self.identity} is dead"))
@@ -65,7 +65,7 @@ class ThreadHandle:
             answer.set_exception(error)
         return answer
 
-    async def _beat(self, view: View | None, acknowledged: int, answer: Future[Report]) -> None:
+    async def _beat(self, view: Membership | None, acknowledged: int, answer: Future[Report]) -> None:
         assert self.host is not None
         while not self.thawed.is_set():
             await asyncio.sleep(0.005)
@@ -76,7 +76,7 @@ class ThreadHandle:
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self.answer(None, method, args, timeout_s).result()
 
-    def answer(self, sender: Identity | None, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
+    def answer(self, sender: Identity | None, method: str, args: tuple[Any, ...], timeout_s: float) -> Reply:
         if not self.alive:
             raise UnreachableError(f"{self.identity} is dead")
         assert self.host is not None
@@ -131,7 +131,7 @@ class ThreadLauncher:
         self._refused: dict[str, int] = {}
 
     def spawn(
-        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: Membership
     ) -> ThreadHandle:
         assert identity not in self.handles, f"{identity} was started before"
         handle = self.handles[identity] = ThreadHandle(identity, resources)
@@ -140,7 +140,7 @@ class ThreadLauncher:
             self._refused[identity.name] -= 1
             handle.die()
             return handle
-        handle.host = Host(identity, factory, copy.deepcopy(settings), copy.deepcopy(view), self._reach)
+        handle.host = ComponentHost(identity, factory, copy.deepcopy(settings), copy.deepcopy(view), self._reach)
         handle.host.start()
         return handle
 
@@ -152,7 +152,7 @@ class ThreadLauncher:
         for handle in self.handles.values():
             handle.die()
 
-    def _reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
+    def _reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Reply:
         own = self.handles[sender]
         while not own.thawed.wait(0.05):  # it does nothing at all while it is stopped
             pass

@@ -64,7 +64,7 @@ def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[
 
 
 @contextmanager
-def naming(key: str, place: object) -> Iterator[None]:
+def config_error_for(key: str, place: object) -> Iterator[None]:
     """A place that cannot be used is bad input.
 
     Raises:
@@ -152,7 +152,7 @@ def open_replay(
         ConfigError: the store's place cannot be used.
     """
     store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
-    with naming("replay.store.url", limits.store.url or directory.path):
+    with config_error_for("replay.store.url", limits.store.url or directory.path):
         ledger = store.open_ledger(lineage)
     common: Any = {"clock": clock, "curriculum_hook": on_group, "keep_checkpoints": keep_checkpoints}
     if tickets is None:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec
 from typing_extensions import TypeVar
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervision import Crew
-from penstock.overseer.supervisor.messages import Condition, State, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervision import ThreadGroup
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership, State
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
 from penstock.types import Caller, PenstockError, UnreachableError
@@ -34,7 +34,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class Activity:
+class BusyTime:
     """Seconds of work and of waiting since the first `begin`; any number of pieces of work may overlap.
 
     Args:
@@ -97,7 +97,7 @@ class Activity:
         self._since = now
 
 
-class Handling:
+class CallCounter:
     """Calls that a component handles for others; each is work while it lasts. Not for calls that wait by design.
 
     Args:
@@ -108,7 +108,7 @@ class Handling:
         done: So many were, whatever came of them.
     """
 
-    def __init__(self, activity: Activity) -> None:
+    def __init__(self, activity: BusyTime) -> None:
         self.under_way = self.done = 0
         self._activity = activity
         self._lock = threading.Lock()
@@ -278,12 +278,12 @@ class ThreadedComponent(Generic[AnyConfig]):
         settings: The run.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings[AnyConfig]) -> None:
-        self.around = around
+    def __init__(self, ctx: ComponentContext, settings: Settings[AnyConfig]) -> None:
+        self.ctx = ctx
         self.settings = settings
         self.config = settings.config
-        self.crew = Crew()
-        self.activity = Activity()
+        self.crew = ThreadGroup()
+        self.activity = BusyTime()
         self.stopping = threading.Event()
         self.view_changed = threading.Event()
         self.doing = "starting"
@@ -295,37 +295,37 @@ class ThreadedComponent(Generic[AnyConfig]):
     @property
     def name(self) -> str:
         """Its own, such as ``rollout-2``."""
-        return self.around.identity.name
+        return self.ctx.identity.name
 
     def start(self) -> None:
-        """See `Component.start`."""
+        """Begins its work in threads of its own and returns soon."""
         raise NotImplementedError
 
-    def look(self, view: View) -> None:
-        """See `Component.look`."""
+    def look(self, view: Membership) -> None:
+        """Takes a new view; returns at once."""
         self.view_changed.set()
 
     def drain(self) -> None:
-        """See `Component.drain`."""
+        """Takes nothing new and finishes what it began; its state becomes `drained`."""
         self.draining = True
 
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
+        """Ends its threads, within the limit."""
         self.stopping.set()
         self.crew.join(timeout_s)
 
-    def condition(self) -> Condition:
-        """See `Component.condition`."""
+    def condition(self) -> ComponentStatus:
+        """Its state, what it does, and its numbers; never raises."""
         failure = self.crew.failure
         if failure is not None:
-            return Condition("failed", self.doing, error=_told(failure), facts=self._facts())
+            return ComponentStatus("failed", self.doing, error=_told(failure), facts=self._facts())
         if self.draining:
             self._drain_if_finished()
         busy_s, idle_s = self.activity.read()
         return self._describe(busy_s, idle_s)
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
-        return Condition(self.state, self.doing, None, busy_s, idle_s, facts=self._facts())
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
+        return ComponentStatus(self.state, self.doing, None, busy_s, idle_s, facts=self._facts())
 
     def _has_work(self) -> bool:
         """Whether something that it began goes on; asked while it drains."""

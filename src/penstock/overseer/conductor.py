@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.environments import Environment
 from penstock.learner import save_checkpoint
 from penstock.learner.config import WarmStartConfig
@@ -23,7 +25,7 @@ from penstock.overseer.local_run import LocalRun
 from penstock.overseer.metrics import find_bottleneck, idle_shares
 from penstock.overseer.results import Results, require_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.terminal import step_line
 from penstock.rundir import RunDirectory
 from penstock.types import EnvironmentFailure, Stopped
@@ -47,7 +49,7 @@ class Conductor(LocalRun[Components]):
         self,
         config: RunConfig,
         directory: RunDirectory,
-        crew: Crew,
+        crew: ThreadGroup,
         log: RunLog,
         start: RunStart,
         environments: dict[str, Environment],
@@ -58,8 +60,8 @@ class Conductor(LocalRun[Components]):
         self._engine_busy_s = 0.0
         self._bottleneck = ""
 
+    @override
     def stop(self) -> None:
-        """See `LocalRun.stop`."""
         super().stop()
         if self._parts is not None:
             self._parts.storage.close()
@@ -245,7 +247,7 @@ class Conductor(LocalRun[Components]):
             "phases": float(self._phases),
         }
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
         if self._parts is None or self._log.progress.phase != "training":
             return f"the run is still at «{self._log.progress.phase}»"

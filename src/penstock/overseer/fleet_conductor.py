@@ -20,7 +20,7 @@ from penstock.overseer.local_run import LocalRun
 from penstock.overseer.results import Results, require_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.simulator_events import is_news
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.rundir import RunDirectory
 from penstock.types import PenstockError
 
@@ -32,7 +32,7 @@ class FleetConductor(LocalRun[FleetComponents]):
     """One fleet run, phase by phase; arguments as of `LocalRun`."""
 
     def __init__(
-        self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+        self, config: FleetRunConfig, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
     ) -> None:
         super().__init__(config, directory, crew, log, start)
         self._fleet_over = threading.Event()
@@ -154,7 +154,7 @@ class FleetConductor(LocalRun[FleetComponents]):
             "phases": float(self._phases),
         }
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
         if self._parts is None or self._log.progress.phase != "training":
             doing = (

@@ -15,7 +15,7 @@ from penstock.types import RunFailed
 _Result = TypeVar("_Result")
 
 
-class WaitingWrites:
+class RetriedWrites:
     """Writes one after the other; what finds no room is kept until there is. Thread-safe.
 
     Args:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.launch.launcher import Factory, Surroundings
-from penstock.overseer.metrics import Look
-from penstock.overseer.overseer import RunConductor
+from penstock.overseer.launch.launcher import ComponentContext, Factory
+from penstock.overseer.metrics import ClusterSnapshot
+from penstock.overseer.overseer import OverseenRun
 from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import Message, View
+from penstock.overseer.supervisor.messages import ComponentMessage, Membership
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import UpdatingLearner
@@ -55,7 +55,9 @@ class UpdateLog(Protocol):
         """The learner begins with that version."""
         ...
 
-    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
+    def add(
+        self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
+    ) -> None:
         """One update: the version reached, the learner's numbers, the components' last reports, the overseer's own."""
         ...
 
@@ -92,7 +94,7 @@ class LearnerTasks:
     """
 
     methods: Mapping[str, Callable[..., Any]]
-    on_view: Callable[[View], object] = _nothing
+    on_view: Callable[[Membership], object] = _nothing
     on_stop: Callable[[], object] = _nothing
 
 
@@ -144,8 +146,8 @@ class PolicyKind(Protocol):
         ...
 
     def make_local_run(
-        self, config: Any, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
-    ) -> RunConductor:
+        self, config: Any, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
+    ) -> OverseenRun:
         """A run whose components are threads of this process."""
         ...
 
@@ -177,7 +179,7 @@ class PolicyKind(Protocol):
         """What a checkpoint's folder ``model/`` is written with, beside the learner."""
         ...
 
-    def learner_tasks(self, ctx: Surroundings, component: "LearnerComponent") -> LearnerTasks:
+    def learner_tasks(self, ctx: ComponentContext, component: "LearnerComponent") -> LearnerTasks:
         """What the learner's process does beside training."""
         ...
 
@@ -217,7 +219,7 @@ class PolicyKind(Protocol):
         """The speed that the view shows; None where it is not known yet."""
         ...
 
-    def on_event(self, run: "Run", message: Message) -> None:
+    def on_event(self, run: "Run", message: ComponentMessage) -> None:
         """An event of a component was logged."""
         ...
 

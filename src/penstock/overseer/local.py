@@ -17,9 +17,9 @@ from penstock.model.language import named_arrays, with_named_arrays
 from penstock.overseer.assembly import (
     Replay,
     TicketRules,
+    config_error_for,
     make_batch_makers,
     make_training_loop,
-    naming,
     open_replay,
     restore_parts,
 )
@@ -197,7 +197,7 @@ class _Wiring:
     def storage(self) -> RolloutStorage:
         """Through which rollouts reach the buffer."""
         config = self.config.rollout.storage
-        with naming("rollout.storage.path", config.path or self.directory.path):
+        with config_error_for("rollout.storage.path", config.path or self.directory.path):
             return open_rollout_storage(
                 config,
                 self.directory.path / "rollout_storage",

@@ -14,7 +14,7 @@ from penstock.overseer.assembly import save_when_there_is_room
 from penstock.overseer.kind import RunStart
 from penstock.overseer.results import Results, read_results, write_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.training_loop import TrainingLoop
 from penstock.replay import PacedReplayBuffer, ReplayBuffer, RolloutStore
 from penstock.rundir import RunDirectory
@@ -44,7 +44,7 @@ PartsT = TypeVar("PartsT", bound=LocalParts)
 
 
 class LocalRun(ABC, Generic[PartsT]):
-    """One run in this process, whatever it trains (most of `penstock.overseer.overseer.RunConductor`).
+    """One run in this process, whatever it trains (most of `penstock.overseer.overseer.OverseenRun`).
 
     Args:
         config: What to run.
@@ -54,7 +54,7 @@ class LocalRun(ABC, Generic[PartsT]):
         start: The policy, or the checkpoint to resume from.
     """
 
-    def __init__(self, config: Any, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart) -> None:
+    def __init__(self, config: Any, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart) -> None:
         self.results: dict[str, Results] = {}
         self.training_s = 0.0
         self.start = start

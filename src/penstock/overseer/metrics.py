@@ -170,7 +170,7 @@ def _shares(spent: Mapping[str, list[tuple[float, float]]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ClusterSnapshot:
     """How all components were when the conductor last looked.
 
     Attributes:
@@ -214,7 +214,7 @@ def success_thresholds(config: RunConfig) -> dict[str, float]:
     return {lesson_id: lesson.success_threshold for lesson_id, lesson in config.curriculum.lessons.items()}
 
 
-class RolloutTally:
+class RolloutMetrics:
     """Collects groups until they are asked for. Thread-safe.
 
     Args:

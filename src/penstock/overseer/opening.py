@@ -16,10 +16,10 @@ from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind
-from penstock.overseer.overseer import Overseer, RunConductor
+from penstock.overseer.overseer import OverseenRun, Overseer
 from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
 from penstock.rundir import RunDirectory, read_json_lines
@@ -36,7 +36,7 @@ PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow",
 """Whose versions are recorded."""
 
 
-class Damages(list[tuple[str, str]]):
+class DamageList(list[tuple[str, str]]):
     """Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
 
     def add(self, place: str, reason: str) -> None:
@@ -46,7 +46,7 @@ class Damages(list[tuple[str, str]]):
 
 def open_run(
     kind: PolicyKind, config: Any, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
-) -> tuple[RunDirectory, RunConductor]:
+) -> tuple[RunDirectory, OverseenRun]:
     """Opens a run and has it overseen to its end.
 
     All that bad input can break is tried before the run directory is made, so that a mistake costs nothing and leaves
@@ -68,13 +68,13 @@ def open_run(
     token = "" if local else _checked(kind, config)
     directory = _existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
     with directory.locked():
-        damages = Damages()
+        damages = DamageList()
         lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
         check_goal(config.steps, checkpoint)
         opened = partial(
             open_log, config, directory, kind.progress(config, recipe), damages if resume else None, checkpoint
         )
-        crew = Crew()
+        crew = ThreadGroup()
         if local:
             if fresh is None:
                 fresh = kind.begin(config) if checkpoint is None else kind.resume(config, lineage, checkpoint)
@@ -94,8 +94,8 @@ def _checked(kind: PolicyKind, config: Any) -> str:
 
 
 def _under_ray(
-    kind: PolicyKind, settings: Settings[Any], crew: Crew, opened: Callable[[], RunLog], resume: bool
-) -> tuple[RunLog, RunConductor]:
+    kind: PolicyKind, settings: Settings[Any], crew: ThreadGroup, opened: Callable[[], RunLog], resume: bool
+) -> tuple[RunLog, OverseenRun]:
     config, directory, checkpoint = settings.config, settings.directory, settings.checkpoint
     if checkpoint is not None:
         kind.check_resume(config, checkpoint)
@@ -120,7 +120,7 @@ def open_log(
     config: "RunConfig | FleetRunConfig",
     directory: RunDirectory,
     progress: Progress,
-    resumed: Damages | None,
+    resumed: DamageList | None,
     checkpoint: Path | None = None,
 ) -> RunLog:
     """The run's log; with `resumed`, what the config changed and what is damaged or missing stands in it already.
@@ -159,8 +159,8 @@ def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig",
 
 
 def oversee(
-    conductor: RunConductor,
-    crew: Crew,
+    conductor: OverseenRun,
+    crew: ThreadGroup,
     log: RunLog,
     config: "RunConfig | FleetRunConfig",
     directory: RunDirectory,
@@ -179,7 +179,7 @@ def oversee(
         log.close()
 
 
-def resume_point(directory: RunDirectory, damages: Damages) -> tuple[int, Path | None]:
+def resume_point(directory: RunDirectory, damages: DamageList) -> tuple[int, Path | None]:
     """The lineage to begin, and the newest checkpoint that is whole; None where the run ended before its first.
 
     The run is locked, so that no other process makes a newer one meanwhile.

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import LAST_RESORT_S, Crew, Watchdog, last_resort
+from penstock.overseer.supervision import LAST_RESORT_S, ThreadGroup, Watchdog, abort_when_hung
 from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory
 from penstock.rundir.storage import is_full_disk
@@ -28,7 +28,7 @@ SUPERVISION_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class RunConductor(Protocol):
+class OverseenRun(Protocol):
     """Takes one run through its phases: `Conductor` in one process, `DistributedConductor` in many."""
 
     results: dict[str, Results]
@@ -90,7 +90,7 @@ class RunConductor(Protocol):
         """What grows while the run makes progress."""
         ...
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
         ...
 
@@ -113,8 +113,8 @@ class Overseer:
 
     def __init__(
         self,
-        conductor: RunConductor,
-        crew: Crew,
+        conductor: OverseenRun,
+        crew: ThreadGroup,
         directory: RunDirectory,
         log: RunLog,
         view: TerminalView,
@@ -137,7 +137,7 @@ class Overseer:
         stacks_path = self._directory.path / "stacks.txt"
         limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
         with self._interrupts():
-            with last_resort(limit_s, stacks_path) as alive:
+            with abort_when_hung(limit_s, stacks_path) as alive:
                 try:
                     with self._view:
                         self._crew.start("conductor", self._conductor.run)
@@ -167,7 +167,7 @@ class Overseer:
 
     def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
         watchdog = Watchdog(
-            self._config.no_progress_s, self._conductor.counters, self._conductor.who_owes_progress, stacks_path
+            self._config.no_progress_s, self._conductor.counters, self._conductor.stalled_components, stacks_path
         )
         status_due = 0.0
         while self._crew.alive("conductor"):

@@ -37,16 +37,16 @@ from penstock.overseer.config import RayConfig, RoleConfig
 from penstock.overseer.launch.launcher import Factory, amounts, check_fits
 from penstock.overseer.ray_actor import (
     RAY_ERRORS,
+    ActorDefaults,
+    ActorLocation,
     ComponentActor,
-    Life,
-    Place,
     answer,
     end_process,
     in_one_line,
     unreachable,
 )
-from penstock.overseer.ray_connection import ControlService, Noise, connect, disconnect
-from penstock.overseer.supervisor.messages import Identity, Report, View
+from penstock.overseer.ray_connection import ControlService, RayLogRedirect, connect, disconnect
+from penstock.overseer.supervisor.messages import Identity, Membership, Report
 
 MOST_CALLS = 100_000
 """Calls that one actor has at once; most of them wait in coroutines, and a heartbeat must not queue behind them."""
@@ -68,7 +68,7 @@ class RayHandle:
         self._identity = identity
         self._actor = actor
         self._place_ref = actor.place.remote()
-        self._place: Place | None = None
+        self._place: ActorLocation | None = None
         self._kept: deque[Any] = deque(maxlen=4)  # a client's reference must not end in the thread that answers
         self._place_ref.future().add_done_callback(self._on_placed)
 
@@ -78,11 +78,11 @@ class RayHandle:
         return self._identity
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> ActorLocation | None:
         """Where it runs; None before that is known."""
         return self._place
 
-    def _on_placed(self, place: Future[Place]) -> None:
+    def _on_placed(self, place: Future[ActorLocation]) -> None:
         if place.exception() is None:  # otherwise heartbeats tell of it
             self._place = place.result()
             self._launcher.in_turn(self._begin)
@@ -90,7 +90,7 @@ class RayHandle:
     def _begin(self) -> None:
         self._kept.append(self._actor.begin.remote())
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         """Tells it the view and asks how it is; see `Handle.beat`."""
         report: Future[Report] = Future()
 
@@ -155,13 +155,13 @@ class RayLauncher:
     def __init__(self, config: RayConfig, run_id: str, run_dir: Path) -> None:
         logs = run_dir.absolute() / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self._life = Life(config.namespace or f"penstock-{run_id}", secrets.token_hex(4), logs)
+        self._life = ActorDefaults(config.namespace or f"penstock-{run_id}", secrets.token_hex(4), logs)
         self._lock = threading.Lock()
         self._handles: dict[RayHandle, dict[str, float]] = {}
-        self._carried: tuple[View, Any] | None = None
+        self._carried: tuple[Membership, Any] | None = None
         self._last_end: threading.Timer | None = None
         self._turns = ThreadPoolExecutor(1, thread_name_prefix="ray-launcher")
-        self._noise = Noise(logs / "ray.jsonl")
+        self._noise = RayLogRedirect(logs / "ray.jsonl")
         self._connected_here = not ray.is_initialized()
         try:
             if self._connected_here:
@@ -199,7 +199,7 @@ class RayLauncher:
             raise
 
     def spawn(
-        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: Membership
     ) -> RayHandle:
         """Starts an incarnation; see `Launcher.spawn`.
 
@@ -257,7 +257,7 @@ class RayLauncher:
 
     # --- for its handles -----------------------------------------------------------------------------------------
 
-    def carried(self, view: View | None) -> Any:
+    def carried(self, view: Membership | None) -> Any:
         """A view as an object of Ray: pickled once, however many are told of it."""
         if view is None:
             return None
@@ -280,7 +280,7 @@ class RayLauncher:
         with self._lock:
             self._handles.pop(handle, None)
 
-    def end_process(self, place: Place, deadline: float) -> bool:
+    def end_process(self, place: ActorLocation, deadline: float) -> bool:
         """Kills a process, on this machine or another; whether it is gone."""
         remaining = max(0.0, deadline - time.monotonic())
         if place.node_id == self._node_id:

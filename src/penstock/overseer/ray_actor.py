@@ -14,10 +14,10 @@ import ray
 import ray._private.worker
 import ray.exceptions
 
-from penstock.overseer.launch.host import Host, open_component_logs
+from penstock.overseer.launch.host import ComponentHost, open_component_logs
 from penstock.overseer.launch.launcher import Factory
 from penstock.overseer.launch.process import Process, end_with_parent
-from penstock.overseer.supervisor.messages import Answer, Identity, Report, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Reply, Report
 from penstock.types import UnreachableError
 
 RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
@@ -25,7 +25,7 @@ RAY_ERRORS = (ray.exceptions.RayError, ConnectionError)
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ActorDefaults:
     """What all components of one launcher have in common.
 
     Attributes:
@@ -44,7 +44,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorLocation:
     """Where an actor runs: Ray's id of the machine, and the process there."""
 
     node_id: str
@@ -59,8 +59,8 @@ class ComponentActor:
         identity: Identity,
         factory: Factory,
         settings: Mapping[str, Any],
-        view: View,
-        life: Life,
+        view: Membership,
+        life: ActorDefaults,
         shows_gpus: bool,
     ) -> None:
         end_with_parent()
@@ -68,23 +68,23 @@ class ComponentActor:
         if not shows_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         open_component_logs(life.logs, identity)
-        self._host = Host(identity, factory, settings, view, ActorCalls(life).reach)
+        self._host = ComponentHost(identity, factory, settings, view, ActorCalls(life).reach)
         _on_termination(lambda: self._host.drain("SIGTERM"))
 
-    async def place(self) -> Place:
+    async def place(self) -> ActorLocation:
         """Where this is; asked before the component is made."""
-        return Place(ray.get_runtime_context().get_node_id(), Process.this())
+        return ActorLocation(ray.get_runtime_context().get_node_id(), Process.this())
 
     async def begin(self) -> None:
         """Makes the component."""
         self._host.start()
 
-    async def beat(self, view: View | None, acknowledged: int) -> Report:
-        """See `Host.beat`."""
+    async def beat(self, view: Membership | None, acknowledged: int) -> Report:
+        """One heartbeat of the component that this actor hosts."""
         return await self._host.beat(view, acknowledged)
 
-    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Answer:
-        """See `Host.call`."""
+    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Reply:
+        """Answers a call by another component, or by the overseer."""
         return await self._host.call(sender, method, args)
 
 
@@ -106,13 +106,13 @@ def _on_termination(notice: Callable[[], None]) -> None:
 class ActorCalls:
     """Calls other components' actors by their identities."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: ActorDefaults) -> None:
         self._life = life
         self._lock = threading.Lock()
         self._actors: dict[Identity, Any] = {}
 
-    def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Answer:
-        """See `penstock.overseer.launch.host.Reach`."""
+    def reach(self, whom: Identity, sender: Identity, method: str, args: tuple[Any, ...], timeout_s: float) -> Reply:
+        """Calls a method of another component's actor, and waits for its reply within the limit."""
         return answer(self._actor(whom), whom, sender, method, args, timeout_s)
 
     def _actor(self, whom: Identity) -> Any:
@@ -131,7 +131,7 @@ class ActorCalls:
 
 def answer(
     actor: Any, whom: Identity, sender: Identity | None, method: str, args: tuple[Any, ...], timeout_s: float
-) -> Answer:
+) -> Reply:
     """The answer of a component's actor.
 
     Raises:

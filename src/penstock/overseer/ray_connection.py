@@ -192,7 +192,7 @@ def _with_descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-class Noise:
+class RayLogRedirect:
     """What Ray would print in the terminal goes into a log: its logger, and the messages of its daemons."""
 
     def __init__(self, path: Path) -> None:

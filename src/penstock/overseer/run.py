@@ -25,12 +25,12 @@ from penstock.learner.checkpoints import read_state
 from penstock.overseer.component import Settings
 from penstock.overseer.kind import ESSENTIAL, ESSENTIAL_NAMES, REWOUND, PolicyKind
 from penstock.overseer.launch.launcher import Launcher
-from penstock.overseer.metrics import Look
+from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.results import Results, read_results, read_stats, require_results, write_results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervisor.member import DeathToll
-from penstock.overseer.supervisor.messages import Identity, Message, Report
-from penstock.overseer.supervisor.scaling import ScaleDesk
+from penstock.overseer.supervisor.member import RunRestartBudget
+from penstock.overseer.supervisor.messages import ComponentMessage, Identity, Report
+from penstock.overseer.supervisor.scaling import ScaleRequests
 from penstock.overseer.supervisor.stopping import in_background
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.replay import Lineages, salvage_logs
@@ -95,9 +95,11 @@ class Run:
         self._stopping = threading.Event()
         self._lost: list[str] = []
         self._notices: list[str] = []
-        self._deaths, self._newest_step = DeathToll(self.config.overseer.max_restarts), 0
-        self.seen, self._look_due = Look(), 0.0
-        self._scale_desk = ScaleDesk(self._directory.path, partial(self._supervisor.scale, where_there_is_room=True))
+        self._deaths, self._newest_step = RunRestartBudget(self.config.overseer.max_restarts), 0
+        self.seen, self._look_due = ClusterSnapshot(), 0.0
+        self._scale_desk = ScaleRequests(
+            self._directory.path, partial(self._supervisor.scale, where_there_is_room=True)
+        )
         self._phases = 0
 
     # --- what the overseer asks ------------------------------------------------------------------------------------
@@ -150,8 +152,8 @@ class Run:
 
     def _look(self) -> None:
         supervisor = self._supervisor
-        self.seen = Look(
-            supervisor.describe(), supervisor.counters(), supervisor.who_owes_progress(), supervisor.reports
+        self.seen = ClusterSnapshot(
+            supervisor.describe(), supervisor.counters(), supervisor.stalled_components(), supervisor.reports
         )
 
     @property
@@ -209,7 +211,7 @@ class Run:
         """What changes while the run makes progress."""
         return {**self.seen.counters, "phases": float(self._phases)}
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
         waiting = self.seen.facts("replay-0").get("waiting_for", "")
         return f"the run is at «{self.log.progress.phase}»; {self.seen.owes}; {waiting}"
@@ -387,7 +389,7 @@ class Run:
 
     # --- what components tell --------------------------------------------------------------------------------------
 
-    def _on_message(self, identity: Identity, message: Message) -> None:
+    def _on_message(self, identity: Identity, message: ComponentMessage) -> None:
         match message.kind:
             case "event":
                 fields = {"component": identity.name, **message.fields}

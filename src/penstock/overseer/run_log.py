@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.overseer.config import RunConfig
-from penstock.overseer.full_disk import WaitingWrites
-from penstock.overseer.metrics import RolloutTally, success_thresholds
+from penstock.overseer.full_disk import RetriedWrites
+from penstock.overseer.metrics import RolloutMetrics, success_thresholds
 from penstock.overseer.results import Results
 from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
@@ -48,10 +48,10 @@ class RunLog:
     def __init__(self, directory: RunDirectory, config: "RunConfig | FleetRunConfig", progress: Progress) -> None:
         self._metrics = MetricsLog(directory.metrics_path)
         self._events = EventLog(directory.events_path)
-        self._writes = WaitingWrites(config.replay.store.full_disk_s)
+        self._writes = RetriedWrites(config.replay.store.full_disk_s)
         self._tracker = make_tracker(config.tracking, directory.path, config.dump(), self._tracker_failed)
         self._samples_per_log = config.tracking.samples_per_log
-        self._tally = RolloutTally(success_thresholds(config) if isinstance(config, RunConfig) else {})
+        self._tally = RolloutMetrics(success_thresholds(config) if isinstance(config, RunConfig) else {})
         self.progress = progress
         self.step = 0
         self.failures, self.last_failure = 0, ""

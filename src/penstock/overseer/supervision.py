@@ -2,7 +2,7 @@
 
 A thread that hangs cannot be killed. When progress stops for longer than the limit, `Watchdog.check` writes every
 thread's stack to a file and raises an error that names who owes the progress. Should the supervising thread itself
-hang, on a lock that another one never releases, `last_resort` ends the process: `faulthandler` needs no cooperation
+hang, on a lock that another one never releases, `abort_when_hung` ends the process: `faulthandler` needs no cooperation
 of any Python thread.
 """
 
@@ -17,7 +17,7 @@ from penstock.rundir.logs import open_unlinked
 from penstock.types import NoProgressError
 
 
-class Crew:
+class ThreadGroup:
     """The threads of a run. The first exception of any of them is kept and re-raised by `raise_if_failed`."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ LAST_RESORT_S = 60.0
 
 
 @contextmanager
-def last_resort(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
+def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], None]]:
     """Gives a function to call often; when it is not called for `limit_s`, the process ends with exit code 1."""
     with open(stacks_path, "w", opener=open_unlinked) as stacks:
 

@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class ViewLabels:
     """What the view calls things.
 
     Attributes:
@@ -65,8 +65,8 @@ class Wording:
     update: str = "step"
 
 
-LANGUAGE_WORDING = Wording()
-FLEET_WORDING = Wording("return", ".1f", "steps/s", "fragments", "task", "update")
+LANGUAGE_LABELS = ViewLabels()
+CONTROL_LABELS = ViewLabels("return", ".1f", "steps/s", "fragments", "task", "update")
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Progress:
     noted: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=100))
     started: float = field(default_factory=time.monotonic)
-    wording: Wording = LANGUAGE_WORDING
+    wording: ViewLabels = LANGUAGE_LABELS
 
     def note(self, words: str) -> None:
         """Shows an event."""

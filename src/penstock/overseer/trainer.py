@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
+from typing_extensions import override
+
 from penstock.learner import load_checkpoint, save_checkpoint
 from penstock.overseer.assembly import make_training_loop, save_when_there_is_room
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.kind import PolicyKind
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
 from penstock.replay import RemoteBatches
 from penstock.types import PenstockError, Stopped, UnreachableError, WeightVersion
@@ -36,11 +38,11 @@ class LearnerComponent(ThreadedComponent[Any]):
         kind: What it trains.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings[Any], kind: PolicyKind) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings[Any], kind: PolicyKind) -> None:
+        super().__init__(ctx, settings)
         self._kind = kind
         self._codec = kind.codec(settings)
-        self._replay = around.caller("replay-0")
+        self._replay = ctx.caller("replay-0")
         self._batches = RemoteBatches(self._replay, settings.lineage)  # stopped first: nobody waits for a batch then
         self._commits = RemoteBatches(self._replay, settings.lineage)
         self._learner: UpdatingLearner | None = None
@@ -53,7 +55,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._evaluator_state: dict[str, Any] = {}
         self._steps_done = 0
         self._seconds = {"busy": 0.0, "idle": 0.0}
-        self._more = kind.learner_tasks(around, self)
+        self._more = kind.learner_tasks(ctx, self)
         for name, method in self._more.methods.items():
             setattr(self, name, method)
 
@@ -74,8 +76,8 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     # --- starting ------------------------------------------------------------------------------------------------
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.load", self._load)
 
     def _load(self) -> None:
@@ -92,7 +94,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._kind.compile_learner(self._learner, self.config)
         self.doing, self.state = "waiting to be told what to do", "running"
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Takes a new view."""
         self._more.on_view(view)
         super().look(view)
@@ -109,7 +111,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._broadcaster, self._published = broadcaster, (version, arrays)
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """See `WeightSink.publish`; what is published already is not published again."""
+        """Offers a version to whoever fetches; what is published already is not published again."""
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
             if self._broadcaster.latest() != version:
@@ -128,7 +130,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         """Another server for the same version; clients find it by its new incarnation. May be called at any time."""
         with self._publishing:
             if self._broadcaster is None:
-                raise UnreachableError(f"{self.around.identity} has no broadcaster yet: wait until it runs")
+                raise UnreachableError(f"{self.ctx.identity} has no broadcaster yet: wait until it runs")
             self._broadcaster.close()
             self._open_broadcaster()
 
@@ -183,8 +185,8 @@ class LearnerComponent(ThreadedComponent[Any]):
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self.stopping.set()
         self.finish()
         self._commits.stop()
@@ -210,12 +212,12 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._wait_for_room,
         )
         self._commits.checkpoint_saved(step)
-        self.around.event("checkpoint", step, path=str(path))
+        self.ctx.event("checkpoint", step, path=str(path))
 
     def _states(self, step: int) -> dict[str, Any]:
         """Of all components but the learner, as of its boundary before update `step`."""
         try:  # before the others' states: an evaluation that counts as done is in the curriculum's state, too
-            self._evaluator_state = self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
+            self._evaluator_state = self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
         except UnreachableError:
             pass  # it is being replaced, and will go on from this older state: an evaluation is made again
         return self._commits.checkpoint_states(step, STATES_S) | {
@@ -226,10 +228,10 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _meet_evaluator(self) -> None:
         """The first call asks the cluster where it is, and may come too late for a last save without a cluster."""
         with suppress(PenstockError):
-            self.around.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
+            self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
-        self.around.event("disk_full", reason=why)
+        self.ctx.event("disk_full", reason=why)
         self._waiting_for_room = True
         if self.stopping.wait(seconds):
             raise Stopped(why)
@@ -240,15 +242,15 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._seconds["idle"] += metrics["time/wait_for_batch"]
         self._seconds["busy"] += metrics["time/update"] + metrics["time/checkpoint"]
         assert self._broadcaster is not None  # it published this version's parent
-        self.around.metrics(step, {**metrics, **self._broadcaster.metrics()})
+        self.ctx.metrics(step, {**metrics, **self._broadcaster.metrics()})
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
         owes_none = self.state == "starting" or self._waiting_for_room or doing.startswith(("waiting", "done"))
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
-        return Condition(
+        return ComponentStatus(
             self.state,
             doing,
             None if owes_none else float(self._steps_done),

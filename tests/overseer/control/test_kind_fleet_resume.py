@@ -14,11 +14,11 @@ from penstock.overseer.control.simulators import probe_spaces
 from penstock.overseer.control.updates import FleetUpdates
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.kind import RunStart
-from penstock.overseer.opening import Damages, open_log
+from penstock.overseer.opening import DamageList, open_log
 from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
-from penstock.overseer.terminal import FLEET_WORDING, Progress
+from penstock.overseer.supervision import ThreadGroup
+from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CheckpointError, ConfigError, LeafSpace, Spaces
 from tests.overseer.conftest import merged
@@ -142,8 +142,8 @@ def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: S
     checkpoint = directory.checkpoints / "step-5"
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text('{"format_version": 1, "step": 5, "states": {}}')
-    log = open_log(config, directory, Progress("test", 9, 8, wording=FLEET_WORDING), Damages(), checkpoint)
+    log = open_log(config, directory, Progress("test", 9, 8, wording=CONTROL_LABELS), DamageList(), checkpoint)
     start = RunStart(make_policy(config, guess), guess, 1)
-    conductor = FleetConductor(config, directory, Crew(), log, start)
+    conductor = FleetConductor(config, directory, ThreadGroup(), log, start)
     log.close()
     assert conductor.step == conductor.status()["step"] == FleetUpdates(log, ["guess"]).step == 5

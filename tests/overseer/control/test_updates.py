@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.overseer.control.updates import FleetPace, find_bottleneck
+from penstock.overseer.control.updates import ThroughputTrend, find_bottleneck
 
 
 def update(steps: float, blocked_s: float = 0.0, wait_s: float = 1.0, update_s: float = 1.0) -> dict[str, float]:
@@ -27,7 +27,7 @@ def clock() -> Clock:
 
 
 def test_counters_are_compared_with_those_before(clock):
-    pace = FleetPace(clock)
+    pace = ThroughputTrend(clock)
     first = pace.note(update(1000.0, blocked_s=1.0))
     assert first["fleet/steps_per_s"] == 500.0, "the first update tells of its own 2 s"
     clock.now_s += 2.0
@@ -45,7 +45,7 @@ def test_counters_are_compared_with_those_before(clock):
 
 def test_what_is_told_twice_a_second_is_a_steady_rate_however_often_updates_come(clock):
     """1,000 steps per second, told of every 0.5 s; updates every 0.1 s."""
-    pace, shown = FleetPace(clock), []
+    pace, shown = ThroughputTrend(clock), []
     for number in range(1, 300):
         clock.now_s += 0.1
         told = 500.0 * int(number * 0.1 / 0.5 + 1e-9)
@@ -55,14 +55,14 @@ def test_what_is_told_twice_a_second_is_a_steady_rate_however_often_updates_come
 
 
 def test_slow_steps_between_seldom_updates_are_not_nothing(clock):
-    pace = FleetPace(clock)
+    pace = ThroughputTrend(clock)
     for number in range(1, 5):
         clock.now_s += 60.0
         assert pace.note(update(3.0 * number, wait_s=59.0))["fleet/steps_per_s"] == pytest.approx(0.05)
 
 
 def test_simulators_that_stand_still_are_seen(clock):
-    pace = FleetPace(clock)
+    pace = ThroughputTrend(clock)
     for number in range(20):
         clock.now_s += 1.0
         pace.note(update(100.0 * number))
@@ -74,7 +74,7 @@ def test_simulators_that_stand_still_are_seen(clock):
 
 
 def test_a_counter_that_begins_anew_is_no_fall(clock):
-    pace = FleetPace(clock)
+    pace = ThroughputTrend(clock)
     for total in (1000.0, 2000.0, 3000.0, 40.0, 1040.0, 2040.0):
         clock.now_s += 1.0
         rate = pace.note(update(total, wait_s=0.5, update_s=0.5))["fleet/steps_per_s"]
@@ -82,7 +82,7 @@ def test_a_counter_that_begins_anew_is_no_fall(clock):
 
 
 def test_an_update_without_time_says_nothing():
-    assert FleetPace().note(update(10.0, wait_s=0.0, update_s=0.0)) == {}
+    assert ThroughputTrend().note(update(10.0, wait_s=0.0, update_s=0.0)) == {}
 
 
 @pytest.mark.parametrize(

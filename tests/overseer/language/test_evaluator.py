@@ -11,7 +11,7 @@ from penstock.overseer import load_config
 from penstock.overseer.component import Settings
 from penstock.overseer.language.evaluator import EvaluatorRole
 from penstock.overseer.language.rollout import InterruptedEvaluation
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.rundir import RunDirectory
 from penstock.types import NoProgressError, UnreachableError, WeightVersion
 from tests.waiting import wait_until
@@ -32,7 +32,7 @@ class Around:
     identity = Identity("evaluator", 0, 3)
 
     def __init__(self) -> None:
-        self.view = View(1, 0, (LEARNER, server(0)))
+        self.view = Membership(1, 0, (LEARNER, server(0)))
         self.holds: list[tuple[float, int]] = []
         self.leased_until = 0.0
         self.version = VERSION
@@ -108,26 +108,26 @@ def role(tmp_path):
 
 
 def test_a_lease_is_renewed_while_answers_come(role):
-    around = role.around
+    ctx = role.ctx
 
     def long_work() -> None:
         began = time.monotonic()
         while time.monotonic() < began + 2 * LEASE_S:
-            assert around.leased
+            assert ctx.leased
             role._pool.answers += 1
             time.sleep(LEASE_S / 10)
 
     role._evaluator.work = long_work
     role.evaluate(4)
-    assert set(around.holds) == {(LEASE_S, 3)} and len(around.holds) >= 4
-    assert not around.leased and around.events == []
+    assert set(ctx.holds) == {(LEASE_S, 3)} and len(ctx.holds) >= 4
+    assert not ctx.leased and ctx.events == []
 
 
 def test_a_lease_without_answers_runs_out(role):
-    around = role.around
-    role._evaluator.work = lambda: wait_until(lambda: not around.leased, "end of the lease", LIMIT_S)
+    ctx = role.ctx
+    role._evaluator.work = lambda: wait_until(lambda: not ctx.leased, "end of the lease", LIMIT_S)
     role.evaluate(4)
-    assert len(around.holds) == 1
+    assert len(ctx.holds) == 1
 
 
 def test_a_periodic_evaluation_that_is_cut_short_is_told_and_made_again(role):
@@ -139,7 +139,7 @@ def test_a_periodic_evaluation_that_is_cut_short_is_told_and_made_again(role):
     role.start()
     wait_until(lambda: role._evaluator.over == 1, "evaluation", LIMIT_S)
     told = {"step": 4, "server": "inference-0", "reason": "steps [5] answered where 4 was evaluated"}
-    assert role.around.events == [("evaluation_interrupted", told)]
+    assert role.ctx.events == [("evaluation_interrupted", told)]
 
 
 def test_an_evaluation_that_was_asked_for_is_made_again_while_answers_came(role):
@@ -152,17 +152,17 @@ def test_an_evaluation_that_was_asked_for_is_made_again_while_answers_came(role)
 
     role._evaluator.work = work
     assert role.evaluate(4) == {}
-    assert len(role.around.events) == 3
+    assert len(role.ctx.events) == 3
 
 
 def test_a_version_that_nobody_serves_is_given_up_after_the_limit_of_a_start(role):
     with pytest.raises(NoProgressError, match=r"no server answered for 1 s: no server holds"):
         role.evaluate(5)
-    assert role.around.events == []
+    assert role.ctx.events == []
 
 
 def test_a_server_that_drains_is_not_chosen(role):
-    role.around.view = View(2, 0, (LEARNER, server(0, draining=True), server(1)))
+    role.ctx.view = Membership(2, 0, (LEARNER, server(0, draining=True), server(1)))
     role._evaluator.work = lambda: None
     named = []
     role._contexts.only = lambda name, incarnation: named.append(name)

@@ -15,7 +15,7 @@ from penstock.overseer import load_config
 from penstock.overseer.component import Settings
 from penstock.overseer.language.inference import InferenceRole
 from penstock.overseer.language.rollout import make_pool, servers_of
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.rundir import RunDirectory
 from penstock.types import Decoding, NoProgressError, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster
@@ -38,13 +38,13 @@ class Around:
     identity = Identity("inference", 0, 0)
 
     def __init__(self) -> None:
-        self.view = View()
+        self.view = Membership()
         self.others: tuple[Peer, ...] = ()
         self.told: list[tuple[Any, ...]] = []
 
     def follow(self, role: InferenceRole, broadcaster: Broadcaster) -> None:
         address = {"weights": broadcaster.endpoint()}
-        self.view = View(self.view.number + 1, 0, (Peer(Identity("learner", 0, 0), address), *self.others))
+        self.view = Membership(self.view.number + 1, 0, (Peer(Identity("learner", 0, 0), address), *self.others))
         role.look(self.view)
 
     def caller(self, name: str) -> "Around":
@@ -114,9 +114,9 @@ def api():
     api.close()
 
 
-def make_role(tmp_path, around, overrides=()):
+def make_role(tmp_path, ctx, overrides=()):
     config = load_config("cats", [*SMALL, "overseer.heartbeat_s=0.1", *overrides])
-    return InferenceRole(around, Settings(config, RunDirectory(tmp_path), TOKEN))
+    return InferenceRole(ctx, Settings(config, RunDirectory(tmp_path), TOKEN))
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def broadcast(tmp_path):
         arrays = {name: np.asarray(array) for name, array in named_arrays(role._decoder).items()}
         arrays["final_norm"] = np.full_like(arrays["final_norm"], value)
         broadcaster.publish(VERSION, arrays)
-        role.around.follow(role, broadcaster)
+        role.ctx.follow(role, broadcaster)
         return broadcaster.endpoint()["incarnation"]
 
     yield broadcast
@@ -183,7 +183,7 @@ def test_a_broadcaster_that_cannot_be_reached_is_named_and_survived_for_a_while(
     engine = role._engine
     engine.may_swap.set()
     broadcast(role, 1.0)
-    learner = role.around.view.peer("learner-0")
+    learner = role.ctx.view.peer("learner-0")
     right = learner.address["weights"]
     learner.address["weights"] = right | {"address": "127.0.0.1:1"}
     role.start()
@@ -238,17 +238,17 @@ def test_weights_that_came_during_a_lease_are_taken_after_it(role, broadcast):
 
 
 def test_the_lease_of_an_evaluator_ends_with_its_life(role, broadcast):
-    engine, around = role._engine, role.around
+    engine, ctx = role._engine, role.ctx
     engine.may_swap.set()
     first = broadcast(role, 1.0)
     role.start()
     wait_until(lambda: told(role) == first)
     assert role.hold(LIMIT_S, 3) == VERSION
-    around.others = (Peer(Identity("evaluator", 0, 3), {}),)
+    ctx.others = (Peer(Identity("evaluator", 0, 3), {}),)
     broadcast(role, 2.0)
     wait_until(lambda: role.doing == "held at its version")
     assert engine.served == [1.0]
-    around.others = (Peer(Identity("evaluator", 0, 4), {}),)
+    ctx.others = (Peer(Identity("evaluator", 0, 4), {}),)
     third = broadcast(role, 3.0)
     wait_until(lambda: told(role) == third)
     assert engine.served[-1] == 3.0
@@ -265,7 +265,7 @@ def test_a_draining_server_answers_what_it_was_asked_and_is_drained_after_that(r
     pool = make_pool(role.settings)
 
     def look() -> None:
-        pool.set_servers(servers_of(View(9, 0, (Peer(role.around.identity, role.condition().address),))))
+        pool.set_servers(servers_of(Membership(9, 0, (Peer(role.ctx.identity, role.condition().address),))))
 
     try:
         look()
@@ -305,18 +305,18 @@ def test_a_draining_server_keeps_the_evaluation_that_it_was_leased_for(role, bro
 
 
 def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(role, broadcast):
-    engine, around = role._engine, role.around
+    engine, ctx = role._engine, role.ctx
     engine.may_swap.set()
-    around.others = (Peer(Identity("evaluator", 0, 3), {}), Peer(Identity("replay", 0, 0), {}))
+    ctx.others = (Peer(Identity("evaluator", 0, 3), {}), Peer(Identity("replay", 0, 0), {}))
     broadcast(role, 1.0)
     role.start()
     holds = ("server_holds", "inference-0", 0, 0, 0)
-    wait_until(lambda: around.told == [(*holds, False)])
+    wait_until(lambda: ctx.told == [(*holds, False)])
     role.hold(LIMIT_S, 3)
-    wait_until(lambda: around.told[1:] == [(*holds, True)])
+    wait_until(lambda: ctx.told[1:] == [(*holds, True)])
     assert role.condition().address["held_back"]
     role.release()
-    wait_until(lambda: around.told[2:] == [(*holds, False)])
+    wait_until(lambda: ctx.told[2:] == [(*holds, False)])
     assert not role.condition().address["held_back"]
 
 
@@ -334,8 +334,8 @@ def test_the_engine_has_the_limit_of_a_start_to_get_ready(tmp_path):
 def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):
     certificate, key = write_certificate(tmp_path)
     files = {"tls_cert": certificate, "tls_key": key, "tls_ca": certificate}
-    around = Around()
-    role = make_role(tmp_path, around, [f"inference.{name}={path}" for name, path in files.items()])
+    ctx = Around()
+    role = make_role(tmp_path, ctx, [f"inference.{name}={path}" for name, path in files.items()])
     pool = make_pool(role.settings)
     try:
         broadcast(role, 1.0)
@@ -343,7 +343,7 @@ def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):
         wait_until(lambda: told(role) or role.condition().state == "failed")
         condition = role.condition()
         assert condition.address["url"].startswith("https://127.0.0.1:"), condition
-        pool.set_servers(servers_of(View(9, 0, (Peer(around.identity, condition.address),))))
+        pool.set_servers(servers_of(Membership(9, 0, (Peer(ctx.identity, condition.address),))))
         prompt = np.array([5, 6], np.int32)
         answers = RemoteContext(pool, role.settings.tokenizer()).generate(
             [prompt], 1, Decoding(max_output_tokens=3), [7]

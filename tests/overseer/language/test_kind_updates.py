@@ -7,7 +7,7 @@ import pytest
 
 from penstock.overseer.control.kind import ReportedUpdates
 from penstock.overseer.language.kind import Updates
-from penstock.overseer.metrics import Look
+from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events, read_metrics
@@ -42,7 +42,7 @@ def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_updat
     said = []
     for step, shares in enumerate(idle, start=1):
         updates._idle.of_roles = shares
-        updates.add(step, TIMES, Look(), {})
+        updates.add(step, TIMES, ClusterSnapshot(), {})
         said.append(updates.bottleneck)
     assert said[0] == said[4] == "" and said[2].startswith("learner busy 99%")
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "bottleneck"]
@@ -57,7 +57,7 @@ def test_the_idle_shares_of_a_fleets_components_are_in_its_metrics(log: RunLog, 
     updates: Any = ReportedUpdates(log, ["guess"])
     updates._idle = Shares()
     updates._idle.of_roles = {"replay": 0.75, "rollout": 0.5}
-    updates.add(1, TIMES, Look(), {})
+    updates.add(1, TIMES, ClusterSnapshot(), {})
     (row,) = read_metrics(run_dir / "metrics.jsonl")
     found = {name: row[f"time/idle/{name}"] for name in ("learner", "replay", "rollout", "replay-0")}
     assert found == {"learner": 0.5, "replay": 0.75, "rollout": 0.5, "replay-0": 0.25}

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.overseer.component import Activity
+from penstock.overseer.component import BusyTime
 from penstock.overseer.language.rollout import InterruptedEvaluation, PinnedContext, TimedContext
 from penstock.types import Completion, Decoding, WeightVersion
 
@@ -21,7 +21,7 @@ class Servers:
 
     tokenizer = None
 
-    def __init__(self, activity: Activity, *completions: Completion) -> None:
+    def __init__(self, activity: BusyTime, *completions: Completion) -> None:
         self._activity = activity
         self._completions = completions
         self.working: list[bool] = []
@@ -36,7 +36,7 @@ def ask(context: TimedContext) -> list[list[Completion]]:
 
 
 def test_waiting_for_tokens_is_no_work_and_answers_are_counted():
-    activity, answers = Activity(), []
+    activity, answers = BusyTime(), []
     servers = Servers(activity, completion([3], 3))
     context = TimedContext(servers, activity, lambda: answers.append(1))
     with activity.busy():
@@ -46,7 +46,7 @@ def test_waiting_for_tokens_is_no_work_and_answers_are_counted():
 
 
 def test_a_pinned_version_must_have_made_every_token():
-    activity = Activity()
+    activity = BusyTime()
     context = PinnedContext(Servers(activity), activity)
     context.pin(Servers(activity, completion([3, 3], 3), completion([], 3)), WeightVersion(1, 3))
     assert len(ask(context)) == 2
@@ -56,7 +56,7 @@ def test_a_pinned_version_must_have_made_every_token():
     "other", [completion([3, 4], 3), completion([3], 2), completion([3], 3, lineage=0), completion([4], 4)]
 )
 def test_a_token_of_another_version_cuts_the_evaluation_short(other: Completion):
-    activity = Activity()
+    activity = BusyTime()
     context = PinnedContext(Servers(activity), activity)
     context.pin(Servers(activity, completion([3], 3), other), WeightVersion(1, 3))
     with pytest.raises(InterruptedEvaluation, match="where WeightVersion"):

@@ -1,7 +1,7 @@
 from typing import Any
 
 from penstock.overseer.language.rollout import servers_of, serving
-from penstock.overseer.supervisor.messages import Identity, Peer, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 
 
 def peer(index: int, step: int, **address: Any) -> Peer:
@@ -10,7 +10,7 @@ def peer(index: int, step: int, **address: Any) -> Peer:
 
 
 def accepting(*peers: Peer) -> dict[int, bool]:
-    return {int(server.name[-1]): server.accepting for server in servers_of(View(1, 1, peers))}
+    return {int(server.name[-1]): server.accepting for server in servers_of(Membership(1, 1, peers))}
 
 
 def test_those_of_the_present_lineage_are_known_once_they_have_weights():
@@ -21,7 +21,7 @@ def test_those_of_the_present_lineage_are_known_once_they_have_weights():
 def test_one_that_drains_is_known_and_takes_nothing_new():
     draining, other = peer(0, 4, draining=True), peer(1, 4)
     assert accepting(draining, other) == {0: False, 1: True}
-    assert serving(View(1, 1, (draining, other))) == [other]
+    assert serving(Membership(1, 1, (draining, other))) == [other]
     assert accepting(draining) == {0: False}
 
 

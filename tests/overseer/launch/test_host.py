@@ -7,8 +7,8 @@ import pytest
 
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.launch import host as hosting
-from penstock.overseer.launch.host import MOST_PER_REPORT, Outbox, Senders
-from penstock.overseer.supervisor.messages import Answer, Identity, Peer, Report, View
+from penstock.overseer.launch.host import MOST_PER_REPORT, IncarnationFence, Outbox
+from penstock.overseer.supervisor.messages import Identity, Membership, Peer, Reply, Report
 from penstock.types import (
     CheckpointError,
     PenstockError,
@@ -23,8 +23,8 @@ from tests.overseer.thread_launcher import ThreadHandle, ThreadLauncher
 FIRST, SECOND, OTHER = Identity("rollout", 0, 0), Identity("rollout", 0, 1), Identity("replay", 0, 0)
 
 
-def view(number: int, *identities: Identity) -> View:
-    return View(number, 0, tuple(Peer(identity, {}) for identity in identities))
+def view(number: int, *identities: Identity) -> Membership:
+    return Membership(number, 0, tuple(Peer(identity, {}) for identity in identities))
 
 
 @pytest.fixture
@@ -34,15 +34,17 @@ def launcher():
     launcher.close(5.0)
 
 
-def spawn(launcher: ThreadLauncher, identity: Identity, seen: View | None = None, **settings: object) -> ThreadHandle:
-    return launcher.spawn(identity, plain_component.make, settings, RoleConfig(), seen or View())
+def spawn(
+    launcher: ThreadLauncher, identity: Identity, seen: Membership | None = None, **settings: object
+) -> ThreadHandle:
+    return launcher.spawn(identity, plain_component.make, settings, RoleConfig(), seen or Membership())
 
 
-def running(handle: ThreadHandle, seen: View | None = None) -> Report:
+def running(handle: ThreadHandle, seen: Membership | None = None) -> Report:
     """Beats until the component is made."""
     deadline = time.monotonic() + 10
     while True:
-        report = handle.beat(seen or View(), 0).result(10)
+        report = handle.beat(seen or Membership(), 0).result(10)
         if report.condition.state != "starting":
             return report
         assert time.monotonic() < deadline, "the component is not made"
@@ -75,7 +77,7 @@ def test_many_calls_wait_at_once_and_heartbeats_are_answered_meanwhile(launcher,
     ]
     for thread in threads:
         thread.start()
-    assert handle.beat(View(), 0).result(5).condition.state == "running"
+    assert handle.beat(Membership(), 0).result(5).condition.state == "running"
     handle.call("open", timeout_s=5)
     for thread in threads:
         thread.join(10)
@@ -153,7 +155,7 @@ def test_a_late_call_of_a_replaced_incarnation_is_refused(launcher):
 
 
 def test_one_that_died_and_has_no_successor_yet_is_refused():
-    senders = Senders()
+    senders = IncarnationFence()
     senders.look(view(1, FIRST, OTHER))
     senders.check(FIRST)
     senders.look(view(2, OTHER))
@@ -163,7 +165,7 @@ def test_one_that_died_and_has_no_successor_yet_is_refused():
 
 
 def test_a_successor_that_no_view_has_named_yet_is_taken_and_ends_its_predecessor():
-    senders = Senders()
+    senders = IncarnationFence()
     senders.look(view(1, FIRST))
     senders.check(SECOND)
     with pytest.raises(SupersededError):
@@ -187,15 +189,15 @@ def test_messages_are_repeated_until_they_are_acknowledged(launcher):
     running(handle)
     handle.call("report", 7, timeout_s=5)
     for _ in range(2):
-        first, second = handle.beat(View(), 0).result(5).messages
+        first, second = handle.beat(Membership(), 0).result(5).messages
         assert (first.number, first.kind, first.step, first.name, first.fields) == (
             1, "event", 7, "noted", {"what": "something"}
         )  # fmt: skip
         assert (second.number, second.kind, second.fields) == (2, "metrics", {"plain/number": 2.5})
-    assert [message.number for message in handle.beat(View(), 1).result(5).messages] == [2]
-    assert handle.beat(View(), 2).result(5).messages == ()
+    assert [message.number for message in handle.beat(Membership(), 1).result(5).messages] == [2]
+    assert handle.beat(Membership(), 2).result(5).messages == ()
     handle.call("report", 8, timeout_s=5)
-    assert [message.number for message in handle.beat(View(), 2).result(5).messages] == [3, 4]
+    assert [message.number for message in handle.beat(Membership(), 2).result(5).messages] == [3, 4]
 
 
 def test_a_report_is_bounded():
@@ -233,7 +235,7 @@ def test_a_notice_drains_once_and_is_told(launcher):
     assert handle.host is not None
     handle.host.drain("SIGTERM")
     handle.host.drain("SIGTERM")
-    report = handle.beat(View(), 0).result(5)
+    report = handle.beat(Membership(), 0).result(5)
     assert report.condition.state == "drained"
     assert [(m.name, m.fields["reason"]) for m in report.messages] == [("drain_notice", "SIGTERM")]
 
@@ -245,14 +247,14 @@ def test_a_notice_during_the_start_drains_as_soon_as_there_is_something_to_drain
         assert may_go_on.wait(10)
         return plain_component.make(surroundings, settings)
 
-    handle = launcher.spawn(OTHER, slow, {}, RoleConfig(), View())
-    assert handle.beat(View(), 0).result(5).condition.state == "starting"
+    handle = launcher.spawn(OTHER, slow, {}, RoleConfig(), Membership())
+    assert handle.beat(Membership(), 0).result(5).condition.state == "starting"
     with pytest.raises(UnreachableError, match="replay-0#0 is starting"):
         handle.call("add", 1, 1, timeout_s=5)
     handle.host.drain("SIGTERM")
     may_go_on.set()
     deadline = time.monotonic() + 5
-    while (state := handle.beat(View(), 0).result(5).condition.state) != "drained":
+    while (state := handle.beat(Membership(), 0).result(5).condition.state) != "drained":
         assert time.monotonic() < deadline, f"it is {state}"
 
 
@@ -267,7 +269,7 @@ def test_heartbeats_are_answered_when_every_thread_waits(launcher, monkeypatch):
     deadline = time.monotonic() + 5
     while not handle.host._calls._work_queue.qsize():
         assert time.monotonic() < deadline, "the second call does not queue"
-    assert handle.beat(View(), 0).result(5).condition.state == "running"
+    assert handle.beat(Membership(), 0).result(5).condition.state == "running"
     handle.host._component.open()
     waiting.join(10)
     queued.join(10)
@@ -282,13 +284,13 @@ def test_an_error_of_a_subclass_arrives_as_the_nearest_one_known_to_both():
         pass
 
     with pytest.raises(TransferError, match="^torn$") as caught:
-        Answer.of(Local("torn")).result()
+        Reply.of(Local("torn")).result()
     assert type(caught.value) is TransferError
 
 
 def test_a_name_that_is_no_error_is_still_an_error():
     with pytest.raises(PenstockError, match="odd"):
-        Answer(error="Unheard", message="odd").result()
+        Reply(error="Unheard", message="odd").result()
 
 
 # --- the launcher of threads itself --------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def test_a_frozen_component_answers_when_it_is_thawed(launcher):
     handle = spawn(launcher, OTHER)
     running(handle)
     launcher.freeze("replay-0")
-    beat = handle.beat(View(), 0)
+    beat = handle.beat(Membership(), 0)
     with pytest.raises(UnreachableError, match="did not answer add within 0.1 s"):
         handle.call("add", 1, 1, timeout_s=0.1)
     assert not beat.done()
@@ -310,16 +312,16 @@ def test_what_waits_for_a_component_is_told_of_its_death(launcher):
     handle = spawn(launcher, OTHER)
     running(handle)
     launcher.freeze("replay-0")
-    beat = handle.beat(View(), 0)
+    beat = handle.beat(Membership(), 0)
     handle.kill(5)
     with pytest.raises(UnreachableError, match="died"):
         beat.result(5)
     with pytest.raises(UnreachableError):
-        handle.beat(View(), 0).result(5)
+        handle.beat(Membership(), 0).result(5)
 
 
 def test_a_start_may_be_refused(launcher):
     launcher.refuse("replay-0")
     with pytest.raises(UnreachableError):
-        spawn(launcher, OTHER).beat(View(), 0).result(5)
+        spawn(launcher, OTHER).beat(Membership(), 0).result(5)
     assert running(spawn(launcher, Identity("replay", 0, 1))).condition.state == "running"

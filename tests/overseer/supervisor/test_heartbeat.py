@@ -6,7 +6,7 @@ import pytest
 
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.supervisor.heartbeat import Heartbeat
-from penstock.overseer.supervisor.messages import Condition, Identity, Report, View
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Report
 
 WHO = Identity("rollout", 0, 0)
 CONFIG = OverseerConfig(heartbeat_s=1.0)
@@ -21,13 +21,13 @@ class Asked:
         self.views: list[int | None] = []
         self.outstanding: list[Future[Report]] = []
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         self.views.append(None if view is None else view.number)
         self.outstanding.append(Future())
         return self.outstanding[-1]
 
     def answer(self) -> None:
-        self.outstanding.pop().set_result(Report(WHO, 1, "here", Condition("running", "working")))
+        self.outstanding.pop().set_result(Report(WHO, 1, "here", ComponentStatus("running", "working")))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def beat(asked):
     heartbeat = Heartbeat(asked, CONFIG, 0.0)
 
     def beat(number: int, now_s: float) -> None:
-        heartbeat.ask(View(number), now_s)
+        heartbeat.ask(Membership(number), now_s)
         if asked.outstanding:
             asked.answer()
             assert heartbeat.collect(now_s) is not None
@@ -78,10 +78,10 @@ def test_many_changes_are_told_together(asked, beat):
 
 def test_nothing_is_asked_while_an_answer_is_outstanding(asked):
     heartbeat = Heartbeat(asked, CONFIG, 0.0)
-    heartbeat.ask(View(1), 0.0)
-    heartbeat.ask(View(2), 5.0)
+    heartbeat.ask(Membership(1), 0.0)
+    heartbeat.ask(Membership(2), 5.0)
     assert asked.views == [1]
     asked.answer()
     assert heartbeat.collect(5.0) is not None
-    heartbeat.ask(View(2), 5.0)
+    heartbeat.ask(Membership(2), 5.0)
     assert asked.views == [1, 2]

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.overseer import OverseerConfig
-from penstock.overseer.supervisor.member import DeathToll, RestartBudget
+from penstock.overseer.supervisor.member import RestartBudget, RunRestartBudget
 from penstock.types import RunFailed
 
 
@@ -28,7 +28,7 @@ def test_a_large_budget_does_not_overflow():
 
 
 def test_many_deaths_without_a_new_version_end_the_run():
-    toll = DeathToll(1)
+    toll = RunRestartBudget(1)
     for _ in range(5):
         toll.count("gone")
     toll.forget()

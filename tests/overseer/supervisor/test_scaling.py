@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.overseer.supervisor.scaling import ANSWER_KEPT_S, ScaleDesk, ask_to_scale, parse_sizes
+from penstock.overseer.supervisor.scaling import ANSWER_KEPT_S, ScaleRequests, ask_to_scale, parse_sizes
 from penstock.types import ConfigError, UnreachableError
 
 LIMIT_S = 30.0
@@ -21,7 +21,7 @@ def files(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "requests").iterdir())
 
 
-def asked(desk: ScaleDesk, run_dir: Path, count: int = 8) -> list[object]:
+def asked(desk: ScaleRequests, run_dir: Path, count: int = 8) -> list[object]:
     """What `ask_to_scale` returned or raised, while the desk is open."""
     outcome: list[object] = []
 
@@ -44,13 +44,13 @@ def asked(desk: ScaleDesk, run_dir: Path, count: int = 8) -> list[object]:
 
 def test_a_request_reaches_the_overseer_and_its_answer_the_asker(tmp_path):
     taken: list[tuple[str, int]] = []
-    desk = ScaleDesk(tmp_path, lambda role, count: taken.append((role, count)))
+    desk = ScaleRequests(tmp_path, lambda role, count: taken.append((role, count)))
     assert asked(desk, tmp_path) == ["rollout=8: the overseer has begun to make it so"]
     assert taken == [("rollout", 8)] and files(tmp_path) == []
 
 
 def test_a_refusal_is_the_askers_error(tmp_path):
-    (error,) = asked(ScaleDesk(tmp_path, refuse), tmp_path)
+    (error,) = asked(ScaleRequests(tmp_path, refuse), tmp_path)
     assert isinstance(error, ConfigError) and str(error) == "the role 'rollout' cannot be scaled"
     assert files(tmp_path) == []
 
@@ -64,7 +64,7 @@ def test_a_request_that_nobody_takes_is_withdrawn(tmp_path):
 def test_what_was_asked_of_an_earlier_life_is_forgotten(tmp_path):
     (tmp_path / "requests").mkdir()
     (tmp_path / "requests" / f"scale-{ID}.json").write_text('{"role": "rollout", "count": 8}')
-    ScaleDesk(tmp_path, refuse).serve()
+    ScaleRequests(tmp_path, refuse).serve()
     assert files(tmp_path) == []
 
 
@@ -75,7 +75,7 @@ def test_what_was_asked_of_an_earlier_life_is_forgotten(tmp_path):
 )  # fmt: skip
 def test_what_is_no_request_is_answered_so(tmp_path, content):
     taken: list[str] = []
-    desk = ScaleDesk(tmp_path, lambda role, count: taken.append(role))
+    desk = ScaleRequests(tmp_path, lambda role, count: taken.append(role))
     (tmp_path / "requests" / f"scale-{ID}.json").write_bytes(content)
     desk.serve()
     answer = json.loads((tmp_path / "requests" / f"scale-{ID}.answer.json").read_text())
@@ -83,7 +83,7 @@ def test_what_is_no_request_is_answered_so(tmp_path, content):
 
 
 def test_links_and_other_files_are_not_read(tmp_path):
-    desk = ScaleDesk(tmp_path, refuse)
+    desk = ScaleRequests(tmp_path, refuse)
     (tmp_path / "secret").write_text('{"role": "rollout", "count": 8}')
     os.symlink(tmp_path / "secret", tmp_path / "requests" / f"scale-{ID}.json")
     (tmp_path / "requests" / "notes.txt").write_text("mine")
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_ends_no_run_and_holds_none_up(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "open", open_unless_unreadable)
     taken: list[int] = []
-    desk = ScaleDesk(tmp_path, lambda role, count: taken.append(count))
+    desk = ScaleRequests(tmp_path, lambda role, count: taken.append(count))
     strange = tmp_path / "requests" / f"scale-{ID}.json"
     put(strange)
     (tmp_path / "requests" / f"scale-{ID[::-1]}.json").write_text('{"role": "rollout", "count": 3}')
@@ -123,12 +123,12 @@ def test_what_cannot_be_read_ends_no_run_and_holds_none_up(tmp_path, monkeypatch
     assert answer["accepted"] is False and f"scale-{ID}.json cannot be read: " in answer["message"]
     assert taken == [3]
     assert strange.is_dir() or not strange.is_symlink() and not strange.exists()
-    ScaleDesk(tmp_path, refuse).serve()
+    ScaleRequests(tmp_path, refuse).serve()
 
 
 def test_a_request_that_cannot_be_taken_away_is_not_done_time_and_again(tmp_path, monkeypatch):
     taken: list[int] = []
-    desk = ScaleDesk(tmp_path, lambda role, count: taken.append(count))
+    desk = ScaleRequests(tmp_path, lambda role, count: taken.append(count))
     request = tmp_path / "requests" / f"scale-{ID}.json"
     request.write_text('{"role": "rollout", "count": 8}')
 
@@ -143,7 +143,7 @@ def test_a_request_that_cannot_be_taken_away_is_not_done_time_and_again(tmp_path
 
 def test_a_file_in_place_of_the_folder_keeps_no_run_from_beginning(tmp_path):
     (tmp_path / "requests").write_text("mine")
-    ScaleDesk(tmp_path, refuse).serve()
+    ScaleRequests(tmp_path, refuse).serve()
     assert (tmp_path / "requests").read_text() == "mine"
 
 
@@ -151,7 +151,7 @@ def test_folders_that_are_called_answers_are_left_where_they_are(tmp_path):
     now = [0.0]
     answer = tmp_path / "requests" / f"scale-{ID}.answer.json"
     answer.mkdir(parents=True)
-    desk = ScaleDesk(tmp_path, refuse, lambda: now[0])
+    desk = ScaleRequests(tmp_path, refuse, lambda: now[0])
     now[0] = answer.stat().st_mtime + ANSWER_KEPT_S + 1
     desk.serve()
     assert answer.is_dir()
@@ -173,7 +173,7 @@ def test_what_is_no_answer_is_refused(tmp_path, monkeypatch, content):
 
 def test_answers_that_nobody_took_are_deleted_in_time(tmp_path):
     now = [0.0]
-    desk = ScaleDesk(tmp_path, lambda role, count: None, lambda: now[0])
+    desk = ScaleRequests(tmp_path, lambda role, count: None, lambda: now[0])
     (tmp_path / "requests" / f"scale-{ID}.json").write_text('{"role": "rollout", "count": 8}')
     desk.serve()
     (answer,) = files(tmp_path)
@@ -186,7 +186,7 @@ def test_answers_that_nobody_took_are_deleted_in_time(tmp_path):
 
 
 def test_a_folder_that_was_deleted_and_a_full_disk_end_no_run(tmp_path, monkeypatch):
-    desk = ScaleDesk(tmp_path, lambda role, count: None)
+    desk = ScaleRequests(tmp_path, lambda role, count: None)
     (tmp_path / "requests").rmdir()
     desk.serve()
     (tmp_path / "requests").mkdir()

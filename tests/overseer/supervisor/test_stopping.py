@@ -3,14 +3,14 @@ from concurrent.futures import Future
 
 import pytest
 
-from penstock.overseer.supervisor.messages import Identity, Report, View
+from penstock.overseer.supervisor.messages import Identity, Membership, Report
 from penstock.overseer.supervisor.stopping import in_background, stop_all
 from tests.overseer.supervisor.world import Component, at_once
 
 
 @pytest.fixture
 def crew() -> list[Component]:
-    made = [Component(Identity("rollout", index, 0), {}, View()) for index in range(3)]
+    made = [Component(Identity("rollout", index, 0), {}, Membership()) for index in range(3)]
     for component in made:
         component.run()
     return made
@@ -20,7 +20,7 @@ def test_everybody_stops_is_heard_out_and_ended(crew):
     heard: list[Report] = []
     told: list[tuple[str, str]] = []
     crew[1].say("last")
-    assert stop_all([(c, 0) for c in crew], View(), heard.append, lambda *w: told.append(w), at_once, 8.0) == []
+    assert stop_all([(c, 0) for c in crew], Membership(), heard.append, lambda *w: told.append(w), at_once, 8.0) == []
     assert [component.calls for component in crew] == [[("stop", 4.0)]] * 3
     assert [report.identity.index for report in heard] == [0, 1, 2] and heard[1].messages[0].name == "last"
     assert all(component.killed for component in crew) and told == []
@@ -33,7 +33,7 @@ def test_who_hangs_keeps_nobody_waiting_and_is_told(crew):
     crew[2].stuck_kills = 1
     heard: list[Report] = []
     started = time.monotonic()
-    left = stop_all([(c, 0) for c in crew], View(), heard.append, lambda *w: told.append(w), in_background, 0.8)
+    left = stop_all([(c, 0) for c in crew], Membership(), heard.append, lambda *w: told.append(w), in_background, 0.8)
     assert time.monotonic() - started < 2.5
     assert left == ["rollout-2#0"] and [report.identity.index for report in heard] == [0, 2]
     assert told == [
@@ -49,7 +49,7 @@ def test_last_words_that_cannot_be_logged_leave_nobody_behind(crew):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        stop_all([(c, 0) for c in crew], View(), full, lambda *words: None, at_once, 2.0)
+        stop_all([(c, 0) for c in crew], Membership(), full, lambda *words: None, at_once, 2.0)
     assert all(component.killed for component in crew)
 
 
@@ -57,5 +57,5 @@ def test_an_end_that_does_not_return_is_not_taken_for_one(crew):
     def background(function) -> Future[None]:
         return Future()
 
-    left = stop_all([(crew[0], 0)], View(), lambda report: None, lambda *words: None, background, 0.2)
+    left = stop_all([(crew[0], 0)], Membership(), lambda report: None, lambda *words: None, background, 0.2)
     assert left == ["rollout-0#0"]

@@ -1,7 +1,7 @@
 import pytest
 
-from penstock.overseer.supervisor.messages import Condition, Identity
-from penstock.overseer.supervisor.stragglers import Slow, Stragglers
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity
+from penstock.overseer.supervisor.stragglers import Straggler, Stragglers
 
 
 def rollout(index: int) -> Identity:
@@ -13,14 +13,14 @@ def watch(stragglers: Stragglers, paces: list[float], seconds: range, idle: list
     for second in seconds:
         for index, pace in enumerate(paces):
             share = idle[index] if idle is not None else 0.0
-            condition = Condition("running", "", second * pace * (1 - share), idle_s=second * share)
+            condition = ComponentStatus("running", "", second * pace * (1 - share), idle_s=second * share)
             stragglers.observe(rollout(index), groups.get(f"of_{index}", ""), condition, float(second))
     return stragglers.newly_slow(float(seconds[-1]))
 
 
 def test_who_is_slower_than_the_median_of_its_peers_by_the_factor_is_named_once():
     stragglers = Stragglers(3.0)
-    assert watch(stragglers, [1.0, 2.0, 3.0, 0.5], range(31)) == [Slow(rollout(3), pytest.approx(0.5), 2.0)]
+    assert watch(stragglers, [1.0, 2.0, 3.0, 0.5], range(31)) == [Straggler(rollout(3), pytest.approx(0.5), 2.0)]
     assert watch(stragglers, [1.0, 2.0, 3.0, 0.5], range(31, 60)) == []
 
 
@@ -40,9 +40,9 @@ def test_waiting_for_others_is_not_slowness():
 def test_time_in_which_no_progress_was_owed_is_no_work():
     stragglers = Stragglers(3.0, least_work_s=5.0)
     for second in range(60):
-        stragglers.observe(rollout(0), "", Condition("running", "", float(second)), float(second))
+        stragglers.observe(rollout(0), "", ComponentStatus("running", "", float(second)), float(second))
         owed = float(min(second, 10)) if second < 11 or second > 55 else None
-        stragglers.observe(rollout(1), "", Condition("running", "", owed), float(second))
+        stragglers.observe(rollout(1), "", ComponentStatus("running", "", owed), float(second))
     assert stragglers.rates(59.0)[rollout(1)] == pytest.approx(10 / 13)
     assert stragglers.newly_slow(59.0) == []
 
@@ -50,8 +50,8 @@ def test_time_in_which_no_progress_was_owed_is_no_work():
 def test_who_owed_nothing_or_worked_little_is_not_judged():
     stragglers = Stragglers(3.0)
     for second in range(60):
-        stragglers.observe(rollout(0), "", Condition("running", "", float(second)), float(second))
-        stragglers.observe(rollout(1), "", Condition("running", "", None), float(second))
+        stragglers.observe(rollout(0), "", ComponentStatus("running", "", float(second)), float(second))
+        stragglers.observe(rollout(1), "", ComponentStatus("running", "", None), float(second))
     assert stragglers.newly_slow(59.0) == []
     assert watch(Stragglers(3.0), [1.0, 0.0], range(15)) == []
 
@@ -79,7 +79,7 @@ def test_a_group_that_is_finished_when_nothing_is_owed_any_more_counts():
     for second in range(60):
         for index, work in enumerate((4, 4, 20)):
             groups, moment = divmod(second, work + 2)
-            condition = Condition("running", "", float(groups) if moment < work else None)
+            condition = ComponentStatus("running", "", float(groups) if moment < work else None)
             stragglers.observe(rollout(index), "", condition, float(second))
     (slow,) = stragglers.newly_slow(59.0)
     assert slow.identity == rollout(2) and 0 < slow.rate < 0.1 < slow.median

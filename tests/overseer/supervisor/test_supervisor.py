@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.overseer.supervisor.messages import Condition, Identity, Report
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Report
 from penstock.types import RunFailed, UnreachableError
 from tests.overseer.supervisor.world import World, spec
 
@@ -227,7 +227,7 @@ def test_a_report_of_another_incarnation_is_dropped():
     world.add("rollout-0")
     world.newest("rollout-0").say("of another")
     world.newest("rollout-0").report = lambda: Report(  # type: ignore[method-assign]
-        Identity("rollout", 0, 7), 1, "", Condition("failed", ""), tuple(world.newest("rollout-0").outbox)
+        Identity("rollout", 0, 7), 1, "", ComponentStatus("failed", ""), tuple(world.newest("rollout-0").outbox)
     )
     world.advance(3.0)
     assert world.messages == [] and world.told("component_death") == []
@@ -292,13 +292,13 @@ def test_calls_reach_the_incarnation_that_lives():
 def test_who_owes_progress_is_named_with_what_it_does():
     world = World()
     world.add("rollout-0", "learner-0")
-    assert "nobody owes progress" in world.supervisor.who_owes_progress()
+    assert "nobody owes progress" in world.supervisor.stalled_components()
     world.change("rollout-0", progress=1.0, doing="generating group 7")
     world.advance(12.0)
-    assert world.supervisor.who_owes_progress() == ("rollout-0#0 is at «generating group 7» without progress for 11 s")
+    assert world.supervisor.stalled_components() == ("rollout-0#0 is at «generating group 7» without progress for 11 s")
     world.newest("learner-0").die()
     world.advance(1.5)
-    assert "learner-0 starts in" in world.supervisor.who_owes_progress()
+    assert "learner-0 starts in" in world.supervisor.stalled_components()
 
 
 def test_counters_move_with_progress_starts_and_deaths_only():
@@ -380,6 +380,6 @@ def test_two_components_of_one_name_are_refused_and_unknown_names_too():
 def test_a_condition_without_an_error_still_has_a_reason():
     world = World()
     world.add("rollout-0")
-    world.newest("rollout-0").condition = Condition("failed", "x")
+    world.newest("rollout-0").condition = ComponentStatus("failed", "x")
     world.advance(1.0)
     assert world.told("component_death")[0]["reason"] == "failed without saying why"

@@ -8,11 +8,11 @@ from typing import Any
 from penstock.overseer import OverseerConfig
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import Condition, Identity, Message, Report, View
+from penstock.overseer.supervisor.messages import ComponentMessage, ComponentStatus, Identity, Membership, Report
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.types import ConfigError, PenstockError, UnreachableError
 
-WORKING = Condition("running", "working")
+WORKING = ComponentStatus("running", "working")
 LIMITS: dict[str, Any] = {
     "heartbeat_s": 1.0, "heartbeat_timeout_s": 10.0, "start_timeout_s": 60.0, "stop_timeout_s": 20.0,
     "no_progress_s": 100.0, "max_restarts": 3, "restart_window_s": 300.0, "backoff_s": 2.0, "max_backoff_s": 5.0,
@@ -22,7 +22,7 @@ LIMITS: dict[str, Any] = {
 class Component:
     """One incarnation. Tests set `condition`, `mode`, `stuck_kills`; `calls` and `killed` say what was done to it."""
 
-    def __init__(self, identity: Identity, settings: Any, view: View) -> None:
+    def __init__(self, identity: Identity, settings: Any, view: Membership) -> None:
         self.identity = identity
         self.settings = settings
         self.views = [view]
@@ -32,17 +32,17 @@ class Component:
         self.killed = False
         self.calls: list[tuple[Any, ...]] = []
         self.failing_calls: set[str] = set()
-        self.outbox: list[Message] = []
+        self.outbox: list[ComponentMessage] = []
         self.unanswered: list[Future[Report]] = []
 
     def say(self, kind: str, **fields: Any) -> None:
         number = self.outbox[-1].number + 1 if self.outbox else 1
-        self.outbox.append(Message(number, "event", 0, kind, fields))
+        self.outbox.append(ComponentMessage(number, "event", 0, kind, fields))
 
     def report(self) -> Report:
         return Report(self.identity, 1000 + self.identity.incarnation, "host-a", self.condition, tuple(self.outbox))
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         self.views.append(view)
         self.acknowledged = acknowledged
         answer: Future[Report] = Future()
@@ -101,7 +101,9 @@ class World:
             self, self.config, self._message, self._event, self._loss, clock=lambda: self.now, background=at_once
         )
 
-    def spawn(self, identity: Identity, factory: Any, settings: Any, resources: RoleConfig, view: View) -> Component:
+    def spawn(
+        self, identity: Identity, factory: Any, settings: Any, resources: RoleConfig, view: Membership
+    ) -> Component:
         assert view.peer(identity.name) is not None, "it sees itself"
         if identity.name in self.unplaceable:
             raise ConfigError(f"there is no room for {identity.name}")
@@ -120,7 +122,7 @@ class World:
 
     def close(self, timeout_s: float) -> None: ...
 
-    def _message(self, identity: Identity, message: Message) -> None:
+    def _message(self, identity: Identity, message: ComponentMessage) -> None:
         self.messages.append((str(identity), message.name))
 
     def _event(self, kind: str, **fields: Any) -> None:
@@ -165,4 +167,4 @@ def at_once(function: Callable[[], Any]) -> Future[Any]:
 
 def spec(name: str, essential: bool = False, **fields: Any) -> ComponentSpec:
     role, _, index = name.partition("-")
-    return ComponentSpec(role, int(index), lambda around, settings: around, {"of": name}, essential=essential, **fields)
+    return ComponentSpec(role, int(index), lambda ctx, settings: ctx, {"of": name}, essential=essential, **fields)

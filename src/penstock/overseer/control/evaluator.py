@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.curriculum import evaluation_due
 from penstock.fleet import PolicyEvaluation, evaluate_policy
@@ -25,13 +26,13 @@ from penstock.fleet.steps import StepBatch
 from penstock.model.control import ControlPolicy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.control.policies import make_evaluation_runner, make_policy
-from penstock.overseer.control.rollout import WeightFeed
+from penstock.overseer.control.rollout import FollowedWeights
 from penstock.overseer.control.simulators import OnEvent, evaluation_fleet, open_evaluation_pool
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import Results, write_stats
 from penstock.overseer.simulator_events import is_news
-from penstock.overseer.supervisor.messages import Condition
+from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import (
     NoProgressError,
     PenstockError,
@@ -258,21 +259,21 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 
     def __init__(
         self,
-        around: Surroundings,
+        ctx: ComponentContext,
         settings: Settings[FleetRunConfig],
         spaces: Spaces,
         state: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(around, settings)
+        super().__init__(ctx, settings)
         policy = make_policy(settings.config, spaces)
-        self._feed = WeightFeed(around, settings, named_arrays(policy))
-        self._evaluator = FleetEvaluator(settings.config, policy, around.metrics, self._on_event)
+        self._feed = FollowedWeights(ctx, settings, named_arrays(policy))
+        self._evaluator = FleetEvaluator(settings.config, policy, ctx.metrics, self._on_event)
         if state:
             self._evaluator.restore(state)
         self._one_at_a_time = threading.Lock()
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.activity.begin()
         self.state, self.doing = "running", WAITING
         if self.config.evaluation.every:
@@ -312,7 +313,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         reason: Exception | None = None
         limit = time.monotonic() + self.config.overseer.no_progress_s
         while time.monotonic() < limit and not self.stopping.is_set():
-            version = WeightVersion(self.around.view.lineage, step)
+            version = WeightVersion(self.ctx.view.lineage, step)
             try:
                 return version, self._feed.fetch(version)
             except (UnreachableError, WeightsError) as failure:
@@ -324,8 +325,8 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         """For the checkpoint."""
         return self._evaluator.state()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._evaluator.stop()
         self._feed.close()
         super().stop(timeout_s)
@@ -336,16 +337,16 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if is_news(kind, fields):
             rest = {name: value for name, value in fields.items() if name != "step"}
-            self.around.event(kind, int(fields.get("step", 0)), **rest)
+            self.ctx.event(kind, int(fields.get("step", 0)), **rest)
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         doing = self._evaluator.doing
         facts = self._facts(state=self._evaluator.state())
         progress = float(self._evaluator.steps) if doing else None
-        return Condition(self.state, doing or self.doing, progress, busy_s, idle_s, facts=facts)
+        return ComponentStatus(self.state, doing or self.doing, progress, busy_s, idle_s, facts=facts)
 
 
-def make_fleet_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> FleetEvaluatorRole:
+def make_fleet_evaluator(ctx: ComponentContext, settings: Mapping[str, Any]) -> FleetEvaluatorRole:
     """Factory of a fleet's evaluator; `settings` has the ``spaces`` and its checkpointed ``state``, or None."""
     spaces = Spaces.from_values(settings["spaces"])
-    return FleetEvaluatorRole(around, Settings.of(settings, FleetRunConfig), spaces, settings.get("state"))
+    return FleetEvaluatorRole(ctx, Settings.of(settings, FleetRunConfig), spaces, settings.get("state"))

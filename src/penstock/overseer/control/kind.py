@@ -23,16 +23,16 @@ from penstock.overseer.control.updates import FleetUpdates
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.fleet_conductor import FleetConductor
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.metrics import IdleShares, Look
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.metrics import ClusterSnapshot, IdleShares
 from penstock.overseer.results import Results
 from penstock.overseer.resume import check_kept
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import Message
+from penstock.overseer.supervisor.messages import ComponentMessage
 from penstock.overseer.supervisor.scaling import SpecMaker
-from penstock.overseer.terminal import FLEET_WORDING, Progress
+from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError, Spaces
@@ -99,7 +99,7 @@ class ControlKind:
     def progress(self, config: FleetRunConfig, recipe: str) -> Progress:
         """Of steps and tasks."""
         title, budget = f"penstock · {recipe}", config.replay.max_staleness
-        return Progress(title, config.steps, budget, wording=FLEET_WORDING)
+        return Progress(title, config.steps, budget, wording=CONTROL_LABELS)
 
     def check(self, config: FleetRunConfig) -> None:
         """The network fits the spaces."""
@@ -124,7 +124,7 @@ class ControlKind:
         return {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {}
 
     def make_local_run(
-        self, config: FleetRunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+        self, config: FleetRunConfig, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
     ) -> FleetConductor:
         """Learner and rollout workers are threads; simulators are processes."""
         return FleetConductor(config, directory, crew, log, start)
@@ -170,7 +170,7 @@ class ControlKind:
     def codec(self, settings: Settings[FleetRunConfig]) -> None:
         """None: the policy knows its spaces."""
 
-    def learner_tasks(self, ctx: Surroundings, component: LearnerComponent) -> LearnerTasks:
+    def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """None."""
         return LearnerTasks({})
 
@@ -223,7 +223,7 @@ class ControlKind:
         """Simulator steps."""
         return None if self._updates is None else self._updates.steps_per_s
 
-    def on_event(self, run: "Run", message: Message) -> None:
+    def on_event(self, run: "Run", message: ComponentMessage) -> None:
         """Counts failures of simulators."""
         run.log.simulators_event(message.name, message.fields)
 
@@ -247,15 +247,17 @@ class ReportedUpdates(FleetUpdates):
         super().__init__(log, tasks)
         self._idle = IdleShares()
 
-    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
-        """See `UpdateLog.add`."""
+    def add(
+        self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
+    ) -> None:
+        """One update, with the numbers of the components' last reports."""
         self._idle.look(look.reports.values())
         idle = {**self._idle.of_roles, **self._idle.of_components}
         shares = {f"time/idle/{name}": share for name, share in idle.items()}
         self.note(step, {**look.numbers(), **shares, **overseer, **metrics})
 
 
-def make_learner(ctx: Surroundings, settings: Mapping[str, Any]) -> LearnerComponent:
+def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
     """Factory of the learner; `settings` has the ``spaces``, too."""
     kind = ControlKind(Spaces.from_values(settings["spaces"]))
     return LearnerComponent(ctx, Settings.of(settings, FleetRunConfig), kind)

@@ -8,14 +8,16 @@ names is over, and what it had in flight is abandoned. What it delivered is coun
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.batch import FragmentBatchMaker
 from penstock.fleet import FleetReports, WorkerReport
 from penstock.learner import read_states
 from penstock.overseer.assembly import open_replay, restore_parts
-from penstock.overseer.component import Handling, Settings, SteadyClock, ThreadedComponent
+from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, Identity, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.replay import FRAGMENTS, ReplayService
 
 SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", "set_current_step")
@@ -25,12 +27,12 @@ SERVED = ("checkpoint_saved", "checkpoint_states", "finish_update", "has_room", 
 class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
     """Runs one `ReplayService` and one `FleetReports`."""
 
-    def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig]) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings[FleetRunConfig]) -> None:
+        super().__init__(ctx, settings)
         config, replay = settings.config, settings.config.replay
         clock = SteadyClock()
         self.now = clock.now
-        self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
+        self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         opened = self._opened = open_replay(
             replay.buffer_config(),
             settings.directory,
@@ -50,7 +52,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             FRAGMENTS,
             lineage=settings.lineage,
             states=lambda: {"statistics": self._reports.statistics.state()},
-            on_refusal=lambda worker, reason: around.event("fragments_refused", worker=worker, reason=reason),
+            on_refusal=lambda worker, reason: ctx.event("fragments_refused", worker=worker, reason=reason),
             on_delivery=self._reports.note_delivery,
         )
         parts = {"replay": opened.buffer, "statistics": self._reports.statistics}
@@ -63,12 +65,12 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         self.deliver = self._receiving.of(self._service.deliver)
         self.next_batch = self._service.next_batch  # its caller waits in it: no work
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.state, self.doing = "running", "waiting for the learner to train"
-        self.look(self.around.view)
+        self.look(self.ctx.view)
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Closes the accounts of those who died."""
         alive = {peer.identity.name: peer.identity for peer in view.of("rollout")}
         for name, identity in self._workers.items():
@@ -93,20 +95,20 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         self._opened.buffer.close()
         self._opened.store.close()
 
     def _on_damage(self, place: str, reason: str) -> None:
-        self.around.event("files_damaged", path=place, reason=reason)
+        self.ctx.event("files_damaged", path=place, reason=reason)
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         statistics, tasks = self._reports.statistics, self.config.fleet.tasks
         metrics = {**self._service.metrics(), **self._reports.metrics()}
         owes = self._receiving.under_way > 0 or metrics["replay/overdue_groups"] > 0
-        return Condition(
+        return ComponentStatus(
             self.state,
             self.doing,
             float(self._receiving.done) if owes else None,
@@ -123,6 +125,6 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         )
 
 
-def make_fleet_replay(around: Surroundings, settings: Mapping[str, Any]) -> FleetReplayRole:
+def make_fleet_replay(ctx: ComponentContext, settings: Mapping[str, Any]) -> FleetReplayRole:
     """Factory of the replay buffer of a fleet run."""
-    return FleetReplayRole(around, Settings.of(settings, FleetRunConfig))
+    return FleetReplayRole(ctx, Settings.of(settings, FleetRunConfig))

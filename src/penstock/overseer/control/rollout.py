@@ -12,21 +12,23 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.fleet import RolloutWorkerWrapper
 from penstock.model.control import named_arrays
 from penstock.overseer.component import POLL_S, AnyConfig, RunClock, Settings, ThreadedComponent
 from penstock.overseer.control.policies import make_policy, make_worker_runner
 from penstock.overseer.control.simulators import filmed_pool, worker_pool
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.simulator_events import is_news
-from penstock.overseer.supervisor.messages import Condition
+from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.replay import FRAGMENTS, RemoteSink
 from penstock.types import Spaces, Stopped, UnreachableError, WeightVersion
 from penstock.weights import WeightClient, merged_arrays, open_client
 
 
-class WeightFeed:
+class FollowedWeights:
     """Implements `penstock.types.WeightSource` over a client that follows the learner's broadcaster. Thread-safe.
 
     Args:
@@ -39,13 +41,13 @@ class WeightFeed:
 
     def __init__(
         self,
-        around: Surroundings,
+        ctx: ComponentContext,
         settings: Settings[AnyConfig],
         base: Mapping[str, Any],
         *,
         in_training: bool = False,
     ) -> None:
-        self._around, self._base = around, base
+        self._around, self._base = ctx, base
         self._config = settings.config.weights
         self._token = settings.token
         self._in_training = in_training
@@ -66,13 +68,13 @@ class WeightFeed:
         return None if client is None else client.failure
 
     def latest(self) -> WeightVersion | None:
-        """See `WeightSource.latest`."""
+        """The newest version that the living learner offers; None where there is none."""
         with self._lock:
             client = self._connected()
             return None if client is None else client.latest()
 
     def wait_for(self, newer_than: WeightVersion | None, timeout_s: float) -> WeightVersion | None:
-        """See `WeightSource.wait_for`; None, too, where there is no learner.
+        """A version newer than that, once there is one; None after `timeout_s`, and where there is no learner.
 
         Raises:
             Stopped: it was closed.
@@ -86,7 +88,7 @@ class WeightFeed:
         return None
 
     def fetch(self, version: WeightVersion) -> Mapping[str, Any]:
-        """See `WeightSource.fetch`.
+        """All arrays of a version by name, those that do not travel included.
 
         Raises:
             UnreachableError: there is no learner at present.
@@ -139,10 +141,10 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         spaces: What the policy sees and does.
     """
 
-    def __init__(self, around: Surroundings, settings: Settings[FleetRunConfig], spaces: Spaces) -> None:
-        super().__init__(around, settings)
-        config, me, lineage = settings.config, around.identity, settings.lineage
-        self._replay = around.caller("replay-0")
+    def __init__(self, ctx: ComponentContext, settings: Settings[FleetRunConfig], spaces: Spaces) -> None:
+        super().__init__(ctx, settings)
+        config, me, lineage = settings.config, ctx.identity, settings.lineage
+        self._replay = ctx.caller("replay-0")
         self._clock = RunClock(self._replay)
         self._sink = RemoteSink(
             self._replay,
@@ -153,7 +155,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
             full_limit_s=config.replay.max_waiting_s,
         )
         policy = make_policy(config, spaces)
-        self._feed = WeightFeed(around, settings, named_arrays(policy), in_training=True)
+        self._feed = FollowedWeights(ctx, settings, named_arrays(policy), in_training=True)
         before = WeightVersion(lineage, 0)  # of no weights: it waits for the first
         self._runner = make_worker_runner(policy, config, me.index, before, me.incarnation)
         name = f"{me.name}.{lineage}"  # every life of a run has fragments of its own
@@ -179,8 +181,8 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._began: float | None = None
         self._draining = False
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.clock", self._follow_clock)
         self.crew.start(f"{self.name}.reports", self._run)
 
@@ -188,7 +190,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._clock.follow(self._living_replay, self.stopping)
 
     def _living_replay(self) -> object:
-        peer = self.around.view.peer("replay-0")
+        peer = self.ctx.view.peer("replay-0")
         return None if peer is None else peer.identity
 
     def _run(self) -> None:
@@ -204,7 +206,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
                 self._sink.stop()  # nobody takes what it would still send
 
     def _tell(self) -> None:
-        me, report = self.around.identity, self._worker.report(self._next_episode)
+        me, report = self.ctx.identity, self._worker.report(self._next_episode)
         if report.condition.steps and self._began is None:
             self._began, self.doing = time.monotonic(), "rolling out"
         try:
@@ -215,7 +217,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
 
     def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         if is_news(kind, fields):
-            self.around.event(kind, **fields)
+            self.ctx.event(kind, **fields)
 
     def drain(self) -> None:
         """Acts no more, and sends what is complete while the learner trains."""
@@ -228,25 +230,25 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         self._tell()
         self.doing, self.state = "done", "drained"
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self.stopping.set()
         self._sink.stop()
         self._feed.close()
         self._worker.stop(timeout_s / 2)
         super().stop(timeout_s / 2)
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         condition, version = self._worker.condition(), self._runner.version
         facts = self._facts(version=[version.lineage, version.step], steps=condition.steps)
         if condition.failure:
-            return Condition("failed", self.doing, error=condition.failure, facts=facts)
+            return ComponentStatus("failed", self.doing, error=condition.failure, facts=facts)
         if condition.state == "ended" and not (self._draining or self.stopping.is_set()):
-            return Condition("failed", self.doing, error="the worker ended before it was told to", facts=facts)
+            return ComponentStatus("failed", self.doing, error="the worker ended before it was told to", facts=facts)
         working = condition.state == "running" and self.state == "running" and not self._sink.waiting
         lived_s = 0.0 if self._began is None else time.monotonic() - self._began
         blocked_s = min(lived_s, self._worker.metrics().get("fleet/blocked_s", 0.0))
-        return Condition(
+        return ComponentStatus(
             self.state,
             self._at_what(),
             float(condition.steps) if working else None,
@@ -261,6 +263,6 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
         return f"{doing}; weights: {self._feed.failure}" if self._feed.failure else doing
 
 
-def make_fleet_rollout(around: Surroundings, settings: Mapping[str, Any]) -> FleetRolloutRole:
+def make_fleet_rollout(ctx: ComponentContext, settings: Mapping[str, Any]) -> FleetRolloutRole:
     """Factory of a fleet's rollout worker; `settings` has the ``spaces``, too."""
-    return FleetRolloutRole(around, Settings.of(settings, FleetRunConfig), Spaces.from_values(settings["spaces"]))
+    return FleetRolloutRole(ctx, Settings.of(settings, FleetRunConfig), Spaces.from_values(settings["spaces"]))

@@ -22,7 +22,7 @@ WINDOW_S = 5.0
 """Rates are over so long, or over the time between the last two tellings where that is longer."""
 
 
-class FleetPace:
+class ThroughputTrend:
     """Compares updates with those before.
 
     Args:
@@ -150,7 +150,7 @@ class FleetUpdates:
         self.metrics: dict[str, float] = {}
         self._log = log
         self._tasks = tasks
-        self._pace = FleetPace()
+        self._pace = ThroughputTrend()
 
     @property
     def bottleneck(self) -> str:

@@ -78,7 +78,7 @@ def _tell(line: str) -> None:
 
 def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) -> Path:
     fleet = _film_fleet(config.fleet, task)
-    take = _Take(path)
+    take = _EpisodeRecorder(path)
     writer = VideoWriter(path.parent, path.stem, fleet.video.fps, take.on_event)
     pool = SimulatorPool(fleet, "film", fold(config.seed, "simulators", EVALUATOR_ID))
     filmed = FilmedPool(pool, fleet.video, path.parent, path.stem, take.on_event, writer)
@@ -111,12 +111,12 @@ def _film_fleet(fleet: FleetConfig, task: str) -> FleetConfig:
     return fleet.model_copy(update=changes)
 
 
-def _note(take: "_Take", filmed: FilmedPool, batch: StepBatch) -> None:
+def _note(take: "_EpisodeRecorder", filmed: FilmedPool, batch: StepBatch) -> None:
     take.note(batch)
     filmed.note(batch)
 
 
-class _Take:
+class _EpisodeRecorder:
     """Keeps the first film of a whole episode; hears of the others, and of what fails.
 
     Args:

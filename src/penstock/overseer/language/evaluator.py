@@ -16,14 +16,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from typing_extensions import override
+
 from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, evaluation_due
 from penstock.inference import RemoteContext
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import InterruptedEvaluation, PinnedContext, make_pool, servers_of, serving
-from penstock.overseer.launch.launcher import Surroundings
+from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
-from penstock.overseer.supervisor.messages import Condition, Peer, View
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
 from penstock.types import (
@@ -146,32 +148,32 @@ _Found = TypeVar("_Found")
 class EvaluatorRole(ThreadedComponent):
     """Runs one `Evaluator`: when a version is due, and when the overseer asks."""
 
-    def __init__(self, around: Surroundings, settings: Settings, state: Mapping[str, Any] | None) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings, state: Mapping[str, Any] | None) -> None:
+        super().__init__(ctx, settings)
         config = settings.config
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, settings.tokenizer())
         self._context = PinnedContext(self._contexts, self.activity)
-        curriculum = cast(Curriculum, _Reporting(config.curriculum, around.caller("replay-0")))
+        curriculum = cast(Curriculum, _Reporting(config.curriculum, ctx.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)
         self._evaluator = Evaluator(
             self._manager,
-            around.metrics,
-            lambda lesson_id, failure: around.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+            ctx.metrics,
+            lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
         )
         if state is not None:
             self._evaluator.restore(state)
         self._seen: WeightVersion | None = None
         self._one_at_a_time = threading.Lock()
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
-        self.look(self.around.view)
+        self.look(self.ctx.view)
         self.activity.begin()
         self.state, self.doing = "running", WAITING
         self.crew.start(f"{self.name}.versions", self._run)
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Follows servers and lineage."""
         self._pool.set_servers(servers_of(view))
         self._manager.lineage = view.lineage
@@ -184,14 +186,14 @@ class EvaluatorRole(ThreadedComponent):
             self.view_changed.wait(POLL_S)
             self.view_changed.clear()
             version = self._newest()
-            learner = self.around.view.peer("learner-0")
+            learner = self.ctx.view.peer("learner-0")
             if learner is None or not learner.address.get("training") or version in (None, self._seen):
                 continue
             try:
                 if self._evaluator.is_due(version.step):
                     self._on_one_server(version, partial(self._evaluator, version))
                 if self.config.replay.synchronous:
-                    self.around.caller("replay-0").call("cleared", version.lineage, version.step, timeout_s=CALL_S)
+                    self.ctx.caller("replay-0").call("cleared", version.lineage, version.step, timeout_s=CALL_S)
             except (UnreachableError, NoProgressError, InterruptedEvaluation):
                 self.stopping.wait(POLL_S)  # somebody died; the view will tell
                 continue
@@ -200,7 +202,7 @@ class EvaluatorRole(ThreadedComponent):
             self._seen = version
 
     def _newest(self) -> WeightVersion | None:
-        return max((_version(peer) for peer in serving(self.around.view)), default=None)
+        return max((_version(peer) for peer in serving(self.ctx.view)), default=None)
 
     def _on_one_server(self, version: WeightVersion, evaluate: Callable[[], _Found]) -> _Found:
         """Runs `evaluate` against a server that keeps the version meanwhile.
@@ -208,7 +210,7 @@ class EvaluatorRole(ThreadedComponent):
         Raises:
             InterruptedEvaluation: the version was not held to the end, or this evaluator drains.
         """
-        peer = next((p for p in serving(self.around.view) if _version(p) == version), None)
+        peer = next((p for p in serving(self.ctx.view) if _version(p) == version), None)
         if peer is None:
             raise InterruptedEvaluation(f"no server holds {version}")
         name = peer.identity.name
@@ -223,7 +225,7 @@ class EvaluatorRole(ThreadedComponent):
                 with self.activity.busy():
                     return evaluate()
             except (UnreachableError, NoProgressError, InterruptedEvaluation) as failure:
-                self.around.event("evaluation_interrupted", version.step, server=name, reason=str(failure))
+                self.ctx.event("evaluation_interrupted", version.step, server=name, reason=str(failure))
                 raise
             finally:
                 self.doing = WAITING
@@ -231,8 +233,8 @@ class EvaluatorRole(ThreadedComponent):
     @contextmanager
     def _leased(self, name: str) -> Iterator[WeightVersion | None]:
         """Inside, a server keeps the version that it gives, as long as answers come."""
-        server, over = self.around.caller(name), threading.Event()
-        lease = self.config.overseer.no_progress_s, self.around.identity.incarnation
+        server, over = self.ctx.caller(name), threading.Event()
+        lease = self.config.overseer.no_progress_s, self.ctx.identity.incarnation
         keeper = f"{self.name}.lease"
         try:
             held = server.call("hold", *lease, timeout_s=CALL_S)
@@ -265,7 +267,7 @@ class EvaluatorRole(ThreadedComponent):
         limit_s, answered = self.config.overseer.start_limit_s, self._pool.answers
         limit = time.monotonic() + limit_s
         while time.monotonic() < limit and not self.stopping.is_set():
-            version = WeightVersion(self.around.view.lineage, step)
+            version = WeightVersion(self.ctx.view.lineage, step)
             try:
                 return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
             except (UnreachableError, InterruptedEvaluation) as failure:
@@ -279,8 +281,8 @@ class EvaluatorRole(ThreadedComponent):
         """For the checkpoint."""
         return self._evaluator.state()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._evaluator.stop()
         super().stop(timeout_s)
         self._pool.close()
@@ -289,10 +291,10 @@ class EvaluatorRole(ThreadedComponent):
     def _has_work(self) -> bool:
         return self._one_at_a_time.locked()
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         facts = self._facts(state=self._evaluator.state(), seen=None if self._seen is None else self._seen.step)
         progress = float(self._pool.answers) if self.activity.working else None
-        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
+        return ComponentStatus(self.state, self.doing, progress, busy_s, idle_s, facts=facts)
 
 
 class _Reporting:
@@ -311,6 +313,6 @@ def _version(peer: Peer) -> WeightVersion:
     return WeightVersion(int(peer.address["lineage"]), int(peer.address["step"]))
 
 
-def make_evaluator(around: Surroundings, settings: Mapping[str, Any]) -> EvaluatorRole:
+def make_evaluator(ctx: ComponentContext, settings: Mapping[str, Any]) -> EvaluatorRole:
     """Factory of the evaluator; `settings` has its checkpointed ``state``, or None, beside those of the run."""
-    return EvaluatorRole(around, Settings.of(settings, RunConfig), settings.get("state"))
+    return EvaluatorRole(ctx, Settings.of(settings, RunConfig), settings.get("state"))

@@ -9,14 +9,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import reachable
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, Identity, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.types import NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightClient, merged_arrays, open_client
 
@@ -27,8 +29,8 @@ CALL_S = 10.0
 class InferenceRole(ThreadedComponent):
     """Serves the newest weights that it could fetch."""
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
         config = settings.config
         tokenizer = settings.tokenizer()
         self._decoder = load_policy(config.model, config.seed, tokenizer)
@@ -38,7 +40,7 @@ class InferenceRole(ThreadedComponent):
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
         )
         self._server = HttpServer(app, served.host, tls_cert=served.tls_cert, tls_key=served.tls_key)
-        self._replay = around.caller("replay-0")
+        self._replay = ctx.caller("replay-0")
         self._client: WeightClient | None = None
         self._endpoint: Mapping[str, Any] = {}
         self._swap = threading.Lock()
@@ -51,8 +53,8 @@ class InferenceRole(ThreadedComponent):
         self._swap_s = 0.0
         self._failing_since: float | None = None
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.crew.start(f"{self.name}.weights", self._run)
 
     def _run(self) -> None:
@@ -108,7 +110,7 @@ class InferenceRole(ThreadedComponent):
 
     def _connected(self) -> WeightClient | None:
         """The client of the living learner's broadcaster, if that has announced one."""
-        learner = self.around.view.peer("learner-0")
+        learner = self.ctx.view.peer("learner-0")
         endpoint = learner.address.get("weights") if learner is not None else None
         if endpoint is None:
             return None
@@ -137,12 +139,12 @@ class InferenceRole(ThreadedComponent):
 
     def _tell_replay(self) -> None:
         """The ticket issuer paces by the oldest version that any server holds and is free to leave."""
-        replay, held_back = self.around.view.peer("replay-0"), self._held_back
+        replay, held_back = self.ctx.view.peer("replay-0"), self._held_back
         if replay is None or self._held is None or self._told == (self._held, held_back, replay.identity):
             return
-        if self._held.lineage != self.around.view.lineage:
+        if self._held.lineage != self.ctx.view.lineage:
             return
-        me, held = self.around.identity, self._held
+        me, held = self.ctx.identity, self._held
         try:
             told = me.name, me.incarnation, held.lineage, held.step, held_back
             self._replay.call("server_holds", *told, timeout_s=CALL_S)
@@ -152,7 +154,7 @@ class InferenceRole(ThreadedComponent):
 
     # --- what others call ----------------------------------------------------------------------------------------
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Ends the lease of an evaluator that died."""
         evaluator = view.peer("evaluator-0")
         if evaluator is None or evaluator.identity.incarnation != self._leased_to:
@@ -184,15 +186,15 @@ class InferenceRole(ThreadedComponent):
         stats = self._engine.stats()
         return self._leased or bool(stats["inference/running"] or stats["inference/waiting"])
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         if self._client is not None:
             self._client.close()
         self._server.stop()
         self._engine.stop(timeout_s)
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         stats, address = self._engine.stats(), dict[str, Any]()
         held = self._held
         if held is not None and self.state in ("running", "drained") and not self.stopping.is_set():
@@ -200,7 +202,7 @@ class InferenceRole(ThreadedComponent):
             address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
-        return Condition(
+        return ComponentStatus(
             self.state,
             self.doing,
             stats["inference/tokens_total"] if stats["inference/running"] else None,
@@ -212,6 +214,6 @@ class InferenceRole(ThreadedComponent):
         )
 
 
-def make_inference(around: Surroundings, settings: Mapping[str, Any]) -> InferenceRole:
+def make_inference(ctx: ComponentContext, settings: Mapping[str, Any]) -> InferenceRole:
     """Factory of an inference server."""
-    return InferenceRole(around, Settings.of(settings, RunConfig))
+    return InferenceRole(ctx, Settings.of(settings, RunConfig))

@@ -19,15 +19,15 @@ from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay
 from penstock.overseer.language.rollout import make_rollout
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.metrics import IdleShares, Look, find_bottleneck
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.metrics import ClusterSnapshot, IdleShares, find_bottleneck
 from penstock.overseer.plan import model_shape
 from penstock.overseer.results import Results
 from penstock.overseer.resume import check_language_resume
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import Crew
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import Message
+from penstock.overseer.supervisor.messages import ComponentMessage
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
@@ -61,7 +61,9 @@ class Updates:
         """The learner begins with that version."""
         self.step = self._log.step = step
 
-    def add(self, step: int, metrics: Mapping[str, float], look: Look, overseer: Mapping[str, float]) -> None:
+    def add(
+        self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
+    ) -> None:
         """One update.
 
         Args:
@@ -148,7 +150,7 @@ class LanguageKind:
         return {"inference.host": config.inference.host, "weights.host": config.weights.host}
 
     def make_local_run(
-        self, config: RunConfig, directory: RunDirectory, crew: Crew, log: RunLog, start: RunStart
+        self, config: RunConfig, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
     ) -> Conductor:
         """Threads around one engine and one learner."""
         return Conductor(config, directory, crew, log, start, self._environments)
@@ -210,7 +212,7 @@ class LanguageKind:
         """The tokenizer."""
         return settings.tokenizer()
 
-    def learner_tasks(self, ctx: Surroundings, component: LearnerComponent) -> LearnerTasks:
+    def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """Warm start and parity probe."""
         preparation = Preparation(ctx, component)
         return LearnerTasks(
@@ -279,7 +281,7 @@ class LanguageKind:
         """Tokens of all servers."""
         return run.seen.numbers().get("inference/tokens_per_s", 0.0)
 
-    def on_event(self, run: "Run", message: Message) -> None:
+    def on_event(self, run: "Run", message: ComponentMessage) -> None:
         """Nothing more."""
 
     def failures(self, run: "Run") -> tuple[int, str]:
@@ -292,7 +294,7 @@ class LanguageKind:
         return {"groups": {"failed": failed, "last_failure": last_failure}}
 
 
-def make_learner(ctx: Surroundings, settings: Mapping[str, Any]) -> LearnerComponent:
+def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:
     """Factory of the learner."""
     return LearnerComponent(ctx, Settings.of(settings, RunConfig), LanguageKind())
 

@@ -20,8 +20,8 @@ from penstock.inference import RemoteContext
 from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
 from penstock.overseer.language.rollout import make_pool, servers_of
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import Membership
 from penstock.rollout import RolloutManager
 from penstock.types import AnyRollout, EnvironmentFailure, MismatchError, RolloutBatch, Stopped, fold, generator
 
@@ -106,12 +106,12 @@ class Preparation:
         component: Has the learner.
     """
 
-    def __init__(self, ctx: Surroundings, component: "LearnerComponent") -> None:
+    def __init__(self, ctx: ComponentContext, component: "LearnerComponent") -> None:
         self._ctx = ctx
         self._component = component
         self._pool = make_pool(component.settings)
 
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: Membership) -> None:
         """Follows the inference servers."""
         self._pool.set_servers(servers_of(view))
 

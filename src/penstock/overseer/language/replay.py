@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
 from penstock.environments import load_environment
 from penstock.learner import read_states
 from penstock.overseer.assembly import TicketRules, make_batch_makers, open_replay, restore_parts
-from penstock.overseer.component import Handling, Settings, SteadyClock, ThreadedComponent
+from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.metrics import RolloutTally, success_thresholds
-from penstock.overseer.supervisor.messages import Condition, Identity, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.metrics import RolloutMetrics, success_thresholds
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
 from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketService
 from penstock.types import RolloutGroup, RolloutSink
 
@@ -28,25 +30,27 @@ from penstock.types import RolloutGroup, RolloutSink
 class CurriculumRole(ThreadedComponent):
     """Runs one `CurriculumService`."""
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
         self._service = CurriculumService(settings.config.curriculum)
-        self._handling = Handling(self.activity)
+        self._handling = CallCounter(self.activity)
         self.apply = self._handling.of(self._service.apply)
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self.activity.begin()
         self.state, self.doing = "running", "serving"
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         progress = float(self._handling.done) if self._handling.under_way else None
-        return Condition(self.state, self.doing, progress, busy_s, idle_s, facts=self._facts(**self._service.status()))
+        return ComponentStatus(
+            self.state, self.doing, progress, busy_s, idle_s, facts=self._facts(**self._service.status())
+        )
 
 
-def make_curriculum(around: Surroundings, settings: Mapping[str, Any]) -> CurriculumRole:
+def make_curriculum(ctx: ComponentContext, settings: Mapping[str, Any]) -> CurriculumRole:
     """Factory of the curriculum."""
-    return CurriculumRole(around, Settings.of(settings, RunConfig))
+    return CurriculumRole(ctx, Settings.of(settings, RunConfig))
 
 
 SERVED = ("checkpoint_saved", "checkpoint_states", "deliver", "has_room", "set_current_step")
@@ -69,27 +73,27 @@ def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
 class _CountedSink:
     """The buffer, as the receiver sees it."""
 
-    def __init__(self, buffer: RolloutSink, receiving: Handling) -> None:
+    def __init__(self, buffer: RolloutSink, receiving: CallCounter) -> None:
         self.add_batches = receiving.of(buffer.add_batches)
 
 
 class ReplayRole(ThreadedComponent):
     """Runs one `ReplayService`."""
 
-    def __init__(self, around: Surroundings, settings: Settings) -> None:
-        super().__init__(around, settings)
+    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+        super().__init__(ctx, settings)
         config, lineage, replay = settings.config, settings.lineage, settings.config.replay
         clock = SteadyClock()
         self.now = clock.now
-        self._tally = RolloutTally(success_thresholds(config))
+        self._tally = RolloutMetrics(success_thresholds(config))
         self._curriculum = RemoteCurriculum(
             config.curriculum,
-            around.caller("curriculum-0"),
+            ctx.caller("curriculum-0"),
             lineage,
             strict=replay.synchronous,
             on_event=self._on_curriculum_event,
         )
-        self._handling, self._receiving = Handling(self.activity), Handling(self.activity)
+        self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
         rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw)
         opened = self._replay = open_replay(
             replay,
@@ -116,7 +120,7 @@ class ReplayRole(ThreadedComponent):
             receiver=RolloutReceiver(storage, _CountedSink(buffer, self._receiving)),
             check_sender=self._tickets.check,
             states=self._tickets.states,
-            on_refusal=lambda worker, reason: around.event("rollouts_refused", worker=worker, reason=reason),
+            on_refusal=lambda worker, reason: ctx.event("rollouts_refused", worker=worker, reason=reason),
         )
         parts = {"curriculum": self._curriculum, "issuer": issuer, "replay": buffer}
         states = None if settings.checkpoint is None else read_states(settings.checkpoint)
@@ -129,13 +133,13 @@ class ReplayRole(ThreadedComponent):
             setattr(self, method, self._handling.of(getattr(self._tickets, method)))
         self.acquire, self.next_batch = self._tickets.acquire, self._service.next_batch  # waiting in them is no work
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
         self._curriculum.start(self._replay.buffer.wake)
         self.state, self.doing = "running", "waiting for the learner to train"
-        self.look(self.around.view)
+        self.look(self.ctx.view)
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Passes on who died."""
         alive = {peer.identity for role in ("rollout", "inference") for peer in view.of(role)}
         for identity in sorted(self._alive - alive):
@@ -156,18 +160,18 @@ class ReplayRole(ThreadedComponent):
             self.doing = "serving"
 
     def finish_update(self, lineage: int, step: int) -> None:
-        """See `ReplayService.finish_update`; tells the run's log of the groups since the last."""
+        """Update `step` was applied; the run's log gets the metrics of the groups since the last."""
         with self._handling.one():
             self._service.finish_update(lineage, step)
         values = self._tally.take()
         if values:
-            self.around.metrics(step + 1, values)
+            self.ctx.metrics(step + 1, values)
 
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         super().stop(timeout_s)
         self._tickets.stop(timeout_s)
         self._service.stop(timeout_s)
@@ -182,13 +186,13 @@ class ReplayRole(ThreadedComponent):
         self._tally.add(group)
 
     def _on_curriculum_event(self, event: CurriculumEvent) -> None:
-        self.around.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+        self.ctx.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
     def _on_damage(self, place: str, reason: str) -> None:
-        self.around.event("files_damaged", path=place, reason=reason)
+        self.ctx.event("files_damaged", path=place, reason=reason)
 
     def _on_quarantine(self, source: str, reason: str) -> None:
-        self.around.event("rollouts_quarantined", source=source, reason=reason)
+        self.ctx.event("rollouts_quarantined", source=source, reason=reason)
 
     def _group_size(self, lesson_id: str) -> int:
         lesson = self.config.curriculum.lessons.get(lesson_id)
@@ -204,17 +208,19 @@ class ReplayRole(ThreadedComponent):
             environment.close()
         return names
 
-    def condition(self) -> Condition:
-        """See `Component.condition`."""
+    @override
+    def condition(self) -> ComponentStatus:
         failure = self._service.failure or self._tickets.failure or self._curriculum.failure
         if failure is not None:
-            return Condition("failed", self.doing, error=f"{type(failure).__name__}: {failure}", facts=self._facts())
+            return ComponentStatus(
+                "failed", self.doing, error=f"{type(failure).__name__}: {failure}", facts=self._facts()
+            )
         return super().condition()
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         metrics = Counter(self._service.metrics())
         metrics.update(self._tickets.metrics())  # both count refused and repeated messages
-        return Condition(
+        return ComponentStatus(
             self.state,
             self.doing,
             self._service.progress if owes_progress(metrics, self._receiving.under_way) else None,
@@ -230,6 +236,6 @@ class ReplayRole(ThreadedComponent):
         )
 
 
-def make_replay(around: Surroundings, settings: Mapping[str, Any]) -> ReplayRole:
+def make_replay(ctx: ComponentContext, settings: Mapping[str, Any]) -> ReplayRole:
     """Factory of the replay buffer."""
-    return ReplayRole(around, Settings.of(settings, RunConfig))
+    return ReplayRole(ctx, Settings.of(settings, RunConfig))

@@ -12,13 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext, Server, ServerPool
-from penstock.overseer.component import POLL_S, Activity, RunClock, Settings, ThreadedComponent
+from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.launch.launcher import Surroundings
-from penstock.overseer.supervisor.messages import Condition, Identity, Peer, View
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Peer
 from penstock.replay import RemoteSink, RemoteTickets
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
@@ -44,7 +45,7 @@ class TimedContext:
     """
 
     def __init__(
-        self, context: InferenceContext, activity: Activity, on_answer: Callable[[], None] = lambda: None
+        self, context: InferenceContext, activity: BusyTime, on_answer: Callable[[], None] = lambda: None
     ) -> None:
         self._context = context
         self._activity = activity
@@ -58,7 +59,7 @@ class TimedContext:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `InferenceContext.generate`."""
+        """`n` completions of each prompt, asked elsewhere; waiting for them is no work."""
         with self._activity.waiting():
             answers = self._context.generate(prompts, n, decoding, seeds)
         self._on_answer()
@@ -79,7 +80,7 @@ class PinnedContext(TimedContext):
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `InferenceContext.generate`.
+        """`n` completions of each prompt, all of the pinned version.
 
         Raises:
             InterruptedEvaluation: a token is of another version.
@@ -109,12 +110,12 @@ def reachable(url: str) -> str:
     return f"{parts.scheme}://{own_address()}:{parts.port}"
 
 
-def serving(view: View) -> list[Peer]:
+def serving(view: Membership) -> list[Peer]:
     """Servers that take new requests, with weights of the run's present lineage."""
     return [peer for peer in _there(view) if not peer.address.get("draining")]
 
 
-def servers_of(view: View) -> list[Server]:
+def servers_of(view: Membership) -> list[Server]:
     """All servers with weights of the run's present lineage, as clients know them.
 
     Nothing new goes to one that drains, nor to one that an evaluation holds back, at a version that others have left:
@@ -127,7 +128,7 @@ def servers_of(view: View) -> list[Server]:
     ]
 
 
-def _there(view: View) -> list[Peer]:
+def _there(view: Membership) -> list[Peer]:
     return [p for p in view.of("inference") if "url" in p.address and p.address.get("lineage") == view.lineage]
 
 
@@ -139,14 +140,14 @@ def _accepts(peer: Peer, newest: int) -> bool:
 class RolloutRole(ThreadedComponent):
     """Runs one `RolloutWorker`."""
 
-    def __init__(self, around: Surroundings, settings: Settings, lessons: tuple[str, ...] | None) -> None:
-        super().__init__(around, settings)
-        config, identity = settings.config, around.identity
+    def __init__(self, ctx: ComponentContext, settings: Settings, lessons: tuple[str, ...] | None) -> None:
+        super().__init__(ctx, settings)
+        config, identity = settings.config, ctx.identity
         tokenizer = settings.tokenizer()
         self.answers = 0
         self._pool = make_pool(settings)
         self._contexts = RemoteContext(self._pool, tokenizer)
-        replay = around.caller("replay-0")
+        replay = ctx.caller("replay-0")
         self._clock = RunClock(replay)
         curriculum = Curriculum(config.curriculum)
         self._manager = RolloutManager(curriculum, self._contexts, config.seed, clock=self._clock.now)
@@ -162,18 +163,18 @@ class RolloutRole(ThreadedComponent):
             concurrency=config.concurrency,
             lockstep=False,
             log_samples=self._log_samples,
-            on_failure=lambda ticket, reason: around.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+            on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
             context_of=self._context_of,
         )
 
+    @override
     def start(self) -> None:
-        """See `Component.start`."""
-        self.look(self.around.view)
+        self.look(self.ctx.view)
         self.crew.start(f"{self.name}.clock", self._follow_clock)
         self.crew.start(f"{self.name}.tickets", self._run)
 
     def _follow_clock(self) -> None:
-        self._clock.follow(lambda: _replay_in(self.around.view), self.stopping)
+        self._clock.follow(lambda: _replay_in(self.ctx.view), self.stopping)
 
     def _run(self) -> None:
         self.doing, self.state = "waiting for inference servers", "running"
@@ -185,7 +186,7 @@ class RolloutRole(ThreadedComponent):
         self._worker.run_tickets()
         self.doing, self.state = "done", "drained"
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Follows servers and lineage; shares what may be outstanding with the other workers."""
         self._pool.set_servers(servers_of(view))
         self._manager.lineage = view.lineage
@@ -199,8 +200,8 @@ class RolloutRole(ThreadedComponent):
         """Finishes its groups and takes no new tickets."""
         self._worker.drain()
 
+    @override
     def stop(self, timeout_s: float) -> None:
-        """See `Component.stop`."""
         self._worker.stop()
         self._tickets.stop()
         self._sink.stop()
@@ -220,12 +221,12 @@ class RolloutRole(ThreadedComponent):
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
-        self.around.samples(0, [conversation_of(rollout) for rollout in chosen])
+        self.ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
 
-    def _describe(self, busy_s: float, idle_s: float) -> Condition:
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         worker = self._worker
         counts = {"finished": worker.groups_finished, "failed": worker.groups_failed, "running": worker.running}
-        return Condition(
+        return ComponentStatus(
             self.state,
             self.doing if worker.running else "waiting for tickets",
             float(worker.groups_finished + worker.groups_failed + self.answers) if self.activity.working else None,
@@ -241,12 +242,12 @@ class RolloutRole(ThreadedComponent):
         )
 
 
-def _replay_in(view: View) -> Identity | None:
+def _replay_in(view: Membership) -> Identity | None:
     peer = view.peer("replay-0")
     return None if peer is None else peer.identity
 
 
-def make_rollout(around: Surroundings, settings: Mapping[str, Any]) -> RolloutRole:
+def make_rollout(ctx: ComponentContext, settings: Mapping[str, Any]) -> RolloutRole:
     """Factory of a rollout worker; `settings` has its ``lessons``, or None for all, beside those of the run."""
     lessons = settings.get("lessons")
-    return RolloutRole(around, Settings.of(settings, RunConfig), None if lessons is None else tuple(lessons))
+    return RolloutRole(ctx, Settings.of(settings, RunConfig), None if lessons is None else tuple(lessons))

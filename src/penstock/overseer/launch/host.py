@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.overseer.launch.launcher import Component, Factory
-from penstock.overseer.supervisor.messages import Answer, Condition, Identity, Message, Report, View
+from penstock.overseer.supervisor.messages import ComponentMessage, ComponentStatus, Identity, Membership, Reply, Report
 from penstock.rundir import JsonLinesLog
 from penstock.rundir.logs import open_unlinked
 from penstock.types import Caller, PenstockError, RunDirectoryError, SupersededError, UnreachableError
@@ -110,7 +110,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._messages: deque[Message] = deque()
+        self._messages: deque[ComponentMessage] = deque()
         self._last = 0
 
     def put(
@@ -119,9 +119,9 @@ class Outbox:
         """Adds a message."""
         with self._lock:
             self._last += 1
-            self._messages.append(Message(self._last, kind, step, name, dict(fields)))
+            self._messages.append(ComponentMessage(self._last, kind, step, name, dict(fields)))
 
-    def unacknowledged(self, acknowledged: int) -> tuple[Message, ...]:
+    def unacknowledged(self, acknowledged: int) -> tuple[ComponentMessage, ...]:
         """Forgets messages up to a number and gives those after it, oldest first, at most `MOST_PER_REPORT`."""
         with self._lock:
             while self._messages and self._messages[0].number <= acknowledged:
@@ -129,7 +129,7 @@ class Outbox:
             return tuple(self._messages)[:MOST_PER_REPORT]
 
 
-class Senders:
+class IncarnationFence:
     """Refuses incarnations that are known to have died, by the newest view and by who has called since.
 
     A sender that no view has named yet is taken: a new incarnation is started only after the death of the old one,
@@ -138,9 +138,9 @@ class Senders:
 
     def __init__(self) -> None:
         self._oldest_taken: dict[str, int] = {}
-        self._view = View()
+        self._view = Membership()
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Takes a newer view: whoever has left it is dead."""
         present = {peer.identity for peer in view.peers}
         for peer in self._view.peers:
@@ -171,13 +171,13 @@ CALL_THREADS = 256
 OVERSEER_ONLY = frozenset({"start", "look", "condition", "drain", "stop"})
 """A component's own life is not for its peers to touch."""
 
-Reach = Callable[[Identity, Identity, str, tuple[Any, ...], float], Answer]
+Reach = Callable[[Identity, Identity, str, tuple[Any, ...], float], Reply]
 """(whom, from whom, method, arguments, limit in seconds) → answer; raises `UnreachableError`. Given by the launcher."""
 
 log = logging.getLogger(__name__)
 
 
-class Host:
+class ComponentHost:
     """Makes a component, passes its calls and messages on, and answers for it. Thread-safe.
 
     Args:
@@ -189,13 +189,13 @@ class Host:
     """
 
     def __init__(
-        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], view: View, reach: Reach
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], view: Membership, reach: Reach
     ) -> None:
         self.identity = identity
         self._reach = reach
         self._lock = threading.Lock()
         self._view = view
-        self._senders = Senders()
+        self._senders = IncarnationFence()
         self._senders.look(view)
         self._outbox = Outbox()
         self._component: Component | None = None
@@ -212,13 +212,13 @@ class Host:
         self._maker.start()
 
     @property
-    def view(self) -> View:
+    def view(self) -> Membership:
         """The newest."""
         return self._view
 
     # --- for the overseer ----------------------------------------------------------------------------------------
 
-    async def beat(self, view: View | None, acknowledged: int) -> Report:
+    async def beat(self, view: Membership | None, acknowledged: int) -> Report:
         """One heartbeat.
 
         Args:
@@ -227,7 +227,7 @@ class Host:
         """
         return await asyncio.get_running_loop().run_in_executor(self._beats, self._beat, view, acknowledged)
 
-    def _beat(self, view: View | None, acknowledged: int) -> Report:
+    def _beat(self, view: Membership | None, acknowledged: int) -> Report:
         if view is not None:
             self._look(view)
         condition = self._condition()  # before the messages: what came before a final state travels with it
@@ -255,7 +255,7 @@ class Host:
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
-    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Answer:
+    async def call(self, sender: Identity | None, method: str, args: tuple[Any, ...]) -> Reply:
         """Answers a call by another component, or by the overseer.
 
         Args:
@@ -266,13 +266,13 @@ class Host:
         try:
             target = self._target(sender, method)
             if inspect.iscoroutinefunction(target):
-                return Answer(await target(*args))
-            return Answer(await asyncio.get_running_loop().run_in_executor(self._calls, target, *args))
+                return Reply(await target(*args))
+            return Reply(await asyncio.get_running_loop().run_in_executor(self._calls, target, *args))
         except PenstockError as error:
-            return Answer.of(error)
+            return Reply.of(error)
         except Exception as error:  # the caller's to know; this process goes on
             log.exception("%s by %s failed", method, sender or "the overseer")
-            return Answer.of(error)
+            return Reply.of(error)
 
     def _target(self, sender: Identity | None, method: str) -> Callable[..., Any]:
         if sender is not None:
@@ -295,7 +295,7 @@ class Host:
         return _Caller(self, name)
 
     def call_peer(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """See `Caller.call`."""
+        """Calls whichever incarnation lives; errors as of `Caller.call`."""
         view = self._view
         own, peer = view.peer(self.identity.name), view.peer(name)
         if own is not None and own.identity.incarnation > self.identity.incarnation:
@@ -333,7 +333,7 @@ class Host:
             component.drain()
         log.info("%s runs", self.identity)
 
-    def _look(self, view: View) -> None:
+    def _look(self, view: Membership) -> None:
         with self._lock:  # also around the component's look: views arrive there in their order
             if view.number <= self._view.number:
                 return
@@ -342,21 +342,21 @@ class Host:
             if self._component is not None:
                 self._component.look(view)
 
-    def _condition(self) -> Condition:
+    def _condition(self) -> ComponentStatus:
         component = self._component
         if component is not None:
             try:
                 return component.condition()
             except Exception as error:  # it must not raise; the overseer is told as of any other failure
                 log.exception("the condition of %s is unknown", self.identity)
-                return Condition("failed", "failed to say how it is", error=f"{type(error).__name__}: {error}")
+                return ComponentStatus("failed", "failed to say how it is", error=f"{type(error).__name__}: {error}")
         if self._failure:
-            return Condition("failed", "failed to start", error=self._failure)
-        return Condition("starting", "making the component")
+            return ComponentStatus("failed", "failed to start", error=self._failure)
+        return ComponentStatus("starting", "making the component")
 
 
 class _Caller:
-    def __init__(self, host: Host, name: str) -> None:
+    def __init__(self, host: ComponentHost, name: str) -> None:
         self._host = host
         self._name = name
 

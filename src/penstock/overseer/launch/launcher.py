@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from penstock.overseer.config import RoleConfig
-from penstock.overseer.supervisor.messages import Condition, Identity, Report, View
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Report
 from penstock.types import Caller, ConfigError
 
 
@@ -23,11 +23,11 @@ class Component(Protocol):
         """Begins its work in threads of its own and returns soon."""
         ...
 
-    def look(self, view: View) -> None:
+    def look(self, view: Membership) -> None:
         """Takes a new view; returns at once."""
         ...
 
-    def condition(self) -> Condition:
+    def condition(self) -> ComponentStatus:
         """How it is; returns at once, and never raises."""
         ...
 
@@ -40,7 +40,7 @@ class Component(Protocol):
         ...
 
 
-class Surroundings(Protocol):
+class ComponentContext(Protocol):
     """What a component is given by its host."""
 
     @property
@@ -49,7 +49,7 @@ class Surroundings(Protocol):
         ...
 
     @property
-    def view(self) -> View:
+    def view(self) -> Membership:
         """The newest view."""
         ...
 
@@ -70,7 +70,7 @@ class Surroundings(Protocol):
         ...
 
 
-Factory = Callable[[Surroundings, Mapping[str, Any]], Component]
+Factory = Callable[[ComponentContext, Mapping[str, Any]], Component]
 """Makes a component in its own process, from settings of plain values; a function of a module."""
 
 
@@ -82,7 +82,7 @@ class Handle(Protocol):
         """Who it is."""
         ...
 
-    def beat(self, view: View | None, acknowledged: int) -> Future[Report]:
+    def beat(self, view: Membership | None, acknowledged: int) -> Future[Report]:
         """Tells it the view and asks how it is; never blocks.
 
         The future fails with `UnreachableError` when the process is dead or could not be made. That it does not answer
@@ -116,7 +116,7 @@ class Launcher(Protocol):
     """Starts components. Thread-safe."""
 
     def spawn(
-        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: View
+        self, identity: Identity, factory: Factory, settings: Mapping[str, Any], resources: RoleConfig, view: Membership
     ) -> Handle:
         """Starts an incarnation, and returns before it runs.
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.launch.launcher import Handle
-from penstock.overseer.supervisor.messages import Report, View
+from penstock.overseer.supervisor.messages import Membership, Report
 from penstock.types import UnreachableError
 
 NEWS_SHARE = 0.25
@@ -34,7 +34,7 @@ class Heartbeat:
         self._due_at = self._news_at = now_s
         self._told = -1
 
-    def ask(self, view: View, now_s: float) -> None:
+    def ask(self, view: Membership, now_s: float) -> None:
         """Asks where that is due, or where the view is new to it; not while an answer is outstanding.
 
         Only a view that is new to it travels: with many components it is by far the largest part of the question.
@@ -82,7 +82,7 @@ MOST_AWAITED = 256
 """Older answers than so many are no longer looked for."""
 
 
-class LateMessages:
+class StaleMessages:
     """Counts the messages of incarnations that were given up. `count` and `reports` only grow."""
 
     def __init__(self) -> None:

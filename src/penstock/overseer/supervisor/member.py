@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from penstock.overseer.config import OverseerConfig, RoleConfig
 from penstock.overseer.launch.launcher import Factory
-from penstock.overseer.supervisor.heartbeat import Heartbeat, LateMessages
-from penstock.overseer.supervisor.messages import Identity, Message, Peer, Report
-from penstock.overseer.supervisor.stopping import Background, Ending
+from penstock.overseer.supervisor.heartbeat import Heartbeat, StaleMessages
+from penstock.overseer.supervisor.messages import ComponentMessage, Identity, Peer, Report
+from penstock.overseer.supervisor.stopping import Background, Termination
 from penstock.overseer.supervisor.stragglers import Stragglers
 from penstock.types import RunFailed, UnreachableError
 
@@ -57,7 +57,7 @@ class RestartBudget:
         return len(self._deaths)
 
 
-class DeathToll:
+class RunRestartBudget:
     """Counts the deaths of all components since the last new version of the policy.
 
     Args:
@@ -157,7 +157,7 @@ class Member:
     started_at: float = 0.0
     identity: Identity | None = None
     heartbeat: Heartbeat | None = None
-    ending: Ending | None = None
+    ending: Termination | None = None
     report: Report | None = None
     progress: float | None = None
     progress_at: float = 0.0
@@ -286,14 +286,14 @@ class Lifecycle:
     def __init__(
         self,
         config: OverseerConfig,
-        on_message: Callable[[Identity, Message], None],
+        on_message: Callable[[Identity, ComponentMessage], None],
         on_event: Callable[..., None],
         on_loss: Callable[[Identity, str], None],
         stragglers: Stragglers,
         background: Background,
     ) -> None:
         self.deaths = 0
-        self.late = LateMessages()
+        self.late = StaleMessages()
         self._config = config
         self._on_message = on_message
         self._on_event = on_event
@@ -359,7 +359,7 @@ class Lifecycle:
         self.late.expect(heartbeat.abandon())
         self._stragglers.forget(identity)
         member.heartbeat = member.report = member.draining = None
-        member.ending = Ending(heartbeat.handle, self._config.stop_timeout_s, self._background, now_s)
+        member.ending = Termination(heartbeat.handle, self._config.stop_timeout_s, self._background, now_s)
         member.enter("ending", now_s)
 
     def _judge(self, member: Member, report: Report, now_s: float) -> None:
@@ -406,7 +406,7 @@ class Lifecycle:
             f"overseer.max_restarts allows {config.max_restarts} restarts; the last time: {reason}"
         )
 
-    def _look_at_ending(self, member: Member, ending: Ending, now_s: float) -> None:
+    def _look_at_ending(self, member: Member, ending: Termination, now_s: float) -> None:
         def on_failure(reason: str) -> None:
             self._on_event("kill_failed", component=member.name, incarnation=member.incarnation, reason=reason)
 

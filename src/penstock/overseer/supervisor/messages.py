@@ -15,7 +15,7 @@ from penstock.types import PenstockError, SupersededVersionError
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """One call's outcome.
 
     Attributes:
@@ -31,7 +31,7 @@ class Answer:
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, error: Exception) -> "Answer":
+    def of(cls, error: Exception) -> "Reply":
         """The answer that raises `error` at the caller's."""
         if not isinstance(error, PenstockError):
             return cls(error=PenstockError.__name__, message=f"{type(error).__name__}: {error}")
@@ -95,7 +95,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class Membership:
     """Who lives, as the overseer sees it; every component is told with each heartbeat.
 
     Attributes:
@@ -118,7 +118,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ComponentMessage:
     """Something for the run's logs; kept by its sender until the overseer has acknowledged it.
 
     Attributes:
@@ -137,7 +137,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class ComponentStatus:
     """How a component is, in its own words.
 
     Attributes:
@@ -178,5 +178,5 @@ class Report:
     identity: Identity
     pid: int
     host: str
-    condition: Condition
-    messages: tuple[Message, ...] = ()
+    condition: ComponentStatus
+    messages: tuple[ComponentMessage, ...] = ()

@@ -135,7 +135,7 @@ def ask_to_scale(run_dir: Path, role: str, count: int, timeout_s: float) -> str:
     return message
 
 
-class ScaleDesk:
+class ScaleRequests:
     """The overseer's side.
 
     Args:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from penstock.overseer.launch.launcher import Handle
-from penstock.overseer.supervisor.messages import Report, View
+from penstock.overseer.supervisor.messages import Membership, Report
 from penstock.types import RunFailed, UnreachableError
 
 _Found = TypeVar("_Found")
@@ -37,7 +37,7 @@ def in_background(function: Callable[[], _Found]) -> Future[_Found]:
     return future
 
 
-class Ending:
+class Termination:
     """Repeats the attempt to end a process until it is gone.
 
     Args:
@@ -99,7 +99,7 @@ STOP_SHARE, HEAR_SHARE = 0.5, 0.25
 
 def stop_all(
     handles: Sequence[tuple[Handle, int]],
-    view: View,
+    view: Membership,
     hear: Callable[[Report], None],
     tell: Callable[[str, str], None],
     background: Background,

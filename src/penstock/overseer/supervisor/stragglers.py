@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.overseer.supervisor.messages import Condition, Identity
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity
 
 WINDOW_S = 60.0
 """Length of the window."""
@@ -21,7 +21,7 @@ LEAST_WORK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Straggler:
     """A verdict.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stragglers:
         self._tracks: dict[Identity, _Track] = {}
         self._told: set[Identity] = set()
 
-    def observe(self, identity: Identity, peer_group: str, condition: Condition, now_s: float) -> None:
+    def observe(self, identity: Identity, peer_group: str, condition: ComponentStatus, now_s: float) -> None:
         """Takes a report."""
         track = self._tracks.setdefault(identity, _Track((identity.role, peer_group)))
         if condition.progress is None:
@@ -87,16 +87,16 @@ class Stragglers:
                 found[identity] = sum(done for _, _, done in track.steps) / work_s
         return found
 
-    def newly_slow(self, now_s: float) -> list[Slow]:
+    def newly_slow(self, now_s: float) -> list[Straggler]:
         """Who became too slow; told once, and again only after it was as fast as the others."""
-        rates, slow = self.rates(now_s), dict[Identity, Slow]()
+        rates, slow = self.rates(now_s), dict[Identity, Straggler]()
         of_peers: dict[Hashable, list[float]] = defaultdict(list)
         for identity in sorted(rates, key=lambda identity: rates[identity]):
             of_peers[self._tracks[identity].peers].append(rates[identity])
         for identity, rate in rates.items():
             peers = of_peers[self._tracks[identity].peers]
             if len(peers) > 1 and rate * self._factor < (usual := _median_without(peers, rate)):
-                slow[identity] = Slow(identity, rate, usual)
+                slow[identity] = Straggler(identity, rate, usual)
         new = [verdict for identity, verdict in slow.items() if identity not in self._told]
         self._told = (self._told - rates.keys()) | slow.keys()
         return new

@@ -18,7 +18,7 @@ from penstock.overseer.config import OverseerConfig
 from penstock.overseer.launch.launcher import Handle, Launcher
 from penstock.overseer.supervisor.heartbeat import Heartbeat
 from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget
-from penstock.overseer.supervisor.messages import Identity, Message, Report, View
+from penstock.overseer.supervisor.messages import ComponentMessage, Identity, Membership, Report
 from penstock.overseer.supervisor.scaling import RoleSizes, SpecMaker
 from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
 from penstock.overseer.supervisor.stragglers import Stragglers
@@ -46,7 +46,7 @@ class NamedCaller:
         self._name = name
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """See `Caller.call`."""
+        """Calls whichever incarnation lives; errors as of `Caller.call`."""
         return self._calls.call(self._name, method, *args, timeout_s=timeout_s)
 
 
@@ -54,7 +54,7 @@ MOST_NAMED = 6
 """Of those who owe progress, so many are named."""
 
 
-def who_owes_progress(members: Collection[Member], now_s: float) -> str:
+def stalled_components(members: Collection[Member], now_s: float) -> str:
     """In words: those who work and get nowhere, the longest silent first, then those who do not live."""
     owing = sorted((m for m in members if m.stuck_s(now_s) > 0), key=lambda m: -m.stuck_s(now_s))
     said = [f"{m.in_words(now_s)} without progress for {m.stuck_s(now_s):.0f} s" for m in owing]
@@ -84,7 +84,7 @@ def _some(sentences: list[str]) -> str:
     return "; ".join(sentences[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-class Patience:
+class SuspendAwareClock:
     """A clock that only runs while it is looked at.
 
     When the overseer itself stood still, stopped by a signal or suspended with its machine, everybody seems to have
@@ -129,7 +129,7 @@ class Supervisor:
         self,
         launcher: Launcher,
         config: OverseerConfig,
-        on_message: Callable[[Identity, Message], None],
+        on_message: Callable[[Identity, ComponentMessage], None],
         on_event: Callable[..., None],
         on_loss: Callable[[Identity, str], None],
         *,
@@ -140,7 +140,7 @@ class Supervisor:
         self._config = config
         self._on_event = on_event
         self._background = background
-        self._patience = Patience(clock, config.heartbeat_timeout_s / 4)
+        self._patience = SuspendAwareClock(clock, config.heartbeat_timeout_s / 4)
         self._members: dict[str, Member] = {}
         self._incarnations: dict[str, int] = {}
         self._sizes = RoleSizes()
@@ -148,7 +148,7 @@ class Supervisor:
         self._stragglers_due = 0.0
         self._lives = Lifecycle(config, on_message, on_event, on_loss, self._stragglers, background)
         self._started = 0
-        self._view = View()
+        self._view = Membership()
         self._reports: Mapping[str, Report] = {}
         self._handles: Mapping[str, Handle] = {}
 
@@ -306,7 +306,7 @@ class Supervisor:
     # --- what anybody may read -----------------------------------------------------------------------------------
 
     @property
-    def view(self) -> View:
+    def view(self) -> Membership:
         """Who lives."""
         return self._view
 
@@ -349,9 +349,9 @@ class Supervisor:
         """Whether it has no process at present, for certain: nobody writes its files."""
         return self._member(name).phase in ("lost", "waiting")
 
-    def who_owes_progress(self) -> str:
+    def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
-        return who_owes_progress(self._members.values(), self._now)
+        return stalled_components(self._members.values(), self._now)
 
     def counters(self) -> dict[str, float]:
         """For the watchdog: changes while any component moves, starts or dies."""
