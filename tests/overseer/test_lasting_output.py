@@ -26,11 +26,11 @@ class Conductor:
     step, complete, training_s, lessons, failed_groups, last_failure, results = 3, True, 1.0, {}, 0, "", {}
 class Directory:
     path = __import__("pathlib").Path("mine")
-def run(config, run_dir, resume, recipe, quiet):
+def run(kind, config, run_dir, resume, recipe, quiet):
     for line in range(2000):
         print("step", line, flush=True)
     return Directory, Conductor
-training._run = run
+training.open_run = run
 sys.exit(cli.main(["train", "cats"]))
 """
 
