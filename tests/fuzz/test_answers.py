@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
 
-from penstock.inference.link import Answer
-from penstock.inference.server_request import requests_of
-from penstock.inference.trials import BadAnswer, Unanswered, judged
+from penstock.inference.codec import requests_of
+from penstock.inference.connection import Answer, BadAnswer, Unanswered, judged
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall
 

@@ -4,8 +4,8 @@ import pytest
 from tests.inference.fake_servers import answer, refusal, serving
 from tests.inference.pools import metric, pools, read, request
 
-from penstock.inference import trials as module
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
+from penstock.inference import connection as module
+from penstock.inference.codec import MalformedAnswer, ServerRequest
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 
 start, make_pool = pytest.fixture(serving), pytest.fixture(pools)

@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.inference.api_errors import ApiError
+from penstock.inference.schema import ApiError
 
 SMALL_BODY_BYTES = 256 * 1024
 """Whatever JSON a body of this size holds, it is parsed within some 15 ms."""
@@ -40,7 +40,7 @@ BODY_S = 30.0
 """From there to the end of the body."""
 
 KEEP_ALIVE_S = 75
-"""Idle connections stay open for so long, longer than `link.KEEP_ALIVE_S`: the client is the one to close them."""
+"""Idle connections stay open so long, longer than `connection.KEEP_ALIVE_S`: the client is the one to close them."""
 
 WRITE_S = 30.0
 """A client that takes nothing of its answer for so long is given up."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.inference.engine import InferenceEngine
-from penstock.inference.requests import GenerationRequest
+from penstock.inference.sequence import GenerationRequest
 from penstock.types import (
     Completion,
     Decoding,

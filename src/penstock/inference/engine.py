@@ -17,11 +17,9 @@ from concurrent.futures import Future
 import jax
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import ServedWeights
-from penstock.inference.meter import Meter
-from penstock.inference.requests import GenerationRequest, check_request
-from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.running_batch import RunningBatch
+from penstock.inference.model_runner import ServedWeights
+from penstock.inference.scheduler import Meter, RunningBatch
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.types import (
     Completion,

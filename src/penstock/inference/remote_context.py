@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.inference.pool import ServerPool
+from penstock.inference.codec import ServerRequest, requests_of
 from penstock.inference.routing import Target
-from penstock.inference.server_request import ServerRequest, requests_of
+from penstock.inference.server_pool import ServerPool
 from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
 
 

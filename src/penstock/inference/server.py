@@ -23,12 +23,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
-from penstock.inference.answers import chat_answer, completion_answer
-from penstock.inference.api_errors import ApiError, respond
-from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, folded_seeds, read_body
+from penstock.inference.codec import largest_body_bytes
 from penstock.inference.engine import InferenceEngine
-from penstock.inference.requests import GenerationRequest
-from penstock.inference.server_request import largest_body_bytes
+from penstock.inference.schema import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    chat_answer,
+    completion_answer,
+    folded_seeds,
+    read_body,
+    respond,
+)
+from penstock.inference.sequence import GenerationRequest
 from penstock.types import (
     Completion,
     ConfigError,

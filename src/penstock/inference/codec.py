@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.inference.routing import Target
-from penstock.inference.stopping import text_of
+from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
     Completion,
@@ -31,7 +30,7 @@ REQUEST_TOKENS = 16_384
 """A call with more tokens, prompts and longest responses together, goes in several requests, to several servers."""
 
 REQUEST_RESPONSES = 4096
-"""A server takes no more in one request (`bodies.MOST_RESPONSES`)."""
+"""A server takes no more in one request (`schema.MOST_RESPONSES`)."""
 
 PROMPT_BYTES = len("[],") + len(str(2**64)) + len(",")
 """Of each prompt beside its tokens: brackets, and its seed."""

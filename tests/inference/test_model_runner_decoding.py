@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
-from penstock.inference.cache import create_cache
-from penstock.inference.decoding import ServedWeights, decode
-from penstock.inference.rows import Rows
+from penstock.inference.model_runner import Rows, ServedWeights, create_cache, decode
 from penstock.types import SAMPLING_FIELDS, Decoding
 
 FAMILIES = {

@@ -5,8 +5,8 @@ import time
 import pytest
 from tests.inference.fake_servers import HANG_UP, serving
 
-from penstock.inference import link as module
-from penstock.inference.link import Link, LinkFailed
+from penstock.inference import connection as module
+from penstock.inference.connection import Link, LinkFailed
 
 LIMIT_S = 20.0
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.inference import server_request as module
-from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+from penstock.inference import codec as module
+from penstock.inference.codec import MalformedAnswer, largest_body_bytes, requests_of
 from penstock.inference.routing import Target
-from penstock.inference.server_request import MalformedAnswer, largest_body_bytes, requests_of
+from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
 
 

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from penstock.inference.requests import GenerationRequest
-from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.rows import Sampled
-from penstock.inference.slots import SlotTable
+from penstock.inference.model_runner import Sampled
+from penstock.inference.scheduler import SlotTable
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding, WeightVersion, fold
 
 

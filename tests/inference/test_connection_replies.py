@@ -2,18 +2,18 @@ import json
 
 import pytest
 
-from penstock.inference.link import Answer
-from penstock.inference.routing import Server
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
-from penstock.inference.trials import (
+from penstock.inference.codec import MalformedAnswer, ServerRequest
+from penstock.inference.connection import (
     LONGEST_MESSAGE,
     MOST_BAD_ANSWERS,
+    Answer,
     BadAnswer,
     Refused,
     Trials,
     Unanswered,
     judged,
 )
+from penstock.inference.routing import Server
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))

@@ -3,8 +3,7 @@ import time
 
 import pytest
 
-from penstock.inference.request_queue import RequestQueue
-from penstock.inference.routing import Routing, Server, Target
+from penstock.inference.routing import RequestQueue, Routing, Server, Target
 from penstock.types import UnreachableError
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))
