@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.inference.routing import Target
+from penstock.inference.routing import PinnedServer
 from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
@@ -67,7 +67,7 @@ class ServerRequest(Generic[_T_co]):
     tokens: int
     read: Callable[[bytes], _T_co]
     session: str | None = None
-    target: Target | None = None
+    target: PinnedServer | None = None
 
 
 def requests_of(
@@ -75,14 +75,14 @@ def requests_of(
     tokenizer: TextCodec,
     model: str,
     session: str | None,
-    target: Target | None,
+    target: PinnedServer | None,
     least: WeightVersion | None = None,
 ) -> list[ServerRequest[list[list[Completion]]]]:
     """The requests that serve a call, in the order of its prompts.
 
     Args:
         call: What is asked for.
-        tokenizer: The policy's.
+        tokenizer: The policy's; gives the stop tokens where the call names none, and decodes the texts.
         model: The servers' name for it.
         session: See `ServerRequest`.
         target: See `ServerRequest`.

@@ -47,10 +47,10 @@ from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attenti
 from penstock.types import SAMPLING_FIELDS, ConfigError
 
 HostRows = Mapping[str, np.ndarray]
-"""The fields of `Rows`, and those of `Rows.sampling`, by name in host memory."""
+"""The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
     """State of every slot between two dispatches, and what its request asks for.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
     stop_token_ids: Int32[Array, "slots stops"]
 
 
-class Emitted(NamedTuple):
+class DeviceSamples(NamedTuple):
     """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
 
     Attributes:
@@ -84,24 +84,24 @@ class Emitted(NamedTuple):
     count: Int32[Array, " slots"]
 
 
-class Sampled(NamedTuple):
-    """`Emitted` in host memory."""
+class HostSamples(NamedTuple):
+    """`DeviceSamples` in host memory."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     count: np.ndarray
 
 
-def to_device(rows: HostRows) -> Rows:
+def to_device(rows: HostRows) -> SlotRows:
     """Copies rows to the device."""
     arrays = {name: jnp.asarray(array) for name, array in rows.items()}
     sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
-    return Rows(**arrays, sampling=sampling)
+    return SlotRows(**arrays, sampling=sampling)
 
 
-def to_host(emitted: Emitted) -> Sampled:
+def to_host(emitted: DeviceSamples) -> HostSamples:
     """Waits for a dispatch and fetches its result."""
-    return Sampled(*(np.asarray(array) for array in emitted))
+    return HostSamples(*(np.asarray(array) for array in emitted))
 
 
 class KVCache(eqx.Module):
@@ -216,11 +216,11 @@ class _Progress(NamedTuple):
     step: Int32[Array, ""]
     cache: KVCache
     tokens: Int32[Array, " slots"]
-    emitted: Emitted
+    emitted: DeviceSamples
     live: Bool[Array, " slots"]
 
 
-def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tuple[KVCache, Emitted]:
+def decode(weights: ServedWeights, cache: KVCache, rows: SlotRows, steps: int) -> tuple[KVCache, DeviceSamples]:
     """Runs up to `steps` decode steps for every live slot."""
     slots = rows.tokens.shape[0]
 
@@ -234,7 +234,9 @@ def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tu
         tokens, logprobs = sample(logits, noise, **rows.sampling)
         return _record(progress, cache, rows, tokens, logprobs)
 
-    nothing = Emitted(jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32))
+    nothing = DeviceSamples(
+        jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32)
+    )
     start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
     end = lax.while_loop(unfinished, advance, start)
     return end.cache, end.emitted
@@ -243,7 +245,7 @@ def decode(weights: ServedWeights, cache: KVCache, rows: Rows, steps: int) -> tu
 def _record(
     progress: _Progress,
     cache: KVCache,
-    rows: Rows,
+    rows: SlotRows,
     tokens: Int32[Array, " slots"],
     logprobs: Float32[Array, " slots"],
 ) -> _Progress:
@@ -251,7 +253,7 @@ def _record(
     step, emitted = progress.step, progress.emitted
     count = emitted.count + progress.live
     stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
-    written = Emitted(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
+    written = DeviceSamples(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
     return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
 
 
@@ -294,7 +296,7 @@ def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCa
     return KVCache(tuple(keys), tuple(values))
 
 
-class Programs(NamedTuple):
+class CompiledSteps(NamedTuple):
     """The functions of the cache and of decoding, compiled."""
 
     create: Callable[..., KVCache]
@@ -305,7 +307,7 @@ class Programs(NamedTuple):
     resize: Callable[..., KVCache]
 
 
-ONE_DEVICE = Programs(
+ONE_DEVICE = CompiledSteps(
     create=create_cache,
     decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache"),
     prefill=jax.jit(prefill),
@@ -316,10 +318,10 @@ ONE_DEVICE = Programs(
 
 
 @functools.cache
-def split_programs(split: "ModelSplit") -> Programs:
+def split_programs(split: "ModelSplit") -> CompiledSteps:
     """The same over several devices; a cache that a program returns lies as the one that it was given."""
     cache, whole = split.cache, split.whole
-    return Programs(
+    return CompiledSteps(
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
         decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache", out_shardings=(cache, whole)),
         prefill=jax.jit(prefill, out_shardings=cache),
@@ -469,7 +471,7 @@ class ModelRunner:
         """Copies the cache of slot ``source[s]`` into slot s."""
         self._cache = self._programs.fork(self._cache, jnp.asarray(source))
 
-    def decode(self, rows: HostRows) -> Sampled:
+    def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it."""
         steps = self._config.steps_per_dispatch
         self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=steps)

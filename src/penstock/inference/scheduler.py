@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.model_runner import HostRows, ModelRunner, Sampled, ServedWeights
+from penstock.inference.model_runner import HostRows, HostSamples, ModelRunner, ServedWeights
 from penstock.inference.sequence import Response
 from penstock.model.language import Decoder
 from penstock.types import SAMPLING_FIELDS, WeightVersion
@@ -34,7 +34,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Admission:
+class AdmissionPlan:
     """What has to run before newly assigned slots can decode.
 
     Attributes:
@@ -68,12 +68,14 @@ class PrefixIndex:
         self._slots_of[prompt.tobytes()].add(slot)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops every entry."""
         self._slots_of.clear()
         self._prompt_in.clear()
 
 
-def plan_admission(assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig) -> Admission:
+def plan_admission(
+    assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig
+) -> AdmissionPlan:
     """Decides how each assigned slot gets its prompt's cache, and records it in the index.
 
     A prompt of one token needs no cache: its only token is decoded.
@@ -92,7 +94,7 @@ def plan_admission(assigned: Sequence[tuple[int, Response]], prefixes: PrefixInd
     for slot, response in assigned:
         prefixes.overwrite(slot, response.prompt)
     forked = bool((fork != np.arange(config.max_slots)).any())
-    return Admission(fork if forked else None, _batch(prompts, fresh, config))
+    return AdmissionPlan(fork if forked else None, _batch(prompts, fresh, config))
 
 
 def _batch(
@@ -133,8 +135,8 @@ class SlotTable:
     """Fixed slots, some of them running a response.
 
     Args:
-        slots: How many.
-        max_stop_token_ids: Room for stop tokens per slot.
+        slots: Number of responses that run at once.
+        max_stop_token_ids: Most stop tokens of one response.
     """
 
     def __init__(self, slots: int, max_stop_token_ids: int) -> None:
@@ -187,7 +189,7 @@ class SlotTable:
         rows, decoding = self._rows, response.pending.request.decoding
         rows["tokens"][slot] = response.prompt[-1]
         rows["positions"][slot] = len(response.prompt) - 1
-        rows["budget"][slot] = response.room
+        rows["budget"][slot] = response.remaining_tokens
         rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
         for name, field in SAMPLING_FIELDS.items():
             value = getattr(decoding, name)
@@ -205,7 +207,7 @@ class SlotTable:
             self._rows[name][slot] = field.neutral
         heapq.heappush(self._free, slot)
 
-    def advance(self, sampled: Sampled, version: WeightVersion) -> list[tuple[int, Response]]:
+    def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
         """Gives each response its new tokens; returns those that ended, still in their slots."""
         ended: list[tuple[int, Response]] = []
         for slot, response in self.occupied():
@@ -214,7 +216,7 @@ class SlotTable:
             response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
             self._rows["tokens"][slot] = tokens[-1]
             self._rows["positions"][slot] += count
-            self._rows["budget"][slot] = response.room
+            self._rows["budget"][slot] = response.remaining_tokens
             if response.finish_reason is not None:
                 ended.append((slot, response))
         return ended
@@ -224,7 +226,7 @@ RECENT_S = 10.0
 """The rate is over dispatches of the last so many seconds."""
 
 
-class Meter:
+class ThroughputMeter:
     """Totals, and the recent rate of generation."""
 
     def __init__(self) -> None:
@@ -274,10 +276,10 @@ class RunningBatch:
     Args:
         decoder: The first weights.
         config: Shapes and limits.
-        meter: Told what runs.
+        meter: Counts what runs; for other threads to read.
     """
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, meter: Meter) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, meter: ThroughputMeter) -> None:
         self._config, self._meter = config, meter
         self._runner = ModelRunner(decoder, config)
         self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
@@ -312,7 +314,7 @@ class RunningBatch:
         return self._runner.prepare(decoder)
 
     def load(self, weights: ServedWeights) -> None:
-        """Serves these from the next program on; prompts cached before are not lent any more."""
+        """Serves these from the next program on; prompts cached before are not shared any more."""
         self._runner.load(weights)
         self._prefixes.clear()
         self._meter.add(weight_swaps=1)
@@ -354,7 +356,7 @@ class RunningBatch:
             self._slots.release(slot)
         return len(cancelled)
 
-    def _fit_window(self, admission: Admission, fresh_start: bool) -> None:
+    def _fit_window(self, admission: AdmissionPlan, fresh_start: bool) -> None:
         """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
         lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
         needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
@@ -368,7 +370,7 @@ class RunningBatch:
         windows = self._config.window_buckets
         return next((window for window in windows if window >= needed), windows[-1])
 
-    def _fill(self, admission: Admission) -> None:
+    def _fill(self, admission: AdmissionPlan) -> None:
         if admission.fork is not None:
             self._runner.fork(admission.fork)
         for prefill in admission.prefills:

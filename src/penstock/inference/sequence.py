@@ -165,14 +165,14 @@ class PendingRequest:
     Attributes:
         request: What was asked.
         stop_token_ids: The request's, or the tokenizer's.
-        room: Most tokens per response: what was asked for, or what the sequence length leaves.
+        max_tokens: Most per response: what was asked for, or what the sequence length leaves.
         future: Resolved with n completions in order.
         completions: Those that have ended, by sample.
     """
 
     request: GenerationRequest
     stop_token_ids: tuple[int, ...]
-    room: int
+    max_tokens: int
     future: Future[list[Completion]] = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
 
@@ -227,9 +227,9 @@ class Response:
         return self.pending.request.prompt
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """How many tokens it may still sample."""
-        return self.pending.room - len(self.tokens)
+        return self.pending.max_tokens - len(self.tokens)
 
     def extend(self, tokens: list[int], logprobs: list[float], version: WeightVersion) -> None:
         """Takes one dispatch's tokens, drops those past the end, and notes why it ended if it did."""
@@ -240,7 +240,7 @@ class Response:
         self.versions += [version] * count
         if kept is not None or (self.tokens and self.tokens[-1] in self.pending.stop_token_ids):
             self.finish_reason = "stop"
-        elif self.room == 0:
+        elif self.remaining_tokens == 0:
             self.finish_reason = "length"
 
     def finish(self, tokenizer: TextCodec, current: WeightVersion) -> None:

@@ -2,9 +2,9 @@
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/health``. Handlers never block
 the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
-are awaited. What may be asked is bounded before (`access`). A client that goes away frees its slots. No route changes
-weights or the server's state: one that did must not exist without a token. Not covered: streaming, tools, penalties
-(refused by name), alternatives' log-probabilities.
+are awaited. `penstock.inference.access` bounds what may be asked before any handler runs. A client that goes away
+frees its slots. No route changes weights or the server's state: one that did must not exist without a token. Not
+covered: streaming, tools, penalties (refused by name), alternatives' log-probabilities.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ def create_app(
     """Makes the application.
 
     Args:
-        engine: Started.
-        tokenizer: The policy's.
+        engine: Already started; requests are submitted to it.
+        tokenizer: The policy's; renders conversations and decodes texts.
         model_name: The only model that it knows.
         access: Who may ask, and how much at once; None asks for no token, and answers to this machine's names only.
     """

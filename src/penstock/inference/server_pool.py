@@ -20,7 +20,16 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from penstock.inference.codec import ServerRequest
-from penstock.inference.connection import HEALTH_S, QUIET_S, Link, LinkFailed, Refused, Trials, Unanswered, judged
+from penstock.inference.connection import (
+    HEALTH_S,
+    QUIET_S,
+    ConnectionFailed,
+    RetryableFailure,
+    RetryState,
+    ServerBusy,
+    ServerConnection,
+    result_of,
+)
 from penstock.inference.routing import RequestQueue, Routing, Server
 from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, Stopped
 
@@ -34,7 +43,7 @@ class LoopThread:
     """Runs coroutines until closed.
 
     Args:
-        name: The thread's.
+        name: Of the thread, as `threading` and errors show it.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,7 +137,7 @@ class ServerPool:
             beyond wait here.
         certificate_authority: File with the certificates that servers' own must be signed by (PEM; a self-signed one
             signs itself); None takes the system's.
-        quiet_s: A server from which nothing was heard for so long is asked for its health.
+        quiet_s: A server that sent nothing for so long, with requests outstanding, is asked for its health.
         health_s: It then has so long to answer.
 
     Raises:
@@ -148,11 +157,13 @@ class ServerPool:
     ) -> None:
         self._model, self._timeout_s = model, request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
-        self._make_link: Callable[[Server], Link] = lambda server: Link(server, token, tls, clock, quiet_s, health_s)
+        self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(
+            server, token, tls, clock, quiet_s, health_s
+        )
         self._clock = clock
         self._routing = Routing(most_outstanding_tokens, secrets.randbits(32))
         self._queue = RequestQueue(self._routing, clock)
-        self._links: dict[tuple[str, int, str], Link] = {}
+        self._connections: dict[tuple[str, int, str], ServerConnection] = {}
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter({"requests": 0, "answers": 0, "retries": 0, "refusals": 0})
         self._thread = LoopThread("pool of inference servers")
@@ -164,7 +175,7 @@ class ServerPool:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Those that live, as last told, by name."""
+        """The live servers, as last set, by name."""
         return self._routing.servers
 
     @property
@@ -173,7 +184,7 @@ class ServerPool:
         return self._counts["answers"]
 
     def set_servers(self, servers: Sequence[Server]) -> None:
-        """Tells which servers live now; returns at once, and may be called as often as one likes.
+        """Replaces the list of live servers; returns at once, and may be called as often as one likes.
 
         What waits for a server that is not among them, or that another incarnation has replaced, is asked elsewhere.
         One that does not accept any more answers what it was asked before.
@@ -191,7 +202,7 @@ class ServerPool:
             ConfigError: a server refused what a request asks for, such as a temperature out of range.
             NoProgressError: one had no answer in time.
             RunFailed: the answers to one cannot be used.
-            UnreachableError: the one incarnation that may be asked does not live.
+            UnreachableError: the one incarnation that may be asked is not alive.
             Stopped: the pool was closed.
         """
         if not requests:
@@ -227,21 +238,21 @@ class ServerPool:
         Raises:
             NoProgressError: the thread did not end in time.
         """
-        self._thread.close(self._close_links, timeout_s)
+        self._thread.close(self._close_connections, timeout_s)
 
     # The loop's thread.
 
     def _take(self, servers: tuple[Server, ...]) -> None:
         for server in self._routing.set_servers(servers):
-            link = self._links.pop(server.life, None)
-            if link is not None:
-                link.cut("it was reported dead, or replaced")
-                self._thread.finish(link.close())  # a close that is cut short would leave sockets open
+            connection = self._connections.pop(server.identity, None)
+            if connection is not None:
+                connection.abort("it was reported dead, or replaced")
+                self._thread.finish(connection.close())  # a close that is cut short would leave sockets open
         self._queue.servers_changed()
 
-    async def _close_links(self) -> None:
-        for link in self._links.values():
-            await link.close()
+    async def _close_connections(self) -> None:
+        for connection in self._connections.values():
+            await connection.close()
 
     async def _ask_all(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
         asked = [asyncio.ensure_future(self._ask(request)) for request in requests]
@@ -252,54 +263,54 @@ class ServerPool:
                 one.cancel()
 
     async def _ask(self, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
-        number, trials = next(self._numbers), Trials()
+        number, attempts = next(self._numbers), RetryState()
         self._counts["requests"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     server = await self._queue.admit(number, request.tokens, request.session, request.target)
-                    trials.begin(server)
+                    attempts.begin(server)
                     try:
                         result = await self._attempt(server, request)
                         self._counts["answers"] += 1
                         return result
-                    except Unanswered as failure:
-                        trials.add(server, failure)
+                    except RetryableFailure as failure:
+                        attempts.add(server, failure)
                         self._counts["retries"] += 1
                     finally:
                         self._queue.release(server, request.tokens)
         except TimeoutError as error:
             raise NoProgressError(
-                f"no inference server answered within inference.request_timeout_s = {self._timeout_s:g}: {trials}"
+                f"no inference server answered within inference.request_timeout_s = {self._timeout_s:g}: {attempts}"
             ) from error
 
     async def _attempt(self, server: Server, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
         """The answer of one server; what it did is noted for the routing.
 
         Raises:
-            Unanswered: it should be asked again.
+            RetryableFailure: it should be asked again.
         """
         try:
-            result = judged(await self._link(server).post("/v1/completions", request.body), request)
-        except Refused:
+            result = result_of(await self._connection(server).post("/v1/completions", request.body), request)
+        except ServerBusy:
             self._counts["refusals"] += 1
             self._routing.refused(server, self._clock())
             raise
-        except Unanswered:
+        except RetryableFailure:
             self._routing.failed(server, self._clock())
             raise
-        except LinkFailed as failure:
+        except ConnectionFailed as failure:
             self._routing.failed(server, self._clock())
-            raise Unanswered(str(failure)) from failure
+            raise RetryableFailure(str(failure)) from failure
         self._routing.served(server)
         return result
 
-    def _link(self, server: Server) -> Link:
-        if server.life not in {known.life for known in self.servers}:
-            raise LinkFailed("it went before it was asked")
-        if server.life not in self._links:
-            self._links[server.life] = self._make_link(server)
-        return self._links[server.life]
+    def _connection(self, server: Server) -> ServerConnection:
+        if server.identity not in {known.identity for known in self.servers}:
+            raise ConnectionFailed("it went before it was asked")
+        if server.identity not in self._connections:
+            self._connections[server.identity] = self._make_connection(server)
+        return self._connections[server.identity]
 
 
 def _tls(certificate_authority: str | None) -> ssl.SSLContext:
