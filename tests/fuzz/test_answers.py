@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
 
-from penstock.inference.link import Reply
-from penstock.inference.server_request import requests_of
-from penstock.inference.trials import BadAnswer, Unanswered, judged
+from penstock.inference.codec import requests_of
+from penstock.inference.connection import HttpReply, RetryableFailure, ServerFault, result_of
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall
 
@@ -68,9 +67,9 @@ def test_completions_are_read_or_asked_for_again(request_, count):
         return json_bytes(with_odd_field(rng) if rng.random() < 0.5 else GOOD, rng)
 
     def target(content):
-        check(judged(Reply(200, content), request_))
+        check(result_of(HttpReply(200, content), request_))
 
-    assert 0.3 * count < fuzz(target, make, count, BadAnswer) < count
+    assert 0.3 * count < fuzz(target, make, count, ServerFault) < count
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -81,6 +80,6 @@ def test_errors_are_told_whatever_they_are(request_, count):
         return rng.choice(STATUSES), content
 
     def target(given):
-        assert isinstance(judged(Reply(*given), request_), EnvironmentFailure)
+        assert isinstance(result_of(HttpReply(*given), request_), EnvironmentFailure)
 
-    assert fuzz(target, make, count, (Unanswered, ConfigError)) > 0.5 * count
+    assert fuzz(target, make, count, (RetryableFailure, ConfigError)) > 0.5 * count

@@ -4,7 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.inference import ServerPool
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
+from penstock.inference.codec import MalformedAnswer, ServerRequest
 
 WAIT_S = 20.0
 

@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 from penstock.inference import AccessRules, HttpServer, create_app
 from penstock.inference import access as module
-from penstock.inference.server_request import largest_body_bytes
+from penstock.inference.codec import largest_body_bytes
 
 TOKEN = "a test's token"
 WAIT_S = 60.0
@@ -235,7 +235,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(monkeypatch, conn
 
 @pytest.mark.attack
 def test_a_handshake_has_its_time_too(app, tmp_path, monkeypatch, connect):
-    monkeypatch.setattr("penstock.inference.serving.HEADER_S", 0.3)
+    monkeypatch.setattr("penstock.inference.http_server.HEADER_S", 0.3)
     certificate, key = write_certificate(tmp_path)
     with running(app, tls_cert=certificate, tls_key=key) as server:
         with connect(server) as connection:

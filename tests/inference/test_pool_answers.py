@@ -4,8 +4,8 @@ import pytest
 from tests.inference.fake_servers import answer, refusal, serving
 from tests.inference.pools import metric, pools, read, request
 
-from penstock.inference import trials as module
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
+from penstock.inference import connection as module
+from penstock.inference.codec import MalformedAnswer, ServerRequest
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 
 start, make_pool = pytest.fixture(serving), pytest.fixture(pools)
@@ -46,7 +46,7 @@ def test_a_parameter_out_of_range_is_the_callers_mistake(start, make_pool):
     ],
 )
 def test_servers_that_answer_nonsense_end_it_soon(start, make_pool, monkeypatch, reply, said):
-    monkeypatch.setattr(module, "MOST_BAD_ANSWERS", 3)
+    monkeypatch.setattr(module, "MOST_SERVER_FAULTS", 3)
     server = start(lambda body: reply)
     pool = make_pool(server.known_as("inference-0"))
     with pytest.raises(RunFailed, match=rf"cannot be used: asked inference-0#0 \(times: 3, at last: {said}"):

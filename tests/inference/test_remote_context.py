@@ -13,9 +13,9 @@ from penstock.inference import (
     ServerPool,
     create_app,
 )
-from penstock.inference import server_request as module
+from penstock.inference import codec as module
 from penstock.inference.access import SMALL_BODY_BYTES
-from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import (
     ConfigError,
     Decoding,

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from penstock.inference import routing as module
-from penstock.inference.routing import Routing, Server, Target
+from penstock.inference.routing import PinnedServer, Routing, Server
 
 A, B, C = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(3))
 
@@ -93,12 +93,12 @@ def test_room_that_an_earlier_request_waits_for_is_left_to_it():
 def test_a_target_is_the_only_one_even_when_it_accepts_nothing_new():
     draining = Server(A.name, 3, A.url, accepting=False)
     routing = make(draining, B)
-    assert [choose(routing, target=Target(A.name)) for _ in range(3)] == [draining] * 3
-    assert choose(routing, target=Target(A.name, 3)) == draining
-    assert choose(routing, target=Target(A.name, 2)) == frozenset()
-    assert routing.lives(Target(A.name, 3)) and not routing.lives(Target(A.name, 2))
+    assert [choose(routing, target=PinnedServer(A.name)) for _ in range(3)] == [draining] * 3
+    assert choose(routing, target=PinnedServer(A.name, 3)) == draining
+    assert choose(routing, target=PinnedServer(A.name, 2)) == frozenset()
+    assert routing.is_alive(PinnedServer(A.name, 3)) and not routing.is_alive(PinnedServer(A.name, 2))
     assert {choose(routing, 100) for _ in range(5)} == {B}, "busier, but it accepts"
-    choose(routing, session="talk", target=Target(A.name))
+    choose(routing, session="talk", target=PinnedServer(A.name))
     assert choose(routing, session="talk") == B, "a target is no home"
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from penstock.curriculum import SamplingParams
 from penstock.inference import EngineConfig, GenerationRequest
-from penstock.inference.bodies import CompletionBody, read_body
-from penstock.inference.requests import check_request
-from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.server_request import requests_of
-from penstock.inference.slots import SlotTable
+from penstock.inference.codec import requests_of
+from penstock.inference.scheduler import SlotTable
+from penstock.inference.schema import CompletionBody, read_body
+from penstock.inference.sequence import PendingRequest, Response, check_request
 from penstock.rundir import records_from_table, table_from_records
 from penstock.types import (
     SAMPLING_FIELDS,

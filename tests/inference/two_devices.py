@@ -1,4 +1,4 @@
-"""What `test_sharding` runs in a process of its own, in which the host has two devices."""
+"""What `test_model_runner_sharding` runs in a process of its own, in which the host has two devices."""
 
 import re
 import threading
@@ -7,15 +7,13 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from tests.inference.test_decoding import FAMILIES, packed_logprobs
 from tests.inference.test_engine_weights import forward_logprobs, swap_after_first_dispatch
-from tests.inference.test_runner import CompilationCounter
+from tests.inference.test_model_runner import CompilationCounter
+from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 
 from penstock.inference import GenerationRequest
-from penstock.inference.rows import to_device
-from penstock.inference.runner import ModelRunner
-from penstock.inference.sharding import ModelSplit
-from penstock.inference.slots import SlotTable
+from penstock.inference.model_runner import ModelRunner, ModelSplit, to_device
+from penstock.inference.scheduler import SlotTable
 from penstock.types import ConfigError, Decoding, WeightVersion
 
 WAIT_S = 120.0

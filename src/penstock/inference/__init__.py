@@ -8,28 +8,28 @@ if TYPE_CHECKING:
     from penstock.inference.config import EngineConfig, ServeConfig
     from penstock.inference.context import EngineContext
     from penstock.inference.engine import InferenceEngine
-    from penstock.inference.pool import ServerPool
+    from penstock.inference.http_server import HttpServer, serve
     from penstock.inference.remote_context import RemoteContext
-    from penstock.inference.requests import GenerationRequest
     from penstock.inference.routing import Server
     from penstock.inference.scripted import ScriptedContext
+    from penstock.inference.sequence import GenerationRequest
     from penstock.inference.server import create_app
-    from penstock.inference.serving import HttpServer, serve
+    from penstock.inference.server_pool import ServerPool
 
 _EXPORTS = {
     "AccessRules": "access",
     "EngineConfig": "config",
     "EngineContext": "context",
-    "GenerationRequest": "requests",
-    "HttpServer": "serving",
+    "GenerationRequest": "sequence",
+    "HttpServer": "http_server",
     "InferenceEngine": "engine",
     "RemoteContext": "remote_context",
     "ScriptedContext": "scripted",
     "ServeConfig": "config",
     "Server": "routing",
-    "ServerPool": "pool",
+    "ServerPool": "server_pool",
     "create_app": "server",
-    "serve": "serving",
+    "serve": "http_server",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ page whose own name points at this machine (DNS rebinding) is of the same origin
 there is no token only names of this machine are answered.
 
 Connections cost memory and descriptors before anybody has shown a token, so each phase of one has its time and their
-number its bounds; where there is no room for a new one, an old one that no request keeps busy makes it.
+number its bounds; where a new one is too many, the oldest that no request keeps busy is closed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.inference.api_errors import ApiError
+from penstock.inference.schema import ApiError
 
 SMALL_BODY_BYTES = 256 * 1024
 """Whatever JSON a body of this size holds, it is parsed within some 15 ms."""
@@ -40,10 +40,10 @@ BODY_S = 30.0
 """From there to the end of the body."""
 
 KEEP_ALIVE_S = 75
-"""Idle connections stay open for so long, longer than `link.KEEP_ALIVE_S`: the client is the one to close them."""
+"""Idle connections stay open so long, longer than `connection.KEEP_ALIVE_S`: the client is the one to close them."""
 
 WRITE_S = 30.0
-"""A client that takes nothing of its answer for so long is given up."""
+"""The connection of a client that reads nothing of its answer for so long is closed."""
 
 MOST_CONNECTIONS_OF_ONE_PEER = 256
 """Of one address, as far as they have shown no token. Where none is asked for, all of this machine are one peer."""
@@ -52,7 +52,7 @@ FEWEST_CONNECTIONS = 16
 """Of the whole server, however few descriptors it may open."""
 
 MOST_ACCEPTED_AT_ONCE = 32
-"""In one turn of the event loop, before any of them is looked at and others have their turn."""
+"""In one turn of the event loop, before any of them is read and other tasks have their turn."""
 
 DESCRIPTORS_KEPT = 128
 """Of those that the process may open, for everything but connections."""
@@ -107,7 +107,7 @@ class KnownHost:
 
     Args:
         app: What is guarded.
-        host: As the server was told to listen on.
+        host: The address that the server listens on, as given to it.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -120,9 +120,9 @@ class KnownHost:
         if scope["type"] == "http":
             named = Headers(scope=scope).getlist("host")
             if len(named) != 1 or not self._knows(named[0]):
-                told = f"Host is {', '.join(named)!r:.100}" if named else "there is no Host header"
+                found = f"Host is {', '.join(named)!r:.100}" if named else "there is no Host header"
                 known = ", ".join(sorted(self._known))
-                message = f"{told}: without a token this server answers only as {known}; set a token to lift that"
+                message = f"{found}: without a token this server answers only as {known}; set a token to lift that"
                 await _refuse(ApiError(421, message, code="unknown_host"), scope, _Incoming(receive), send)
                 return
         await self._app(scope, receive, send)
@@ -289,7 +289,7 @@ class BoundedConnection(H11Protocol):
         self._seen_since = self.opened_at = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Where there is no room, another one goes, or this one."""
+        """Where there are too many, the oldest idle one is closed, or this one."""
         super().connection_made(transport)
         # asyncio would read 256 KiB from each connection in one turn.
         transport.max_size = MOST_HEADER_BYTES  # pyright: ignore[reportAttributeAccessIssue]
@@ -297,12 +297,12 @@ class BoundedConnection(H11Protocol):
         others = [each for each in self.connections if each is not self]
         strangers = [each for each in others if each.peer == self.peer and not each.is_known]
         if len(strangers) >= MOST_CONNECTIONS_OF_ONE_PEER:
-            self._make_room(strangers)
+            self._evict_oldest(strangers)
         elif len(others) >= _most_connections():
-            self._make_room([each for each in others if not each.is_known] or others)
+            self._evict_oldest([each for each in others if not each.is_known] or others)
 
     def data_received(self, data: bytes) -> None:
-        """In pieces: h11 looks at the size of headers and trailers only when it has taken in all that it was given."""
+        """In pieces: h11 checks the size of headers and trailers only after it has buffered all that it was given."""
         for start in range(0, len(data), MOST_HEADER_BYTES):
             if self.transport.is_closing():
                 break
@@ -326,8 +326,8 @@ class BoundedConnection(H11Protocol):
         unanswered = self.cycle is not None and not self.cycle.response_complete
         return unanswered and self.conn.their_state is not h11.SEND_BODY
 
-    def look(self, now: float) -> None:
-        """Ends it where it has been in the same state for longer than that may last."""
+    def enforce_limits(self, now: float) -> None:
+        """Closes the connection where it has been in the same state for longer than that may last."""
         limit_s, *state = self._state()
         if self._seen != (seen := (limit_s, *state)):
             self._seen, self._seen_since = seen, now
@@ -347,8 +347,8 @@ class BoundedConnection(H11Protocol):
             return (HEADER_S if begun else KEEP_ALIVE_S), begun, self._parser.requests
         return (BODY_S if state is h11.SEND_BODY else None), state, self._parser.requests
 
-    def _make_room(self, candidates: "list[BoundedConnection]") -> None:
-        """The oldest that is not busy has to go; where all are, this one."""
+    def _evict_oldest(self, candidates: "list[BoundedConnection]") -> None:
+        """Closes the oldest that is not busy; where all are, this one."""
         idle = [each for each in candidates if not each.is_busy and not each.transport.is_closing()]
         chosen = min(idle, key=lambda each: each.opened_at, default=self)
         chosen._refuse(503, "too many connections are open")

@@ -21,8 +21,8 @@ class EngineConfig(BaseModel):
     Attributes:
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
-        steps_per_dispatch: Most decode steps between two looks at the host: arrivals, departures and new weights
-            wait for at most this many tokens.
+        steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
+            this many tokens.
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
         prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four. The largest

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.inference.engine import InferenceEngine
-from penstock.inference.requests import GenerationRequest
+from penstock.inference.sequence import GenerationRequest
 from penstock.types import (
     Completion,
     Decoding,
@@ -23,8 +23,8 @@ class EngineContext:
     """An `InferenceContext` over one engine; any number of threads may call it.
 
     Args:
-        engine: Started.
-        tokenizer: The policy's.
+        engine: Already started; its `request_timeout_s` bounds every call.
+        tokenizer: The policy's; its stop tokens stand in where a call names none.
     """
 
     def __init__(self, engine: InferenceEngine, tokenizer: TextCodec) -> None:

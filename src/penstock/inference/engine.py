@@ -17,11 +17,9 @@ from concurrent.futures import Future
 import jax
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.decoding import ServedWeights
-from penstock.inference.meter import Meter
-from penstock.inference.requests import GenerationRequest, check_request
-from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.running_batch import RunningBatch
+from penstock.inference.model_runner import ServedWeights
+from penstock.inference.scheduler import RunningBatch, ThroughputMeter
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.types import (
     Completion,
@@ -35,7 +33,7 @@ from penstock.types import (
 )
 
 IDLE_WAKE_S = 60.0
-"""An idle engine waits to be notified; it looks up this often so that no wait is unbounded."""
+"""An idle engine waits to be notified; it wakes this often so that no wait is unbounded."""
 
 
 class InferenceEngine:
@@ -43,7 +41,7 @@ class InferenceEngine:
 
     Args:
         decoder: The first weights.
-        version: Their version.
+        version: Lineage and step of `decoder`.
         tokenizer: Stop tokens, and the text of responses.
         config: Shapes and limits.
 
@@ -56,7 +54,7 @@ class InferenceEngine:
         self._tokenizer, self._config = tokenizer, config
         self._vocab_size = decoder.config.vocab_size
         self._signature = _signature(decoder)
-        self._meter = Meter()
+        self._meter = ThroughputMeter()
         self._batch = RunningBatch(decoder, config, self._meter)
         self._changed = threading.Condition()  # guards everything below
         self._waiting: deque[Response] = deque()
@@ -208,9 +206,9 @@ class InferenceEngine:
         try:
             self._warm_up()
             while self._wait_for_work():
-                self._turn()
+                self._step()
             self._abort()
-        except BaseException as error:  # whatever it was, those who wait must learn of it
+        except BaseException as error:  # whatever it was, those who wait must get it
             self._fail(error)
 
     def _warm_up(self) -> None:
@@ -228,7 +226,7 @@ class InferenceEngine:
                 self._changed.wait(IDLE_WAKE_S)
             return not self._stopping
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         self._take_weights()
         self._drop_cancelled()
         self._admit()
@@ -264,7 +262,7 @@ class InferenceEngine:
         self._batch.admit(arrivals, self._served, fresh_start)
 
     def _close(self, responses: int) -> None:
-        """Before anybody learns that they ended: whoever then submits finds an idle engine."""
+        """Runs before any future is resolved: whoever then submits finds an idle engine."""
         with self._changed:
             self._open_responses -= responses
             self._running, self._cached_tokens = self._batch.running, self._batch.cached_tokens
@@ -291,8 +289,8 @@ class InferenceEngine:
 
     def _pend(self, request: GenerationRequest) -> PendingRequest:
         stops = request.decoding.stop_token_ids or self._tokenizer.stop_token_ids
-        room = min(request.decoding.max_output_tokens, self._config.max_seq_len - len(request.prompt))
-        return PendingRequest(request, stops, room)
+        max_tokens = min(request.decoding.max_output_tokens, self._config.max_seq_len - len(request.prompt))
+        return PendingRequest(request, stops, max_tokens)
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.inference.pool import ServerPool
-from penstock.inference.routing import Target
-from penstock.inference.server_request import ServerRequest, requests_of
+from penstock.inference.codec import ServerRequest, requests_of
+from penstock.inference.routing import PinnedServer
+from penstock.inference.server_pool import ServerPool
 from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
 
 
@@ -19,9 +19,9 @@ class RemoteContext:
     """A `ManyInferenceContext` over a pool of servers; any number of threads may call it. Cheap to make.
 
     Args:
-        pool: The servers.
+        pool: Sends the requests, and bounds how long they take.
         tokenizer: The policy's; the servers have the same.
-        session: Its requests are one conversation, which stays with its server while that lives and accepts.
+        session: Its requests are one conversation, which stays with its server while that is alive and accepts.
         target: Its requests go to this server only.
         least: Servers with an older version of the same lineage do not answer its requests.
     """
@@ -31,7 +31,7 @@ class RemoteContext:
         pool: ServerPool,
         tokenizer: TextCodec,
         session: str | None = None,
-        target: Target | None = None,
+        target: PinnedServer | None = None,
         least: WeightVersion | None = None,
     ) -> None:
         self._pool, self._tokenizer = pool, tokenizer
@@ -51,10 +51,10 @@ class RemoteContext:
 
         Args:
             name: Of the server.
-            incarnation: Where it is given and does not live (any more), calls raise `UnreachableError` at once.
+            incarnation: Where it is given and not alive (any more), calls raise `UnreachableError` at once.
                 Otherwise they wait for another of that name, within the limit of a request.
         """
-        return RemoteContext(self._pool, self._tokenizer, self._session, Target(name, incarnation), self._least)
+        return RemoteContext(self._pool, self._tokenizer, self._session, PinnedServer(name, incarnation), self._least)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]

@@ -1,24 +1,32 @@
-"""Which inference server the next request goes to: least outstanding tokens, and a session stays where it is.
+"""Which inference server the next request goes to, and the queue of requests that wait for one.
 
-Pure bookkeeping, without sockets and without locks: whoever owns a `Routing` calls it from one thread and says what
-time it is (seconds of any clock that only grows). It knows what this client has outstanding, not what others have;
-a server that others keep busy answers more slowly, so more of ours stays outstanding there and it gets less.
+`Routing`: least outstanding tokens, and a session stays where it is. Pure bookkeeping, without sockets and without
+locks: whoever owns a `Routing` calls it from one thread and says what time it is (seconds of any monotonic clock). It
+knows what this client has outstanding, not what others have; a server that others keep busy answers more slowly, so
+more of ours stays outstanding there and it gets less.
 
-A server that refused or failed is left alone for a while, twice as long each time; then one request tries it, and the
-others follow when it has answered. A session waits for a server that refused it, and moves when its server failed or
-goes.
+No request goes to a server that refused or failed before its back-off ends, twice as long each time; then one request
+probes it, and the others follow when it has answered. A session waits for a server that refused it, and moves when its
+server failed or is gone.
+
+`RequestQueue`: requests wait for a server to live, to have capacity, or to be worth another try, and are served in the
+order in which they first came: where an earlier one waits for capacity, no later one takes it, so that large requests
+are not overtaken for ever by small ones.
 """
 
+import asyncio
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from penstock.types import UnreachableError
 
 SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S = 0.05, 2.0
 SHORTEST_FAILURE_S, LONGEST_FAILURE_S = 0.1, 5.0
 MOST_SESSIONS = 65_536
-"""Sessions that are remembered; beyond, the one that was quiet for the longest is forgotten and may move."""
+"""Sessions that are remembered; beyond, the one that was quiet for the longest is dropped and may move."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,18 +49,18 @@ class Server:
         return f"{self.name}#{self.incarnation}"
 
     @property
-    def life(self) -> tuple[str, int, str]:
-        """What makes it another server if it changes."""
+    def identity(self) -> tuple[str, int, str]:
+        """Name, incarnation and URL: another server if any of them changes."""
         return self.name, self.incarnation, self.url
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PinnedServer:
     """The only server that a request may go to.
 
     Attributes:
         name: Of the component.
-        incarnation: Which one; None means whichever lives.
+        incarnation: Which one; None means whichever is alive.
     """
 
     name: str
@@ -70,16 +78,16 @@ class _State:
     chosen: int = 0
     refusals: int = 0
     failures: int = 0
-    left_alone_until: float = -math.inf
-    on_trial: bool = False
+    backoff_until: float = -math.inf
+    probing: bool = False
 
-    def leave_alone(self, now: float) -> None:
-        """For as long as what it did last asks for."""
+    def back_off(self, now: float) -> None:
+        """Backs off for as long as its refusals and failures in a row ask for."""
         pauses_s = (
             _pause_s(self.refusals, SHORTEST_REFUSAL_S, LONGEST_REFUSAL_S),
             _pause_s(self.failures, SHORTEST_FAILURE_S, LONGEST_FAILURE_S),
         )
-        self.left_alone_until = now + max(pauses_s)
+        self.backoff_until = now + max(pauses_s)
 
 
 class Routing:
@@ -97,14 +105,14 @@ class Routing:
         self._choices = 0
 
     def set_servers(self, servers: Sequence[Server]) -> list[Server]:
-        """Takes the servers that live now.
+        """Replaces the list of live servers.
 
         Returns:
-            Those that do not any more, replaced ones included.
+            Those that are not alive any more, replaced ones included.
         """
         given = {server.name: server for server in servers}
-        gone = [s.server for s in self._states.values() if not _lives_on(s.server, given)]
-        kept = {name: s for name, s in self._states.items() if _lives_on(s.server, given)}
+        gone = [s.server for s in self._states.values() if not _is_unchanged(s.server, given)]
+        kept = {name: s for name, s in self._states.items() if _is_unchanged(s.server, given)}
         for name, server in given.items():
             kept.setdefault(name, _State(server)).server = server
         self._states = kept
@@ -112,7 +120,7 @@ class Routing:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Those that live, by name. Any thread may ask."""
+        """The live servers, by name. Any thread may ask."""
         return tuple(state.server for _, state in sorted(self._states.items(), key=_name))
 
     @property
@@ -121,30 +129,37 @@ class Routing:
         return {name: state.tokens for name, state in sorted(self._states.items(), key=_name)}
 
     def choose(
-        self, tokens: int, session: str | None, target: Target | None, now: float, full: frozenset[str] = frozenset()
+        self,
+        tokens: int,
+        session: str | None,
+        target: PinnedServer | None,
+        now: float,
+        full: frozenset[str] = frozenset(),
     ) -> Server | frozenset[str]:
         """The server for a request, which now counts as outstanding there.
 
         Args:
-            tokens: What it asks for.
-            session: Its conversation.
+            tokens: Of its prompts and longest responses.
+            session: Name of its conversation, which stays with one server; None goes anywhere.
             target: The only server that will do.
-            now: The time.
-            full: Servers that have no room because an earlier request waits for it.
+            now: Seconds, of the clock of every other call.
+            full: Names of servers whose free capacity an earlier request waits for.
 
         Returns:
-            The server; or, where there is none at present, the servers whose room it waits for.
+            The server; or, where there is none at present, the names of those whose capacity it waits for.
         """
         candidates = self._candidates(session, target, now)
-        roomy = [s for s in candidates if s.server.name not in full and self._has_room(s, tokens)]
-        if not roomy:
+        with_capacity = [s for s in candidates if s.server.name not in full and self._has_capacity(s, tokens)]
+        if not with_capacity:
             return frozenset(s.server.name for s in candidates)
-        best = min(roomy, key=lambda s: (s.tokens, s.chosen, zlib.crc32(f"{self._salt}{s.server.name}".encode())))
+        best = min(
+            with_capacity, key=lambda s: (s.tokens, s.chosen, zlib.crc32(f"{self._salt}{s.server.name}".encode()))
+        )
         self._choices += 1
         best.tokens, best.chosen = best.tokens + tokens, self._choices
         if best.refusals or best.failures:
-            best.on_trial = True
-            best.leave_alone(now)
+            best.probing = True
+            best.back_off(now)
         if session is not None and target is None:
             self._pin(session, best.server.name)
         return best.server
@@ -155,49 +170,49 @@ class Routing:
             state.tokens -= tokens
 
     def served(self, server: Server) -> None:
-        """It answered: nothing is held against it any more."""
+        """The server answered: its back-off ends."""
         if state := self._state_of(server):
             state.refusals = state.failures = 0
-            state.left_alone_until, state.on_trial = -math.inf, False
+            state.backoff_until, state.probing = -math.inf, False
 
     def refused(self, server: Server, now: float) -> None:
-        """It has too much to do: it is left alone for a while."""
+        """The server is overloaded: no request goes there for a while."""
         state = self._state_of(server)
-        if state and self._is_news(state, now):
+        if state and self._is_first_report(state, now):
             state.refusals += 1
-            state.leave_alone(now)
+            state.back_off(now)
 
     def failed(self, server: Server, now: float) -> None:
-        """It cannot be reached or cannot answer: it is left alone for a while, and its sessions may move."""
+        """The server cannot be reached or cannot answer: it backs off for a while, and its sessions may move."""
         state = self._state_of(server)
-        if state and (self._is_news(state, now) or not state.failures):
+        if state and (self._is_first_report(state, now) or not state.failures):
             state.failures += 1
-            state.leave_alone(now)
+            state.back_off(now)
 
     def next_chance(self, now: float) -> float | None:
-        """When the next server that is left alone may be asked again; None where there is none."""
-        return min((s.left_alone_until for s in self._states.values() if s.left_alone_until > now), default=None)
+        """When the next back-off ends; None where no server backs off."""
+        return min((s.backoff_until for s in self._states.values() if s.backoff_until > now), default=None)
 
-    def lives(self, target: Target) -> bool:
-        """Whether a server is there that it admits."""
+    def is_alive(self, target: PinnedServer) -> bool:
+        """Whether the pinned server is among the live ones."""
         return any(target.admits(state.server) for state in self._states.values())
 
-    def _candidates(self, session: str | None, target: Target | None, now: float) -> list[_State]:
+    def _candidates(self, session: str | None, target: PinnedServer | None, now: float) -> list[_State]:
         if target is not None:
-            return [s for s in self._states.values() if target.admits(s.server) and now >= s.left_alone_until]
+            return [s for s in self._states.values() if target.admits(s.server) and now >= s.backoff_until]
         pinned = self._states.get(self._sessions.get(session, "")) if session is not None else None
         usable = [s for s in self._states.values() if s.server.accepting]
-        if pinned is not None and pinned.server.accepting and not (pinned.failures and now < pinned.left_alone_until):
+        if pinned is not None and pinned.server.accepting and not (pinned.failures and now < pinned.backoff_until):
             usable = [pinned]
-        return [s for s in usable if now >= s.left_alone_until]
+        return [s for s in usable if now >= s.backoff_until]
 
-    def _is_news(self, state: _State, now: float) -> bool:
-        """Whether it is left alone not yet: what several requests meet at once counts once."""
-        news = state.on_trial or now >= state.left_alone_until
-        state.on_trial = False
-        return news
+    def _is_first_report(self, state: _State, now: float) -> bool:
+        """Whether it does not back off yet: what several requests meet at once counts once."""
+        is_first = state.probing or now >= state.backoff_until
+        state.probing = False
+        return is_first
 
-    def _has_room(self, state: _State, tokens: int) -> bool:
+    def _has_capacity(self, state: _State, tokens: int) -> bool:
         return state.tokens == 0 or state.tokens + tokens <= self._most_tokens
 
     def _pin(self, session: str, name: str) -> None:
@@ -209,16 +224,121 @@ class Routing:
     def _state_of(self, server: Server) -> _State | None:
         """None for a server that is gone meanwhile, or was replaced."""
         state = self._states.get(server.name)
-        return state if state is not None and state.server.life == server.life else None
+        return state if state is not None and state.server.identity == server.identity else None
 
 
 def _name(item: tuple[str, _State]) -> str:
     return item[0]
 
 
-def _lives_on(server: Server, given: dict[str, Server]) -> bool:
-    return server.name in given and given[server.name].life == server.life
+def _is_unchanged(server: Server, given: dict[str, Server]) -> bool:
+    return server.name in given and given[server.name].identity == server.identity
 
 
 def _pause_s(times: int, shortest_s: float, longest_s: float) -> float:
     return min(longest_s, shortest_s * 2 ** min(times - 1, 30)) if times else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    tokens: int
+    session: str | None
+    target: PinnedServer | None
+    since: float
+    found: "asyncio.Future[Server]"
+
+
+class RequestQueue:
+    """Admits requests to servers. Used by one event loop; `waited_s` and `length` may be read by any thread.
+
+    Args:
+        routing: Chooses the server; only this queue and its owner use it.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, routing: Routing, clock: Callable[[], float]) -> None:
+        self._routing, self._clock = routing, clock
+        self._waiting: dict[int, _Waiter] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._past_waits_s = 0.0
+
+    @property
+    def length(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that requests have waited, all together, those that still wait included."""
+        now = self._clock()
+        return self._past_waits_s + sum(max(0.0, now - waiter.since) for waiter in list(self._waiting.values()))
+
+    async def admit(self, number: int, tokens: int, session: str | None, target: PinnedServer | None) -> Server:
+        """Waits for a server; the request then counts as outstanding there until it is released.
+
+        Args:
+            number: Of the request; smaller ones go first.
+            tokens: Of its prompts and longest responses.
+            session: Name of its conversation, which stays with one server; None goes anywhere.
+            target: The only server that will do.
+
+        Raises:
+            UnreachableError: the one incarnation that will do is not alive.
+        """
+        found: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(tokens, session, target, self._clock(), found)
+        self._waiting[number] = waiter
+        self._fail_if_gone(waiter)
+        self.dispatch()
+        try:
+            return await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled() and found.exception() is None:
+                self.release(found.result(), tokens)  # it was found in the moment of leaving
+            raise
+        finally:
+            self._waiting.pop(number, None)
+            self._past_waits_s += max(0.0, self._clock() - waiter.since)
+
+    def release(self, server: Server, tokens: int) -> None:
+        """A request is over: others may have its capacity."""
+        self._routing.release(server, tokens)
+        self.dispatch()
+
+    def servers_changed(self) -> None:
+        """The routing has other servers now."""
+        for waiter in self._waiting.values():
+            self._fail_if_gone(waiter)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Gives servers to those who wait, as far as there are any."""
+        now, everywhere = self._clock(), frozenset(server.name for server in self._routing.servers)
+        full: frozenset[str] = frozenset()
+        for number in sorted(self._waiting):
+            waiter = self._waiting[number]
+            if waiter.found.done():
+                continue
+            choice = self._routing.choose(waiter.tokens, waiter.session, waiter.target, now, full)
+            if isinstance(choice, Server):
+                waiter.found.set_result(choice)
+            else:
+                full |= choice
+            if full == everywhere:
+                break
+        self._schedule_dispatch(now)
+
+    def _schedule_dispatch(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        chance = self._routing.next_chance(now)
+        if self._waiting and chance is not None:
+            self._timer = asyncio.get_running_loop().call_later(chance - now, self.dispatch)
+
+    def _fail_if_gone(self, waiter: _Waiter) -> None:
+        target = waiter.target
+        if target is None or target.incarnation is None or self._routing.is_alive(target) or waiter.found.done():
+            return
+        message = f"inference server {target.name}#{target.incarnation} does not live: ask another"
+        waiter.found.set_exception(UnreachableError(message))

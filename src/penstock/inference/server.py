@@ -2,9 +2,9 @@
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/health``. Handlers never block
 the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
-are awaited. What may be asked is bounded before (`access`). A client that goes away frees its slots. No route changes
-weights or the server's state: one that did must not exist without a token. Not covered: streaming, tools, penalties
-(refused by name), alternatives' log-probabilities.
+are awaited. `penstock.inference.access` bounds what may be asked before any handler runs. A client that goes away
+frees its slots. No route changes weights or the server's state: one that did must not exist without a token. Not
+covered: streaming, tools, penalties (refused by name), alternatives' log-probabilities.
 """
 
 import asyncio
@@ -23,12 +23,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
-from penstock.inference.answers import chat_answer, completion_answer
-from penstock.inference.api_errors import ApiError, respond
-from penstock.inference.bodies import ChatBody, CompletionBody, TokenizeBody, folded_seeds, read_body
+from penstock.inference.codec import largest_body_bytes
 from penstock.inference.engine import InferenceEngine
-from penstock.inference.requests import GenerationRequest
-from penstock.inference.server_request import largest_body_bytes
+from penstock.inference.schema import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    chat_answer,
+    completion_answer,
+    folded_seeds,
+    read_body,
+    respond,
+)
+from penstock.inference.sequence import GenerationRequest
 from penstock.types import (
     Completion,
     ConfigError,
@@ -56,8 +64,8 @@ def create_app(
     """Makes the application.
 
     Args:
-        engine: Started.
-        tokenizer: The policy's.
+        engine: Already started; requests are submitted to it.
+        tokenizer: The policy's; renders conversations and decodes texts.
         model_name: The only model that it knows.
         access: Who may ask, and how much at once; None asks for no token, and answers to this machine's names only.
     """

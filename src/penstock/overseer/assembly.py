@@ -1,11 +1,8 @@
 """Wires what every run has, whatever it trains and wherever its components run: replay and the training loop.
 
-The only place where a store, its ledger, a buffer and a training loop are made; pure wiring, nothing is started. Not
-covered: what makes experience, and what one kind of policy has beside that.
-
-Which batch makers a run has; free of JAX.
-
-Places that a run writes to, named by their keys where they cannot be used.
+The only place where a store, its ledger, a buffer and a training loop are made; pure wiring, nothing is started, and
+JAX is not loaded. A place that cannot be written to is an error that names its key. Not covered: what makes
+experience, and what one kind of policy has beside that.
 """
 
 import time

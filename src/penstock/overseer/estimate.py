@@ -19,11 +19,14 @@ An upper estimate to decide by, within a factor of about two; the process itself
 `PROCESS_BYTES`.
 """
 
+import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import LearnerConfig
-from penstock.model.language.config import ModelConfig
+from penstock.model.language.config import ModelConfig, PolicyConfig
+from penstock.types import ConfigError
 
 PROCESS_BYTES = 700 * 2**20
 """Measured after start-up of a CPU run with a tiny model."""
@@ -57,6 +60,26 @@ class MemoryEstimate:
     def total_bytes(self) -> int:
         """All of it."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+
+def model_shape(policy: PolicyConfig) -> ModelConfig:
+    """The shape of the policy, from its config.json or its `init` section; no weights are read.
+
+    Raises:
+        ConfigError: the model or tokenizer directory is not there, or cannot be read.
+    """
+    if policy.init is not None:
+        from penstock.text import Tokenizer
+
+        return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
+    path = Path(str(policy.path)) / "config.json"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path is {policy.path}: {path} cannot be read ({error}): give a Hugging Face model directory"
+        ) from error
+    return ModelConfig.from_hugging_face(content, policy.dtype)
 
 
 def estimate_memory(model: ModelConfig, engine: EngineConfig, learner: LearnerConfig) -> MemoryEstimate:

@@ -3,15 +3,11 @@
 The text is itself a recipe: everything but the config is a comment.
 """
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.overseer.config import RunConfig, rollout_workers
-from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory
+from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
-from penstock.types import ConfigError
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -40,26 +36,6 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_component_lines(config),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
-
-
-def model_shape(policy: PolicyConfig) -> ModelConfig:
-    """The shape of the policy, from its config.json or its `init` section; no weights are read.
-
-    Raises:
-        ConfigError: the model or tokenizer directory is not there, or cannot be read.
-    """
-    if policy.init is not None:
-        from penstock.text import Tokenizer
-
-        return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
-    path = Path(str(policy.path)) / "config.json"
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path is {policy.path}: {path} cannot be read ({error}): give a Hugging Face model directory"
-        ) from error
-    return ModelConfig.from_hugging_face(content, policy.dtype)
 
 
 def _memory_lines(memory: MemoryEstimate) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.learner.checkpoints import read_state
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
-from penstock.overseer.plan import model_shape
+from penstock.overseer.estimate import model_shape
 from penstock.text import same_tokenizer
 from penstock.types import CheckpointError, ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.curriculum import Curriculum
 from penstock.inference import EngineContext, InferenceEngine
-from penstock.inference.serving import model_directory
+from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport

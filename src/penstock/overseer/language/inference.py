@@ -12,7 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
-from penstock.inference.pool import MODEL_NAME
+from penstock.inference.server_pool import MODEL_NAME
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig

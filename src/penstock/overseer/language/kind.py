@@ -13,6 +13,7 @@ from penstock.model.language import load_policy, named_arrays
 from penstock.overseer.component import Settings
 from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
+from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
 from penstock.overseer.language.inference import make_inference
@@ -21,7 +22,6 @@ from penstock.overseer.language.replay import make_curriculum, make_replay
 from penstock.overseer.language.rollout import make_rollout
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import ClusterSnapshot, IdleShares, find_bottleneck
-from penstock.overseer.plan import model_shape
 from penstock.overseer.results import Results
 from penstock.overseer.resume import check_language_resume
 from penstock.overseer.run_log import RunLog

@@ -28,20 +28,20 @@ from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
 
 WATCH_S = 0.5
-"""`serve` looks at its threads this often; it reacts to Ctrl-C at once."""
+"""`serve` checks its threads this often; it reacts to Ctrl-C at once."""
 
 MOST_PENDING = 1024
 """Connections that wait to be accepted."""
 
-LOOK_EVERY = 5
-"""Turns of the server's own clock (0.1 s) between two looks at all connections."""
+CHECK_EVERY = 5
+"""Ticks of uvicorn, 0.1 s each, between two checks of all connections' limits."""
 
 
 class HttpServer:
     """An ASGI application served by a thread.
 
     Args:
-        app: The application.
+        app: The ASGI application, such as that of `create_app`.
         host: Address to listen on.
         port: 0 takes a free one.
         stop_timeout_s: Open requests may take so long at shutdown.
@@ -133,7 +133,7 @@ class HttpServer:
 
 
 class _AnnouncingServer(uvicorn.Server):
-    """Calls back once it accepts connections, and looks after them."""
+    """Calls back once it accepts connections, and enforces their limits."""
 
     def __init__(self, config: uvicorn.Config, accepting: Callable[[], None]) -> None:
         super().__init__(config)
@@ -160,11 +160,11 @@ class _AnnouncingServer(uvicorn.Server):
         self._accepting()
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % LOOK_EVERY == 0:
+        if counter % CHECK_EVERY == 0:
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedConnection):
-                    connection.look(now)
+                    connection.enforce_limits(now)
         return await super().on_tick(counter)
 
 
@@ -179,7 +179,7 @@ def serve(
     Args:
         checkpoint: A Hugging Face directory, or a run's ``checkpoints/step-<n>``.
         config: Address, limits and engine.
-        announce: Told what happens, the URL in particular.
+        announce: Called with one line for each thing that happens, the URL in particular.
         stop: Ends it as Ctrl-C would, for callers that are not a terminal.
 
     Raises:
@@ -191,15 +191,15 @@ def serve(
     path = model_directory(checkpoint)
     tokenizer = Tokenizer.load(path)
     decoder = load_policy(PolicyConfig(path=str(path)), 0, tokenizer)
-    room = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
-    engine_config = config.engine.model_copy(update={"max_seq_len": room})
+    max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
+    engine_config = config.engine.model_copy(update={"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)
     app = create_app(engine, tokenizer, name, access)
     server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:
-        announce(f"compiling for {engine_config.max_slots} responses of at most {room} tokens …")
+        announce(f"compiling for {engine_config.max_slots} responses of at most {max_seq_len} tokens …")
         closing.callback(engine.stop, config.stop_timeout_s)
         engine.start()
         closing.callback(server.stop)
@@ -211,8 +211,8 @@ def _run_until(
 ) -> None:
     try:
         engine.wait_until_ready(config.ready_timeout_s)
-        # What is here now stays. Looking at all of it takes 100 ms, with everything at a halt, and each body of many
-        # lists would cause that.
+        # What is here now stays. A full garbage collection takes 100 ms, with everything at a halt, and each body of
+        # many lists would cause one.
         gc.freeze()
         server.start()
         ready()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.requests import GenerationRequest, check_request
+from penstock.inference.sequence import GenerationRequest, check_request
 from penstock.types import ConfigError, Decoding, EnvironmentFailure
 
 CONFIG = EngineConfig(max_seq_len=8, max_stop_token_ids=2)

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
-from penstock.inference.cache import create_cache
-from penstock.inference.decoding import ServedWeights, decode
-from penstock.inference.rows import Rows
+from penstock.inference.model_runner import ServedWeights, SlotRows, create_cache, decode
 from penstock.types import SAMPLING_FIELDS, Decoding
 
 FAMILIES = {
@@ -58,7 +56,7 @@ def test_engine_and_packed_forward_agree_on_ragged_sequences(
 
 def rows_of(budget, stops):
     slots = len(budget)
-    return Rows(
+    return SlotRows(
         tokens=jnp.arange(slots, dtype=jnp.int32),
         positions=jnp.zeros(slots, jnp.int32),
         budget=jnp.array(budget, jnp.int32),

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from penstock.inference.admission import PrefixIndex, padded_length, plan_admission
 from penstock.inference.config import EngineConfig
-from penstock.inference.requests import GenerationRequest
-from penstock.inference.responses import PendingRequest, Response
+from penstock.inference.scheduler import PrefixIndex, padded_length, plan_admission
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding
 
 CONFIG = EngineConfig(max_slots=6, max_seq_len=40, prefill_rows=2, prefill_lengths=(4, 8))

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.inference import server_request as module
-from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
-from penstock.inference.routing import Target
-from penstock.inference.server_request import MalformedAnswer, largest_body_bytes, requests_of
+from penstock.inference import codec as module
+from penstock.inference.codec import MalformedAnswer, largest_body_bytes, requests_of
+from penstock.inference.routing import PinnedServer
+from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 from penstock.types import Decoding, EnvironmentFailure, GenerationCall, WeightVersion
 
 
@@ -31,7 +31,7 @@ def choice(index, text="x", **changes):
 def test_a_request_says_everything_that_is_asked_for(codec):
     (request,) = requests_of(
         call(temperature=0.7, top_k=5, top_p=0.9, max_output_tokens=30, stop_strings=("x", "y"), min_p=0.1), codec,
-        "policy", "talk", Target("inference-1"), WeightVersion(2, 40),
+        "policy", "talk", PinnedServer("inference-1"), WeightVersion(2, 40),
     )  # fmt: skip
     assert json.loads(request.body) == {
         "model": "policy", "prompt": [[97, 98], [99]], "n": 2, "seeds": [11, 12], "temperature": 0.7, "top_k": 5,
@@ -39,7 +39,7 @@ def test_a_request_says_everything_that_is_asked_for(codec):
         "return_token_ids": True, "least_weights": [2, 40],
     }  # fmt: skip
     assert request.tokens == 3 + 4 * 30
-    assert (request.session, request.target) == ("talk", Target("inference-1"))
+    assert (request.session, request.target) == ("talk", PinnedServer("inference-1"))
 
 
 def test_stop_tokens_of_the_call_win_over_the_tokenizers(codec):

@@ -13,8 +13,8 @@ from tests.inference.pools import WAIT_S, in_threads, metric, pools, request
 from tests.waiting import wait_until
 
 from penstock.inference import HttpServer, ServerPool
-from penstock.inference import trials as module
-from penstock.inference.routing import Server, Target
+from penstock.inference import connection as module
+from penstock.inference.routing import PinnedServer, Server
 from penstock.types import (
     ConfigError,
     NoProgressError,
@@ -55,7 +55,7 @@ def test_load_goes_where_less_is_outstanding(start, make_pool, in_threads):
     slow.behave = slow.hang
     quick = start()
     pool = make_pool(slow.known_as("slow"), quick.known_as("quick"))
-    stuck = in_threads(pool.ask, [request(0, tokens=50, target=Target("slow"))])
+    stuck = in_threads(pool.ask, [request(0, tokens=50, target=PinnedServer("slow"))])
     slow.wait_for_requests(1)
     assert metric(pool, "outstanding_tokens/slow") == 50
     for seed in range(5):
@@ -85,7 +85,7 @@ def test_a_server_that_cannot_answer_is_left_for_another(start, make_pool, reply
 
 @pytest.mark.parametrize("reply", [HANG_UP, *(refusal(status) for status in (429, 502, 503, 504))])
 def test_a_server_may_be_unable_to_answer_as_often_as_time_allows(start, make_pool, monkeypatch, reply):
-    monkeypatch.setattr(module, "MOST_BAD_ANSWERS", 1)
+    monkeypatch.setattr(module, "MOST_SERVER_FAULTS", 1)
     replies = iter([reply] * 3)
     server = start()
     server.behave = lambda body: next(replies, None) or answer(body)
@@ -244,14 +244,14 @@ def test_no_answer_in_time_names_the_servers_and_what_they_did(start, make_pool)
 def test_a_target_waits_for_its_name_and_fails_with_its_incarnation(start, make_pool, in_threads):
     other, reborn = start(), start()
     pool = make_pool(other.known_as("other"))
-    waiting = in_threads(pool.ask, [request(1, target=Target("inference-0"))])
+    waiting = in_threads(pool.ask, [request(1, target=PinnedServer("inference-0"))])
     with pytest.raises(UnreachableError, match="inference-0#0 does not live"):
-        pool.ask([request(2, target=Target("inference-0", 0))])
+        pool.ask([request(2, target=PinnedServer("inference-0", 0))])
     wait_until(lambda: metric(pool, "waiting") == 1)
     pool.set_servers([other.known_as("other"), reborn.known_as("inference-0", 1)])
     assert waiting.result(WAIT_S) == [[1]] and not other.bodies
     with pytest.raises(UnreachableError):
-        pool.ask([request(2, target=Target("inference-0", 0))])
+        pool.ask([request(2, target=PinnedServer("inference-0", 0))])
 
 
 def test_one_failed_request_ends_its_siblings(start, make_pool):

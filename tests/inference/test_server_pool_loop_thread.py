@@ -4,7 +4,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from penstock.inference.loop_thread import LoopThread
+from penstock.inference.server_pool import LoopThread
 from penstock.types import NoProgressError, Stopped
 
 WAIT_S = 20.0

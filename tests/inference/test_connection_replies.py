@@ -2,18 +2,18 @@ import json
 
 import pytest
 
-from penstock.inference.link import Answer
-from penstock.inference.routing import Server
-from penstock.inference.server_request import MalformedAnswer, ServerRequest
-from penstock.inference.trials import (
+from penstock.inference.codec import MalformedAnswer, ServerRequest
+from penstock.inference.connection import (
     LONGEST_MESSAGE,
-    MOST_BAD_ANSWERS,
-    BadAnswer,
-    Refused,
-    Trials,
-    Unanswered,
-    judged,
+    MOST_SERVER_FAULTS,
+    HttpReply,
+    RetryableFailure,
+    RetryState,
+    ServerBusy,
+    ServerFault,
+    result_of,
 )
+from penstock.inference.routing import Server
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))
@@ -24,14 +24,15 @@ def judge(status, message="because", code="some_code"):
         raise MalformedAnswer("not an answer")
 
     content = json.dumps({"error": {"message": message, "code": code}}).encode()
-    return judged(Answer(status, content), ServerRequest(b"", 1, read))
+    return result_of(HttpReply(status, content), ServerRequest(b"", 1, read))
 
 
 @pytest.mark.parametrize(
     ("status", "error"),
     [
-        (200, BadAnswer), (301, BadAnswer), (400, ConfigError), (401, BadAnswer), (404, BadAnswer), (429, Refused),
-        (500, BadAnswer), (502, Unanswered), (503, Unanswered), (504, Unanswered),
+        (200, ServerFault), (301, ServerFault), (400, ConfigError), (401, ServerFault), (404, ServerFault),
+        (429, ServerBusy), (500, ServerFault), (502, RetryableFailure), (503, RetryableFailure),
+        (504, RetryableFailure),
     ],
 )  # fmt: skip
 def test_what_a_status_means(status, error):
@@ -46,30 +47,30 @@ def test_a_prompt_at_fault_is_a_result():
 
 
 def test_a_servers_message_is_repeated_up_to_a_length():
-    with pytest.raises(BadAnswer) as raised:
+    with pytest.raises(ServerFault) as raised:
         judge(500, "x" * 10**6)
     assert str(raised.value) == "status 500, " + "x" * LONGEST_MESSAGE
 
 
 def test_the_story_of_a_request():
-    trials = Trials()
-    assert str(trials) == "none that may be asked was there and had room"
-    trials.begin(A)
-    trials.add(A, Unanswered("it hung up"))
-    trials.begin(A)
-    trials.add(A, Refused("busy"))
-    trials.begin(B)
-    assert str(trials) == (
+    attempts = RetryState()
+    assert str(attempts) == "none that may be asked was there and had room"
+    attempts.begin(A)
+    attempts.add(A, RetryableFailure("it hung up"))
+    attempts.begin(A)
+    attempts.add(A, ServerBusy("busy"))
+    attempts.begin(B)
+    assert str(attempts) == (
         "asked inference-0#0 (times: 2, at last: busy), inference-1#0 (times: 1, at last: no answer yet)"
     )
 
 
 def test_bad_answers_have_an_end_and_others_do_not():
-    trials = Trials()
+    attempts = RetryState()
     for _ in range(100):
-        trials.begin(A)
-        trials.add(A, Unanswered("x"))
-    for _ in range(MOST_BAD_ANSWERS - 1):
-        trials.add(A, BadAnswer("nonsense"))
+        attempts.begin(A)
+        attempts.add(A, RetryableFailure("x"))
+    for _ in range(MOST_SERVER_FAULTS - 1):
+        attempts.add(A, ServerFault("nonsense"))
     with pytest.raises(RunFailed, match="cannot be used: asked inference-0#0 .times: 100, at last: nonsense"):
-        trials.add(A, BadAnswer("nonsense"))
+        attempts.add(A, ServerFault("nonsense"))

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.inference.cache import KVCache, append, cache_bytes, create_cache, fork, insert, resize
+from penstock.inference.model_runner import KVCache, append, cache_bytes, create_cache, fork, insert, resize
 from penstock.model.language import ModelConfig
 
 MODEL = ModelConfig(

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from penstock.inference.api_errors import ApiError
-from penstock.inference.bodies import ChatBody, CompletionBody
-from penstock.inference.bodies import read_body as read_bytes
+from penstock.inference.schema import ApiError, ChatBody, CompletionBody
+from penstock.inference.schema import read_body as read_bytes
 from penstock.types import Decoding, fold
 
 

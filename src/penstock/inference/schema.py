@@ -1,24 +1,196 @@
-"""Request bodies of the OpenAI-compatible API, read strictly.
+"""Bodies, answers and errors of the OpenAI-compatible API.
 
-What the API knows but this engine cannot do is refused by name, never ignored: a silently dropped penalty would
-change what is sampled. Beyond OpenAI's own: the other `SAMPLING_FIELDS`, named as vLLM names them, `stop_token_ids`,
-`return_token_ids`, `seeds` (one per prompt), prompts as token ids.
+*Bodies* are read strictly. What the API knows but this engine cannot do is refused by name, never ignored: a silently
+dropped penalty would change what is sampled. Beyond OpenAI's own: the other `SAMPLING_FIELDS`, named as vLLM names
+them, `stop_token_ids`, `return_token_ids`, `seeds` (one per prompt), prompts as token ids. Reading a body costs time in
+proportion to its size and no more: lists and objects are counted before they are validated, and validation ends at the
+first error (pydantic would otherwise make one for each entry, and each arm of a union).
 
-Reading a body costs time in proportion to its size and no more: lists and objects are counted before they are
-validated, and validation ends at the first error (pydantic would otherwise make one for each entry, and each arm of a
-union).
+*Answers* are built from completions. A response's text ends before the stop string; its tokens, log-probabilities and
+usage count everything that was sampled. `system_fingerprint` names the oldest weights behind the answer. With
+`return_token_ids` each choice has all that the engine recorded: a log-probability's shortest decimal form reads back as
+the same float32; one that is not finite, which JSON cannot say, is null.
 """
 
 import json
+import math
 import secrets
+import time
+import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from penstock.inference.api_errors import ApiError
-from penstock.inference.requests import MOST_STOP_STRINGS
-from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
+from penstock.inference.sequence import MOST_STOP_STRINGS
+from penstock.types import SAMPLING_FIELDS, Completion, Decoding, TextCodec, WeightVersion, fold
+
+
+def completion_answer(
+    groups: Sequence[Sequence[Completion]],
+    tokenizer: TextCodec,
+    model: str,
+    stop: Sequence[str],
+    logprobs: bool,
+    token_ids: bool,
+) -> dict[str, Any]:
+    """The answer of ``/v1/completions``: choices by prompt, then by sample."""
+    choices: list[dict[str, Any]] = []
+    for completion in (completion for group in groups for completion in group):
+        choice: dict[str, Any] = {
+            "index": len(choices),
+            "text": _text_before_stop(completion, stop),
+            "finish_reason": completion.finish_reason,
+            "logprobs": _legacy_logprobs(completion, tokenizer) if logprobs else None,
+        }
+        if token_ids:
+            choice |= _record(completion) | {"prompt_token_ids": completion.prompt_tokens.tolist()}
+        choices.append(choice)
+    return _envelope("cmpl", "text_completion", model, groups) | {"choices": choices}
+
+
+def chat_answer(
+    completions: Sequence[Completion],
+    tokenizer: TextCodec,
+    model: str,
+    stop: Sequence[str],
+    logprobs: bool,
+    token_ids: bool,
+) -> dict[str, Any]:
+    """The answer of ``/v1/chat/completions``."""
+    choices: list[dict[str, Any]] = []
+    for index, completion in enumerate(completions):
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": _text_before_stop(completion, stop), "refusal": None},
+            "finish_reason": completion.finish_reason,
+            "logprobs": {"content": _token_logprobs(completion, tokenizer), "refusal": None} if logprobs else None,
+        }
+        if token_ids:
+            choice |= _record(completion)
+        choices.append(choice)
+    answer = _envelope("chatcmpl", "chat.completion", model, [completions]) | {"choices": choices}
+    if token_ids:
+        answer["prompt_token_ids"] = completions[0].prompt_tokens.tolist()
+    return answer
+
+
+def _envelope(prefix: str, kind: str, model: str, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    """What both answers share. A prompt counts once, however many samples it has."""
+    prompt_tokens = sum(len(group[0].prompt_tokens) for group in groups)
+    completion_tokens = sum(len(completion.response_tokens) for group in groups for completion in group)
+    oldest = min((c.lineage, c.oldest_weight_step) for group in groups for c in group)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"weights-{oldest[0]}-{oldest[1]}",
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+    }
+
+
+def _text_before_stop(completion: Completion, stop: Sequence[str]) -> str:
+    """The text without the stop string that ended it (a completion's text ends with it)."""
+    ending = max((s for s in stop if completion.text.endswith(s)), key=len, default="")
+    return completion.text[: len(completion.text) - len(ending)]
+
+
+def _record(completion: Completion) -> dict[str, Any]:
+    """What the engine recorded of one response."""
+    return {
+        "token_ids": _ids(completion),
+        "token_logprobs": _logprobs(completion),
+        "weight_steps": completion.weight_steps.tolist(),
+        "oldest_weight_step": completion.oldest_weight_step,
+        "lineage": completion.lineage,
+    }
+
+
+def _logprobs(completion: Completion) -> list[float | None]:
+    return [logprob if math.isfinite(logprob) else None for logprob in completion.response_logprobs.tolist()]
+
+
+def _ids(completion: Completion) -> list[int]:
+    return completion.response_tokens.tolist()
+
+
+def _strings(completion: Completion, tokenizer: TextCodec) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in _ids(completion)]
+
+
+def _token_logprobs(completion: Completion, tokenizer: TextCodec) -> list[dict[str, Any]]:
+    strings = _strings(completion, tokenizer)
+    return [
+        {"token": string, "logprob": logprob, "bytes": list(string.encode()), "top_logprobs": []}
+        for string, logprob in zip(strings, _logprobs(completion), strict=True)
+    ]
+
+
+def _legacy_logprobs(completion: Completion, tokenizer: TextCodec) -> dict[str, Any]:
+    strings = _strings(completion, tokenizer)
+    offsets = np.cumsum([0, *map(len, strings)])[:-1].tolist()
+    return {
+        "tokens": strings,
+        "token_logprobs": _logprobs(completion),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+LONGEST_MESSAGE = 1000
+"""In characters: an error repeats what a client sent, but not all of it."""
+
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        message: What is wrong and what to do.
+        param: The parameter at fault.
+        code: A short name of the failure.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def response(self) -> JSONResponse:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": _encodable(self.message),
+            "type": KINDS.get(self.status, default),
+            "param": None if self.param is None else _encodable(self.param),
+            "code": self.code,
+        }
+        return JSONResponse({"error": error}, status_code=self.status)
+
+
+def _encodable(text: str) -> str:
+    """What a client sent may hold half of a surrogate pair, and an error repeats it: shown by its escape."""
+    return text[:LONGEST_MESSAGE].encode("utf-8", "backslashreplace").decode()
+
+
+async def respond(_: Request, error: Exception) -> JSONResponse:
+    """The exception handler of the application; what is unexpected is also logged with its traceback."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail)
+    if not isinstance(error, ApiError):
+        error = ApiError(500, f"internal error: {type(error).__name__}", code="internal_error")
+    return error.response()
+
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),

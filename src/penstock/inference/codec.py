@@ -13,9 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from penstock.inference.requests import LONGEST_STOP_STRING, MOST_STOP_STRINGS
-from penstock.inference.routing import Target
-from penstock.inference.stopping import text_of
+from penstock.inference.routing import PinnedServer
+from penstock.inference.sequence import LONGEST_STOP_STRING, MOST_STOP_STRINGS, text_of
 from penstock.types import (
     SAMPLING_FIELDS,
     Completion,
@@ -31,7 +30,7 @@ REQUEST_TOKENS = 16_384
 """A call with more tokens, prompts and longest responses together, goes in several requests, to several servers."""
 
 REQUEST_RESPONSES = 4096
-"""A server takes no more in one request (`bodies.MOST_RESPONSES`)."""
+"""A server takes no more in one request (`schema.MOST_RESPONSES`)."""
 
 PROMPT_BYTES = len("[],") + len(str(2**64)) + len(",")
 """Of each prompt beside its tokens: brackets, and its seed."""
@@ -68,7 +67,7 @@ class ServerRequest(Generic[_T_co]):
     tokens: int
     read: Callable[[bytes], _T_co]
     session: str | None = None
-    target: Target | None = None
+    target: PinnedServer | None = None
 
 
 def requests_of(
@@ -76,14 +75,14 @@ def requests_of(
     tokenizer: TextCodec,
     model: str,
     session: str | None,
-    target: Target | None,
+    target: PinnedServer | None,
     least: WeightVersion | None = None,
 ) -> list[ServerRequest[list[list[Completion]]]]:
     """The requests that serve a call, in the order of its prompts.
 
     Args:
         call: What is asked for.
-        tokenizer: The policy's.
+        tokenizer: The policy's; gives the stop tokens where the call names none, and decodes the texts.
         model: The servers' name for it.
         session: See `ServerRequest`.
         target: See `ServerRequest`.

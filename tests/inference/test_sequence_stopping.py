@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.inference.stopping import StopStrings, text_of
+from penstock.inference.sequence import StopStrings, text_of
 
 
 def completing_token(codec, tokens, strings):

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from penstock.inference.requests import GenerationRequest
-from penstock.inference.responses import PendingRequest, Response
-from penstock.inference.rows import Sampled
-from penstock.inference.slots import SlotTable
+from penstock.inference.model_runner import HostSamples
+from penstock.inference.scheduler import SlotTable
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
 from penstock.types import Decoding, WeightVersion, fold
 
 
@@ -15,9 +14,9 @@ def table():
 
 @pytest.fixture
 def make_response(codec):
-    def make(room=5, prompt=(7, 8, 9), stops=(50,), **decoding):
+    def make(max_tokens=5, prompt=(7, 8, 9), stops=(50,), **decoding):
         request = GenerationRequest(np.array(prompt, np.int32), Decoding(**decoding), seed=2)
-        return Response.of(PendingRequest(request, stops, room), 1, codec)
+        return Response.of(PendingRequest(request, stops, max_tokens), 1, codec)
 
     return make
 
@@ -26,11 +25,11 @@ def sampled(*columns):
     """Tokens by slot; their log-probabilities are minus a tenth of the token."""
     steps = max(map(len, columns))
     tokens = np.array([list(column) + [99] * (steps - len(column)) for column in columns], np.int32).T
-    return Sampled(tokens, (tokens * -0.1).astype(np.float32), np.array([len(c) for c in columns], np.int32))
+    return HostSamples(tokens, (tokens * -0.1).astype(np.float32), np.array([len(c) for c in columns], np.int32))
 
 
 def test_assigning_writes_what_the_device_needs(table, make_response):
-    slot = table.assign(make_response(room=5, temperature=0.5, top_k=7, top_p=0.9))
+    slot = table.assign(make_response(max_tokens=5, temperature=0.5, top_k=7, top_p=0.9))
     rows = table.rows
     assert slot == 0
     assert {name: rows[name][0].tolist() for name in ("tokens", "positions", "budget", "top_k")} == {
@@ -62,7 +61,7 @@ def test_a_released_slot_is_dead_and_asks_for_nothing(table, make_response):
 
 
 def test_advance_takes_what_was_sampled_and_says_why_responses_ended(table, make_response):
-    cut, stopped, going = make_response(room=2), make_response(room=9), make_response(room=9)
+    cut, stopped, going = make_response(max_tokens=2), make_response(max_tokens=9), make_response(max_tokens=9)
     for response in (cut, stopped, going):
         table.assign(response)
     ended = table.advance(sampled([1, 2], [3, 50], [4, 5, 6]), WeightVersion(1, 4))
@@ -76,9 +75,9 @@ def test_advance_takes_what_was_sampled_and_says_why_responses_ended(table, make
 
 def test_reach_is_the_longest_live_sequence_after_a_dispatch(table, make_response):
     assert table.reach(4) == 0
-    table.assign(make_response(room=1, prompt=[1] * 10))
+    table.assign(make_response(max_tokens=1, prompt=[1] * 10))
     assert table.reach(4) == 10
-    table.assign(make_response(room=9, prompt=[1] * 8))
+    table.assign(make_response(max_tokens=9, prompt=[1] * 8))
     assert table.reach(4) == 11
     assert table.cached_tokens == 9 + 7
     table.release(1)
@@ -86,7 +85,7 @@ def test_reach_is_the_longest_live_sequence_after_a_dispatch(table, make_respons
 
 
 def test_tokens_after_the_end_of_a_stop_string_are_dropped_with_their_logprobs(table, make_response):
-    response = make_response(room=9, stop_strings=("cat", "dog"))
+    response = make_response(max_tokens=9, stop_strings=("cat", "dog"))
     table.assign(response)
     assert table.advance(sampled(list(b"a do"), [], []), WeightVersion(0, 1)) == []
     ended = table.advance(sampled(list(b"g ca"), [], []), WeightVersion(0, 2))

@@ -9,8 +9,7 @@ import pytest
 
 from penstock.inference import EngineConfig, InferenceEngine
 from penstock.inference.config import InferenceConfig
-from penstock.inference.runner import ModelRunner
-from penstock.inference.sharding import ModelSplit
+from penstock.inference.model_runner import ModelRunner, ModelSplit
 from penstock.types import ConfigError, WeightVersion
 
 PROCESS_TIMEOUT_S = 240

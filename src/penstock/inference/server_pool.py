@@ -1,8 +1,8 @@
-"""The inference servers of a run as one thing to ask: requests find a server, wait for room, and survive its death.
+"""The inference servers of a run as one thing to ask: requests find a server, wait for capacity, and survive its death.
 
-A thread of its own runs an event loop with all connections; any number of other threads ask and wait. What an answer
-means is decided in `trials`; where there is none, because a connection failed or the server is gone from the list, the
-request is asked again, whole, elsewhere.
+A thread of its own runs an event loop with all connections; any number of other threads ask and wait. What a reply
+means is decided in `penstock.inference.connection`; where there is none, because a connection failed or the server is
+gone from the list, the request is asked again, whole, elsewhere.
 
 Whatever happens, a request ends within its time. Asking again is harmless: the seeds are the request's own, and an
 answer that nobody waits for any more is dropped. Imports no JAX: rollout workers have none.
@@ -12,19 +12,109 @@ import asyncio
 import itertools
 import secrets
 import ssl
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
 
-from penstock.inference.link import HEALTH_S, QUIET_S, Link, LinkFailed
-from penstock.inference.loop_thread import LoopThread
-from penstock.inference.request_queue import RequestQueue
-from penstock.inference.routing import Routing, Server
-from penstock.inference.server_request import ServerRequest
-from penstock.inference.trials import Refused, Trials, Unanswered, judged
+from penstock.inference.codec import ServerRequest
+from penstock.inference.connection import (
+    HEALTH_S,
+    QUIET_S,
+    ConnectionFailed,
+    RetryableFailure,
+    RetryState,
+    ServerBusy,
+    ServerConnection,
+    result_of,
+)
+from penstock.inference.routing import RequestQueue, Routing, Server
 from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, Stopped
+
+LAST_TURNS = 3
+"""Turns of the loop after which transports that were closed have let go of their sockets."""
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs coroutines until closed.
+
+    Args:
+        name: Of the thread, as `threading` and errors show it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._finishing: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> "Future[_T]":
+        """Starts a coroutine; its future is cancelled when the thread is closed.
+
+        Raises:
+            Stopped: it is closed.
+        """
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise Stopped(f"the {self._name} was closed")
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Starts a coroutine that is never cancelled: closing waits for it. For the loop's own thread."""
+        task = self._loop.create_task(coroutine)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Has the loop call a function soon; does nothing once closed."""
+        with self._closing:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(function)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        """Cancels what runs, runs a last coroutine, waits for what is to be finished, and ends the thread.
+
+        May be called again.
+
+        Raises:
+            NoProgressError: it did not end in time.
+        """
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise NoProgressError(f"the {self._name} did not end within {timeout_s:g} s")
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            others = asyncio.all_tasks() - {asyncio.current_task()} - self._finishing
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last()
+            await asyncio.gather(*self._finishing)
+            await self._loop.shutdown_asyncgens()
+            for _ in range(LAST_TURNS):
+                await asyncio.sleep(0)
+        finally:
+            self._loop.stop()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
 
 MODEL_NAME = "policy"
 """What a run's servers call their model."""
@@ -34,8 +124,6 @@ MOST_OUTSTANDING_TOKENS = 262_144
 
 GRACE_S = 30.0
 """A caller waits so much longer than its requests may: only a hung event loop makes it do so."""
-
-_T = TypeVar("_T")
 
 
 class ServerPool:
@@ -49,7 +137,7 @@ class ServerPool:
             beyond wait here.
         certificate_authority: File with the certificates that servers' own must be signed by (PEM; a self-signed one
             signs itself); None takes the system's.
-        quiet_s: A server from which nothing was heard for so long is asked for its health.
+        quiet_s: A server that sent nothing for so long, with requests outstanding, is asked for its health.
         health_s: It then has so long to answer.
 
     Raises:
@@ -69,11 +157,13 @@ class ServerPool:
     ) -> None:
         self._model, self._timeout_s = model, request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
-        self._make_link: Callable[[Server], Link] = lambda server: Link(server, token, tls, clock, quiet_s, health_s)
+        self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(
+            server, token, tls, clock, quiet_s, health_s
+        )
         self._clock = clock
         self._routing = Routing(most_outstanding_tokens, secrets.randbits(32))
         self._queue = RequestQueue(self._routing, clock)
-        self._links: dict[tuple[str, int, str], Link] = {}
+        self._connections: dict[tuple[str, int, str], ServerConnection] = {}
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter({"requests": 0, "answers": 0, "retries": 0, "refusals": 0})
         self._thread = LoopThread("pool of inference servers")
@@ -85,7 +175,7 @@ class ServerPool:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Those that live, as last told, by name."""
+        """The live servers, as last set, by name."""
         return self._routing.servers
 
     @property
@@ -94,7 +184,7 @@ class ServerPool:
         return self._counts["answers"]
 
     def set_servers(self, servers: Sequence[Server]) -> None:
-        """Tells which servers live now; returns at once, and may be called as often as one likes.
+        """Replaces the list of live servers; returns at once, and may be called as often as one likes.
 
         What waits for a server that is not among them, or that another incarnation has replaced, is asked elsewhere.
         One that does not accept any more answers what it was asked before.
@@ -112,7 +202,7 @@ class ServerPool:
             ConfigError: a server refused what a request asks for, such as a temperature out of range.
             NoProgressError: one had no answer in time.
             RunFailed: the answers to one cannot be used.
-            UnreachableError: the one incarnation that may be asked does not live.
+            UnreachableError: the one incarnation that may be asked is not alive.
             Stopped: the pool was closed.
         """
         if not requests:
@@ -148,21 +238,21 @@ class ServerPool:
         Raises:
             NoProgressError: the thread did not end in time.
         """
-        self._thread.close(self._close_links, timeout_s)
+        self._thread.close(self._close_connections, timeout_s)
 
     # The loop's thread.
 
     def _take(self, servers: tuple[Server, ...]) -> None:
         for server in self._routing.set_servers(servers):
-            link = self._links.pop(server.life, None)
-            if link is not None:
-                link.cut("it was reported dead, or replaced")
-                self._thread.finish(link.close())  # a close that is cut short would leave sockets open
+            connection = self._connections.pop(server.identity, None)
+            if connection is not None:
+                connection.abort("it was reported dead, or replaced")
+                self._thread.finish(connection.close())  # a close that is cut short would leave sockets open
         self._queue.servers_changed()
 
-    async def _close_links(self) -> None:
-        for link in self._links.values():
-            await link.close()
+    async def _close_connections(self) -> None:
+        for connection in self._connections.values():
+            await connection.close()
 
     async def _ask_all(self, requests: Sequence[ServerRequest[_T]]) -> list[_T | EnvironmentFailure]:
         asked = [asyncio.ensure_future(self._ask(request)) for request in requests]
@@ -173,54 +263,54 @@ class ServerPool:
                 one.cancel()
 
     async def _ask(self, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
-        number, trials = next(self._numbers), Trials()
+        number, attempts = next(self._numbers), RetryState()
         self._counts["requests"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     server = await self._queue.admit(number, request.tokens, request.session, request.target)
-                    trials.begin(server)
+                    attempts.begin(server)
                     try:
                         result = await self._attempt(server, request)
                         self._counts["answers"] += 1
                         return result
-                    except Unanswered as failure:
-                        trials.add(server, failure)
+                    except RetryableFailure as failure:
+                        attempts.add(server, failure)
                         self._counts["retries"] += 1
                     finally:
                         self._queue.release(server, request.tokens)
         except TimeoutError as error:
             raise NoProgressError(
-                f"no inference server answered within inference.request_timeout_s = {self._timeout_s:g}: {trials}"
+                f"no inference server answered within inference.request_timeout_s = {self._timeout_s:g}: {attempts}"
             ) from error
 
     async def _attempt(self, server: Server, request: ServerRequest[_T]) -> _T | EnvironmentFailure:
         """The answer of one server; what it did is noted for the routing.
 
         Raises:
-            Unanswered: it should be asked again.
+            RetryableFailure: it should be asked again.
         """
         try:
-            result = judged(await self._link(server).post("/v1/completions", request.body), request)
-        except Refused:
+            result = result_of(await self._connection(server).post("/v1/completions", request.body), request)
+        except ServerBusy:
             self._counts["refusals"] += 1
             self._routing.refused(server, self._clock())
             raise
-        except Unanswered:
+        except RetryableFailure:
             self._routing.failed(server, self._clock())
             raise
-        except LinkFailed as failure:
+        except ConnectionFailed as failure:
             self._routing.failed(server, self._clock())
-            raise Unanswered(str(failure)) from failure
+            raise RetryableFailure(str(failure)) from failure
         self._routing.served(server)
         return result
 
-    def _link(self, server: Server) -> Link:
-        if server.life not in {known.life for known in self.servers}:
-            raise LinkFailed("it went before it was asked")
-        if server.life not in self._links:
-            self._links[server.life] = self._make_link(server)
-        return self._links[server.life]
+    def _connection(self, server: Server) -> ServerConnection:
+        if server.identity not in {known.identity for known in self.servers}:
+            raise ConnectionFailed("it went before it was asked")
+        if server.identity not in self._connections:
+            self._connections[server.identity] = self._make_connection(server)
+        return self._connections[server.identity]
 
 
 def _tls(certificate_authority: str | None) -> ssl.SSLContext:

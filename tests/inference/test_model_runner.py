@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
-from penstock.inference.runner import ModelRunner
-from penstock.inference.slots import SlotTable
+from penstock.inference.model_runner import ModelRunner
+from penstock.inference.scheduler import SlotTable
 from penstock.types import Decoding, WeightVersion
 
 WAIT_S = 60.0

@@ -3,8 +3,7 @@ import time
 
 import pytest
 
-from penstock.inference.request_queue import RequestQueue
-from penstock.inference.routing import Routing, Server, Target
+from penstock.inference.routing import PinnedServer, RequestQueue, Routing, Server
 from penstock.types import UnreachableError
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))
@@ -118,8 +117,8 @@ def test_a_cancelled_request_leaves_no_trace():
 def test_an_incarnation_that_does_not_live_fails_those_who_want_no_other():
     async def scenario(queue, routing):
         await queue.admit(0, 100, None, None)
-        waiting = ask(queue, 1, 100, target=Target(A.name, 0))
-        patient = ask(queue, 2, 100, target=Target(A.name))
+        waiting = ask(queue, 1, 100, target=PinnedServer(A.name, 0))
+        patient = ask(queue, 2, 100, target=PinnedServer(A.name))
         await settle()
         reborn = Server(A.name, 1, A.url)
         routing.set_servers([reborn])
@@ -128,6 +127,6 @@ def test_an_incarnation_that_does_not_live_fails_those_who_want_no_other():
             await waiting
         assert await patient == reborn
         with pytest.raises(UnreachableError):
-            await queue.admit(3, 1, None, Target(A.name, 0))
+            await queue.admit(3, 1, None, PinnedServer(A.name, 0))
 
     run(scenario, A)

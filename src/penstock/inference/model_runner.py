@@ -1,0 +1,505 @@
+"""What is on the device: served weights, key-value cache, and the compiled programs of prefill and decoding.
+
+`ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again. One thread only writes
+weights and cache, on however many devices they lie; any other may `prepare` weights meanwhile. What runs when is
+decided in `penstock.inference.scheduler`.
+
+*Programs.* Prefill of prompts, and several decode steps in one dispatch. Both compose `Layer.project` and
+`Layer.finish` with the cache, so that the equations are the learner's. Layers are unrolled over unstacked weights:
+scanning stacked ones would copy every layer out of the stack at each step. A prompt's last token is not prefilled but
+decoded: its step samples the first token of the response. So prefill needs no output head, n samples of one prompt
+differ from their first own step on, and all sampling is in one place. A row that stops inside a dispatch emits nothing
+more; the dispatch ends early when no row is left. Programs are compiled once per shape and shared by every engine of
+the process; only the cache is donated, never weights.
+
+*Cache.* One array of keys and one of values per layer, (slot, kv head, position, head dim). That layout makes both
+attention products contiguous; separate arrays per layer let a donated decode step update each in place. A slot's entry
+at position t is meaningful only below the slot's length; whatever lies beyond is finite and masked by the reader. The
+length of the arrays (the window) follows the longest live sequence, since attention reads all of it. Paging is not
+covered: every slot has the same window.
+
+*Tensor parallelism* over several devices of this machine: one mesh axis, named `model`. Each device holds some of the
+attention heads with their part of the cache, some columns of the gated MLP, and (where their number divides) some rows
+of the vocabulary; norms and all that a request says are on every device. What is split by columns and then by rows
+needs one sum over the devices after attention and one after the MLP (Megatron-LM: Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053); XLA puts them in from the placement alone. Scores are gathered, so every device draws
+the same tokens. Sums over devices are rounded in another order than on one; nothing else differs. Not covered: several
+machines, several meshes, splitting a head, key heads kept on more than one device.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from penstock.inference.config import EngineConfig
+from penstock.inference.sampling import sample, uniforms
+from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
+from penstock.types import SAMPLING_FIELDS, ConfigError
+
+HostRows = Mapping[str, np.ndarray]
+"""The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
+
+
+class SlotRows(NamedTuple):
+    """State of every slot between two dispatches, and what its request asks for.
+
+    Attributes:
+        tokens: The newest token: sampled or the prompt's last, not yet in the cache.
+        positions: Its position, which is how many tokens the cache holds.
+        budget: How many tokens may still be sampled; 0 for a slot that is not live.
+        seeds: The sample's seed in two words.
+        sampling: [slots] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
+        stop_token_ids: Padded with −1.
+    """
+
+    tokens: Int32[Array, " slots"]
+    positions: Int32[Array, " slots"]
+    budget: Int32[Array, " slots"]
+    seeds: UInt32[Array, "slots 2"]
+    sampling: dict[str, Array]
+    stop_token_ids: Int32[Array, "slots stops"]
+
+
+class DeviceSamples(NamedTuple):
+    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
+
+    Attributes:
+        tokens: By step, then slot.
+        logprobs: Of those tokens, before truncation.
+        count: How many tokens the slot sampled before it stopped or the dispatch ended.
+    """
+
+    tokens: Int32[Array, "steps slots"]
+    logprobs: Float32[Array, "steps slots"]
+    count: Int32[Array, " slots"]
+
+
+class HostSamples(NamedTuple):
+    """`DeviceSamples` in host memory."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    count: np.ndarray
+
+
+def to_device(rows: HostRows) -> SlotRows:
+    """Copies rows to the device."""
+    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
+    sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
+    return SlotRows(**arrays, sampling=sampling)
+
+
+def to_host(emitted: DeviceSamples) -> HostSamples:
+    """Waits for a dispatch and fetches its result."""
+    return HostSamples(*(np.asarray(array) for array in emitted))
+
+
+class KVCache(eqx.Module):
+    """Keys and values of every slot, layer by layer."""
+
+    keys: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
+    values: tuple[Float[Array, "slots kv_heads window head_dim"], ...]
+
+    @property
+    def window(self) -> int:
+        """Positions that fit."""
+        return self.keys[0].shape[2]
+
+    @property
+    def slots(self) -> int:
+        """Sequences that fit."""
+        return self.keys[0].shape[0]
+
+
+def create_cache(config: ModelConfig, slots: int, window: int) -> KVCache:
+    """A cache of zeros in the model's dtype."""
+    shape = (slots, config.num_key_value_heads, window, config.head_dim)
+    layers = range(config.num_hidden_layers)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
+    )
+
+
+def cache_bytes(config: ModelConfig, slots: int, window: int) -> int:
+    """Memory of such a cache."""
+    entry_bytes = config.key_value_size * jnp.dtype(config.dtype).itemsize
+    return 2 * config.num_hidden_layers * slots * window * entry_bytes
+
+
+def append(
+    cached: Float[Array, "slots kv_heads window head_dim"],
+    entry: Float[Array, "slots kv_heads head_dim"],
+    positions: Int32[Array, " slots"],
+) -> Float[Array, "slots kv_heads window head_dim"]:
+    """Writes one entry per slot at the slot's own position; a position beyond the window writes nothing."""
+    return cached.at[jnp.arange(cached.shape[0]), :, positions].set(entry, mode="drop")
+
+
+def resize(cache: KVCache, window: int) -> KVCache:
+    """The cache with another window: zeros are added at its end, or its end is cut off."""
+
+    def fit(cached: Array) -> Array:
+        extra = window - cached.shape[2]
+        return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
+
+    return jax.tree.map(fit, cache)
+
+
+def insert(cache: KVCache, prefilled: KVCache, source: Int32[Array, " slots"]) -> KVCache:
+    """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
+
+    Args:
+        cache: Its window is at least the prefill's.
+        prefilled: Its slots are the rows of the prefill.
+        source: For each slot the row it takes; −1 leaves the slot as it is.
+    """
+    length = prefilled.window
+
+    def copy(cached: Array, rows: Array) -> Array:
+        kept = cached[:, :, :length]
+        head = jnp.where((source >= 0)[:, None, None, None], rows[jnp.maximum(source, 0)], kept)
+        return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
+
+    return jax.tree.map(copy, cache, prefilled)
+
+
+def fork(cache: KVCache, source: Int32[Array, " slots"]) -> KVCache:
+    """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
+    return jax.tree.map(lambda cached: cached[source], cache)
+
+
+class ServedWeights(eqx.Module):
+    """A decoder's parameters as the engine uses them.
+
+    Attributes:
+        ends: A decoder of no layers: embedding, final norm and output matrix, shared with the published decoder.
+        layers: One unstacked layer each.
+        scores_via: Where the parameters are split over several devices: the placements that scores take one after
+            the other, first as the output matrix lies (or XLA gathers the matrix), then whole. Empty on one device.
+    """
+
+    ends: Decoder
+    layers: tuple[Layer, ...]
+    scores_via: tuple[NamedSharding, ...] = eqx.field(static=True, default=())
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "ServedWeights":
+        """Unstacks the layers, once per weight version."""
+        layers, none = _unstack(decoder.layers, decoder.config.num_hidden_layers)
+        return cls(eqx.tree_at(lambda d: d.layers, decoder, none), layers)
+
+    def scores(self, x: Float[Array, "slots hidden"]) -> Float32[Array, "slots vocab"]:
+        """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
+        logits = self.ends.logits(self.ends.normalise(x))
+        return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unstack(stacked: Layer, depth: int) -> tuple[tuple[Layer, ...], Layer]:
+    """The layers one by one, and a stack of none."""
+    layers = tuple(jax.tree.map(operator.itemgetter(i), stacked) for i in range(depth))
+    return layers, jax.tree.map(lambda array: array[:0], stacked)
+
+
+class _Progress(NamedTuple):
+    step: Int32[Array, ""]
+    cache: KVCache
+    tokens: Int32[Array, " slots"]
+    emitted: DeviceSamples
+    live: Bool[Array, " slots"]
+
+
+def decode(weights: ServedWeights, cache: KVCache, rows: SlotRows, steps: int) -> tuple[KVCache, DeviceSamples]:
+    """Runs up to `steps` decode steps for every live slot."""
+    slots = rows.tokens.shape[0]
+
+    def unfinished(progress: _Progress) -> Bool[Array, ""]:
+        return (progress.step < steps) & jnp.any(progress.live)
+
+    def advance(progress: _Progress) -> _Progress:
+        positions = rows.positions + progress.emitted.count
+        cache, logits = decode_step(weights, progress.cache, progress.tokens, positions, progress.live)
+        noise = uniforms(rows.seeds, positions)
+        tokens, logprobs = sample(logits, noise, **rows.sampling)
+        return _record(progress, cache, rows, tokens, logprobs)
+
+    nothing = DeviceSamples(
+        jnp.zeros((steps, slots), jnp.int32), jnp.zeros((steps, slots)), jnp.zeros(slots, jnp.int32)
+    )
+    start = _Progress(jnp.int32(0), cache, rows.tokens, nothing, rows.budget > 0)
+    end = lax.while_loop(unfinished, advance, start)
+    return end.cache, end.emitted
+
+
+def _record(
+    progress: _Progress,
+    cache: KVCache,
+    rows: SlotRows,
+    tokens: Int32[Array, " slots"],
+    logprobs: Float32[Array, " slots"],
+) -> _Progress:
+    """Adds one step's tokens, and ends the rows that stop with them."""
+    step, emitted = progress.step, progress.emitted
+    count = emitted.count + progress.live
+    stopped = jnp.any(tokens[:, None] == rows.stop_token_ids, axis=1)
+    written = DeviceSamples(emitted.tokens.at[step].set(tokens), emitted.logprobs.at[step].set(logprobs), count)
+    return _Progress(step + 1, cache, tokens, written, progress.live & ~stopped & (count < rows.budget))
+
+
+def decode_step(
+    weights: ServedWeights,
+    cache: KVCache,
+    tokens: Int32[Array, " slots"],
+    positions: Int32[Array, " slots"],
+    live: Bool[Array, " slots"],
+) -> tuple[KVCache, Float32[Array, "slots vocab"]]:
+    """Adds one token per live slot to the cache and scores the next one."""
+    ends = weights.ends
+    cos, sin = rotary_tables(ends.config, positions)
+    seen = (jnp.arange(cache.window) <= positions[:, None])[:, None, :]
+    targets = jnp.where(live, positions, cache.window)  # beyond the window: a slot without a row writes nothing
+    x = ends.embed(tokens)
+    keys, values = [], []
+    for layer, cached_keys, cached_values in zip(weights.layers, cache.keys, cache.values, strict=True):
+        query, key, value = layer.project(x, cos, sin)
+        keys.append(append(cached_keys, key, targets))
+        values.append(append(cached_values, value, targets))
+        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen)
+        x = layer.finish(x, attended[:, 0])
+    return KVCache(tuple(keys), tuple(values)), weights.scores(x)
+
+
+def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCache:
+    """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    cos, sin = rotary_tables(weights.ends.config, positions)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
+    keys, values = [], []
+    for layer in weights.layers:
+        query, key, value = layer.project(x, cos, sin)
+        keys.append(key.transpose(0, 2, 1, 3))
+        values.append(value.transpose(0, 2, 1, 3))
+        x = layer.finish(x, grouped_attention(query, keys[-1], values[-1], causal))
+    return KVCache(tuple(keys), tuple(values))
+
+
+class CompiledSteps(NamedTuple):
+    """The functions of the cache and of decoding, compiled."""
+
+    create: Callable[..., KVCache]
+    decode: Callable[..., Any]
+    prefill: Callable[..., KVCache]
+    insert: Callable[..., KVCache]
+    fork: Callable[..., KVCache]
+    resize: Callable[..., KVCache]
+
+
+ONE_DEVICE = CompiledSteps(
+    create=create_cache,
+    decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache"),
+    prefill=jax.jit(prefill),
+    insert=jax.jit(insert, donate_argnames="cache"),
+    fork=jax.jit(fork, donate_argnames="cache"),
+    resize=jax.jit(resize, static_argnames="window"),
+)
+
+
+@functools.cache
+def split_programs(split: "ModelSplit") -> CompiledSteps:
+    """The same over several devices; a cache that a program returns lies as the one that it was given."""
+    cache, whole = split.cache, split.whole
+    return CompiledSteps(
+        create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
+        decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache", out_shardings=(cache, whole)),
+        prefill=jax.jit(prefill, out_shardings=cache),
+        insert=jax.jit(insert, donate_argnames="cache", out_shardings=cache),
+        fork=jax.jit(fork, donate_argnames="cache", out_shardings=cache),
+        resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
+    )
+
+
+MODEL_AXIS = "model"
+
+_COLUMNS = ("query", "key", "value", "query_bias", "key_bias", "value_bias", "gate", "up")
+_ROWS = ("output", "down")
+_VOCABULARY = ("embedding", "head")
+
+_Tree = TypeVar("_Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSplit:
+    """Where the parts of a model lie.
+
+    Attributes:
+        mesh: The devices, along the axis `model`.
+        vocabulary: Whether embedding and output matrix are split too.
+    """
+
+    mesh: Mesh
+    vocabulary: bool
+
+    @classmethod
+    def over(cls, model: ModelConfig, devices: int) -> "ModelSplit":
+        """Over that many local devices, the first ones.
+
+        Args:
+            model: Its heads, key heads and MLP columns must be multiples of `devices`.
+            devices: How many, at least one.
+
+        Raises:
+            ConfigError: there are fewer, or the model cannot be split so.
+        """
+        local = jax.local_devices()
+        if devices > len(local):
+            raise ConfigError(
+                f"inference.model_parallel is {devices}, but this process has {len(local)} device(s) "
+                f"({local[0].platform}): lower it, or give the process more devices"
+            )
+        _check_divides(model, devices)
+        mesh = Mesh(np.array(local[:devices]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
+        return cls(mesh, model.vocab_size % devices == 0)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """On every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def cache(self) -> NamedSharding:
+        """Of each array of a cache: (slot, kv head, position, head dim), split by heads."""
+        return NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS))
+
+    def serve(self, decoder: Decoder) -> ServedWeights:
+        """Puts each parameter, part by part, onto its devices; the decoder itself stays where it is."""
+        weights = ServedWeights.of(self._place(decoder))
+        by_token = NamedSharding(self.mesh, PartitionSpec(None, MODEL_AXIS if self.vocabulary else None))
+        return dataclasses.replace(self._place(weights), scores_via=(by_token, self.whole))
+
+    def _place(self, tree: _Tree) -> _Tree:
+        shardings = jax.tree_util.tree_map_with_path(
+            lambda path, array: NamedSharding(self.mesh, self.specification(path[-1].name, array.ndim)), tree
+        )
+        return jax.device_put(tree, shardings)
+
+    def specification(self, name: str, ndim: int) -> PartitionSpec:
+        """Which axis of a parameter is split, by its field's name in `Decoder` or `Layer`; stacked or not."""
+        if name in _COLUMNS:
+            return PartitionSpec(*[None] * (ndim - 1), MODEL_AXIS)
+        if name in _ROWS:
+            return PartitionSpec(*[None] * (ndim - 2), MODEL_AXIS)
+        if name in _VOCABULARY and self.vocabulary:
+            return PartitionSpec(MODEL_AXIS)
+        return PartitionSpec()
+
+
+def _check_divides(model: ModelConfig, devices: int) -> None:
+    counts = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "intermediate_size": model.intermediate_size,
+    }
+    uneven = [f"{name} ({count})" for name, count in counts.items() if count % devices]
+    if uneven:
+        fits = [n for n in range(1, model.num_key_value_heads + 1) if not any(c % n for c in counts.values())]
+        raise ConfigError(
+            f"inference.model_parallel: the model cannot be split over {devices} devices, of which {', '.join(uneven)} "
+            f"is no multiple: use one of {', '.join(map(str, fits))}"
+        )
+
+
+class ModelRunner:
+    """Runs prefill and decode for a fixed number of slots.
+
+    Args:
+        decoder: The first weights.
+        config: Shapes, and over how many devices.
+
+    Raises:
+        ConfigError: the model cannot be split over that many devices, or there are fewer.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+        self._config = config
+        self._windows = config.window_buckets
+        devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
+        self._split = ModelSplit.over(decoder.config, devices) if devices > 1 else None
+        self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
+        self.load(self.prepare(decoder))
+        self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
+
+    @property
+    def window(self) -> int:
+        """Positions that fit into the cache at present."""
+        return self._cache.window
+
+    def prepare(self, decoder: Decoder) -> ServedWeights:
+        """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
+        weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
+        return jax.block_until_ready(weights)
+
+    def load(self, weights: ServedWeights) -> None:
+        """Serves these from the next program on: a reference changes. Cached keys and values stay as they are."""
+        self._weights = weights
+
+    def resize(self, window: int) -> None:
+        """Takes the cache to another of the configured windows, through those between (each a compiled step)."""
+        current, target = self._windows.index(self.window), self._windows.index(window)
+        direction = 1 if target > current else -1
+        for index in range(current + direction, target + direction, direction) if target != current else ():
+            self._cache = self._programs.resize(self._cache, window=self._windows[index])
+
+    def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
+        """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
+        prefilled = self._programs.prefill(self._weights, jnp.asarray(tokens))
+        self._cache = self._programs.insert(self._cache, prefilled, jnp.asarray(source))
+
+    def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
+        """Copies the cache of slot ``source[s]`` into slot s."""
+        self._cache = self._programs.fork(self._cache, jnp.asarray(source))
+
+    def decode(self, rows: HostRows) -> HostSamples:
+        """Runs one dispatch and waits for it."""
+        steps = self._config.steps_per_dispatch
+        self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=steps)
+        return to_host(emitted)
+
+    def warm_up(self, idle_rows: HostRows) -> Iterator[None]:
+        """Compiles and runs every program in every shape, with slots that are not live.
+
+        Args:
+            idle_rows: Rows with no budget.
+
+        Yields:
+            After each program, so that whoever waits for an end need not wait for all of them.
+        """
+        slots = self._config.max_slots
+        nowhere = np.full(slots, -1, np.int32)
+        for window in self._windows:
+            self.resize(window)
+            self.decode(idle_rows)
+            yield
+            self.fork(np.arange(slots, dtype=np.int32))
+            for rows, length in self._prefill_shapes(window):
+                self.prefill(np.zeros((rows, length), np.int32), nowhere)
+                yield
+        self.resize(self._windows[0])
+        jax.block_until_ready(self._cache)
+
+    def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
+        for length in self._config.prefill_buckets:
+            if length <= window:
+                yield from ((rows, length) for rows in self._config.prefill_row_counts(length))

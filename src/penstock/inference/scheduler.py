@@ -1,0 +1,378 @@
+"""Continuous batching: which responses run in which slots, how they are admitted, decoded and released.
+
+`RunningBatch` joins the slots (host) with the model runner (device). Only the engine's thread uses it, but for
+`prepare`; it knows no queue, lock or future. The lowest free slot is taken first, so that placement depends on nothing
+but what is running.
+
+A prompt's cache may be shared by every response to the same prompt under the same weights: the samples of one
+request, or of several. Sharing never crosses a weight version, and the prefix index is cleared when the engine is idle,
+so that what an idle engine does with a submission depends on the submission alone.
+"""
+
+import heapq
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.inference.config import EngineConfig
+from penstock.inference.model_runner import HostRows, HostSamples, ModelRunner, ServedWeights
+from penstock.inference.sequence import Response
+from penstock.model.language import Decoder
+from penstock.types import SAMPLING_FIELDS, WeightVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """One prefill: rows of padded prompts, and for every slot the row it takes (−1: none)."""
+
+    tokens: np.ndarray
+    source: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmissionPlan:
+    """What has to run before newly assigned slots can decode.
+
+    Attributes:
+        fork: For every slot the slot whose cache it takes, read before anything is written; None: nothing.
+        prefills: In order.
+    """
+
+    fork: np.ndarray | None
+    prefills: tuple[Prefill, ...]
+
+
+class PrefixIndex:
+    """Knows in which slot the cache of a prompt lies. Cleared whenever weights change or the cache shrinks."""
+
+    def __init__(self) -> None:
+        self._slots_of: dict[bytes, set[int]] = defaultdict(set)
+        self._prompt_in: dict[int, bytes] = {}
+
+    def find(self, prompt: np.ndarray) -> int | None:
+        """The lowest slot that holds this prompt's cache."""
+        return min(self._slots_of.get(prompt.tobytes(), ()), default=None)
+
+    def overwrite(self, slot: int, prompt: np.ndarray) -> None:
+        """The slot now holds this prompt's cache, and no longer what it held."""
+        held = self._prompt_in.get(slot)
+        if held is not None:
+            self._slots_of[held].discard(slot)
+            if not self._slots_of[held]:
+                del self._slots_of[held]
+        self._prompt_in[slot] = prompt.tobytes()
+        self._slots_of[prompt.tobytes()].add(slot)
+
+    def clear(self) -> None:
+        """Drops every entry."""
+        self._slots_of.clear()
+        self._prompt_in.clear()
+
+
+def plan_admission(
+    assigned: Sequence[tuple[int, Response]], prefixes: PrefixIndex, config: EngineConfig
+) -> AdmissionPlan:
+    """Decides how each assigned slot gets its prompt's cache, and records it in the index.
+
+    A prompt of one token needs no cache: its only token is decoded.
+    """
+    fork = np.arange(config.max_slots, dtype=np.int32)
+    fresh: dict[bytes, list[int]] = defaultdict(list)
+    prompts: dict[bytes, np.ndarray] = {}
+    cached = [(slot, response) for slot, response in assigned if len(response.prompt) > 1]
+    for slot, response in cached:
+        donor = prefixes.find(response.prompt)
+        if donor is not None:
+            fork[slot] = donor
+        else:
+            fresh[response.prompt.tobytes()].append(slot)
+            prompts[response.prompt.tobytes()] = response.prompt
+    for slot, response in assigned:
+        prefixes.overwrite(slot, response.prompt)
+    forked = bool((fork != np.arange(config.max_slots)).any())
+    return AdmissionPlan(fork if forked else None, _batch(prompts, fresh, config))
+
+
+def _batch(
+    prompts: dict[bytes, np.ndarray], slots_of: dict[bytes, list[int]], config: EngineConfig
+) -> tuple[Prefill, ...]:
+    """Prompts of like padded length together, in order of arrival, as many as a prefill has rows."""
+    by_length: dict[int, list[bytes]] = defaultdict(list)
+    for key, prompt in prompts.items():
+        by_length[padded_length(len(prompt), config)].append(key)
+    prefills: list[Prefill] = []
+    for length in sorted(by_length):
+        keys, rows = by_length[length], config.prefill_row_counts(length)[-1]
+        for start in range(0, len(keys), rows):
+            chosen = keys[start : start + rows]
+            prefills.append(_prefill([(prompts[k], slots_of[k]) for k in chosen], length, config))
+    return tuple(prefills)
+
+
+def _prefill(rows: list[tuple[np.ndarray, list[int]]], length: int, config: EngineConfig) -> Prefill:
+    count = next(count for count in config.prefill_row_counts(length) if count >= len(rows))
+    tokens = np.zeros((count, length), np.int32)
+    source = np.full(config.max_slots, -1, np.int32)
+    for row, (prompt, slots) in enumerate(rows):
+        tokens[row, : len(prompt) - 1] = prompt[:-1]
+        source[slots] = row
+    return Prefill(tokens, source)
+
+
+def padded_length(prompt_tokens: int, config: EngineConfig) -> int:
+    """The length that a prompt's prefill is padded to; its last token is not prefilled."""
+    return next(length for length in config.prefill_buckets if length >= prompt_tokens - 1)
+
+
+WORD_BITS = 32
+
+
+class SlotTable:
+    """Fixed slots, some of them running a response.
+
+    Args:
+        slots: Number of responses that run at once.
+        max_stop_token_ids: Most stop tokens of one response.
+    """
+
+    def __init__(self, slots: int, max_stop_token_ids: int) -> None:
+        self._responses: list[Response | None] = [None] * slots
+        self._free = list(range(slots))
+        self._rows = {
+            "tokens": np.zeros(slots, np.int32),
+            "positions": np.zeros(slots, np.int32),
+            "budget": np.zeros(slots, np.int32),
+            "seeds": np.zeros((slots, 2), np.uint32),
+            **{name: np.full(slots, field.neutral, field.dtype) for name, field in SAMPLING_FIELDS.items()},
+            "stop_token_ids": np.full((slots, max_stop_token_ids), -1, np.int32),
+        }
+
+    @property
+    def rows(self) -> HostRows:
+        """What the device reads. The arrays are reused: a dispatch must have ended before they change."""
+        return self._rows
+
+    @property
+    def free(self) -> int:
+        """Slots without a response."""
+        return len(self._free)
+
+    @property
+    def running(self) -> int:
+        """Slots with a response."""
+        return len(self._responses) - len(self._free)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Positions of the cache that running responses use."""
+        return int(self._rows["positions"][self._rows["budget"] > 0].sum())
+
+    def reach(self, steps: int) -> int:
+        """Positions that the cache must have so that every running response can take so many steps."""
+        rows = self._rows
+        return int(np.max((rows["positions"] + np.minimum(rows["budget"], steps))[rows["budget"] > 0], initial=0))
+
+    def occupied(self) -> Iterator[tuple[int, Response]]:
+        """Running responses by ascending slot; the table may be changed meanwhile."""
+        for slot, response in enumerate(list(self._responses)):
+            if response is not None:
+                yield slot, response
+
+    def assign(self, response: Response) -> int:
+        """Puts a response that has not begun into the lowest free slot."""
+        slot = heapq.heappop(self._free)
+        self._responses[slot] = response
+        rows, decoding = self._rows, response.pending.request.decoding
+        rows["tokens"][slot] = response.prompt[-1]
+        rows["positions"][slot] = len(response.prompt) - 1
+        rows["budget"][slot] = response.remaining_tokens
+        rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
+        for name, field in SAMPLING_FIELDS.items():
+            value = getattr(decoding, name)
+            rows[name][slot] = field.neutral if value is None else value
+        stops = response.pending.stop_token_ids
+        rows["stop_token_ids"][slot] = -1
+        rows["stop_token_ids"][slot, : len(stops)] = stops
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
+        self._responses[slot] = None
+        self._rows["budget"][slot] = 0
+        for name, field in SAMPLING_FIELDS.items():
+            self._rows[name][slot] = field.neutral
+        heapq.heappush(self._free, slot)
+
+    def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
+        """Gives each response its new tokens; returns those that ended, still in their slots."""
+        ended: list[tuple[int, Response]] = []
+        for slot, response in self.occupied():
+            count = int(sampled.count[slot])
+            tokens = sampled.tokens[:count, slot].tolist()
+            response.extend(tokens, sampled.logprobs[:count, slot].tolist(), version)
+            self._rows["tokens"][slot] = tokens[-1]
+            self._rows["positions"][slot] += count
+            self._rows["budget"][slot] = response.remaining_tokens
+            if response.finish_reason is not None:
+                ended.append((slot, response))
+        return ended
+
+
+RECENT_S = 10.0
+"""The rate is over dispatches of the last so many seconds."""
+
+
+class ThroughputMeter:
+    """Totals, and the recent rate of generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = {"tokens_total": 0.0, "prefill_tokens_total": 0.0, "prompts_total": 0.0}
+        self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
+        self._busy_s = 0.0
+        self._recent: deque[tuple[float, float, int]] = deque()
+
+    def add(self, **amounts: int) -> None:
+        """Adds to totals by name, without their ``_total``."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[f"{name}_total"] += amount
+
+    def add_dispatch(self, started: float, tokens: int) -> None:
+        """One dispatch, from ``time.monotonic()`` at its start until now."""
+        now = time.monotonic()
+        self.add(dispatches=1, tokens=tokens)
+        with self._lock:
+            self._busy_s += now - started
+            self._recent.append((started, now, tokens))
+            self._forget(now)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which dispatches ran, since the start."""
+        with self._lock:
+            return self._busy_s
+
+    def read(self) -> dict[str, float]:
+        """Totals, and ``tokens_per_s``: recent tokens over the time in which dispatches ran."""
+        with self._lock:
+            self._forget(time.monotonic())
+            busy_s = sum(ended - started for started, ended, _ in self._recent)
+            tokens = sum(count for _, _, count in self._recent)
+            return {**self._totals, "tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0}
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][1] < now - RECENT_S:
+            self._recent.popleft()
+
+
+class RunningBatch:
+    """Fixed slots that are refilled as responses end.
+
+    Args:
+        decoder: The first weights.
+        config: Shapes and limits.
+        meter: Counts what runs; for other threads to read.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, meter: ThroughputMeter) -> None:
+        self._config, self._meter = config, meter
+        self._runner = ModelRunner(decoder, config)
+        self._slots = SlotTable(config.max_slots, config.max_stop_token_ids)
+        self._prefixes = PrefixIndex()
+
+    @property
+    def free(self) -> int:
+        """How many responses can be admitted."""
+        return self._slots.free
+
+    @property
+    def running(self) -> int:
+        """How many responses run."""
+        return self._slots.running
+
+    @property
+    def cached_tokens(self) -> int:
+        """Cache positions in use."""
+        return self._slots.cached_tokens
+
+    @property
+    def responses(self) -> list[Response]:
+        """Those that run."""
+        return [response for _, response in self._slots.occupied()]
+
+    def warm_up(self) -> Iterator[None]:
+        """Compiles every program; yields after each."""
+        return self._runner.warm_up(self._slots.rows)
+
+    def prepare(self, decoder: Decoder) -> ServedWeights:
+        """Weights as the programs take them; what runs goes on meanwhile. For any thread."""
+        return self._runner.prepare(decoder)
+
+    def load(self, weights: ServedWeights) -> None:
+        """Serves these from the next program on; prompts cached before are not shared any more."""
+        self._runner.load(weights)
+        self._prefixes.clear()
+        self._meter.add(weight_swaps=1)
+
+    def admit(self, arrivals: Sequence[Response], version: WeightVersion, fresh_start: bool) -> None:
+        """Gives each arrival a slot and its prompt's cache.
+
+        Args:
+            arrivals: At most as many as slots are free.
+            version: Of the weights that prefill.
+            fresh_start: Nothing that was before may show in what follows.
+        """
+        if fresh_start:
+            self._prefixes.clear()
+        assigned = [(self._slots.assign(response), response) for response in arrivals]
+        admission = plan_admission(assigned, self._prefixes, self._config)
+        self._fit_window(admission, fresh_start)
+        self._fill(admission)
+        for response in arrivals:
+            response.prefilled_by = version if len(response.prompt) > 1 else None
+
+    def decode(self, version: WeightVersion) -> list[Response]:
+        """Runs one dispatch; returns the responses that ended with it, whose slots are free again."""
+        if not self._slots.running:
+            return []
+        started = time.monotonic()
+        sampled = self._runner.decode(self._slots.rows)
+        ended = self._slots.advance(sampled, version)
+        for slot, _ in ended:
+            self._slots.release(slot)
+        self._meter.add(responses=len(ended))
+        self._meter.add_dispatch(started, int(sampled.count.sum()))
+        return [response for _, response in ended]
+
+    def drop_cancelled(self) -> int:
+        """Frees the slots of responses that nobody waits for; returns how many."""
+        cancelled = [slot for slot, response in self._slots.occupied() if response.pending.future.cancelled()]
+        for slot in cancelled:
+            self._slots.release(slot)
+        return len(cancelled)
+
+    def _fit_window(self, admission: AdmissionPlan, fresh_start: bool) -> None:
+        """Grows the cache when needed; shrinks it at a fresh start, or when half of it would do."""
+        lengths = [prefill.tokens.shape[1] for prefill in admission.prefills]
+        needed = max([self._slots.reach(self._config.steps_per_dispatch), *lengths])
+        if needed > self._runner.window or fresh_start:
+            self._runner.resize(self._bucket(needed))
+        elif self._bucket(2 * needed) < self._runner.window:
+            self._runner.resize(self._bucket(2 * needed))
+            self._prefixes.clear()  # the end of a prompt in a free slot may be cut off
+
+    def _bucket(self, needed: int) -> int:
+        windows = self._config.window_buckets
+        return next((window for window in windows if window >= needed), windows[-1])
+
+    def _fill(self, admission: AdmissionPlan) -> None:
+        if admission.fork is not None:
+            self._runner.fork(admission.fork)
+        for prefill in admission.prefills:
+            self._runner.prefill(prefill.tokens, prefill.source)
+            self._meter.add(prefill_tokens=prefill.tokens.size)
