@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from penstock.fleet.rollout_loop import is_large
-from penstock.fleet.steps import STEP_ROW, Decision, Leaves, StepBatch, whole_rows
+from penstock.fleet.steps import STEP_ROW, ActionBatch, Leaves, StepBatch, whole_rows
 from penstock.types import LeafSpace, RolloutMetadata, RunFailed, SampleFragment, Spaces
 
 _LENT_PER_SLOT = 4  # arrays that are remembered; fragments beyond them are freed as usual
@@ -257,7 +257,7 @@ class FragmentCutter:
         if decision.states:
             self._write_states(slots, at, decision)
 
-    def _write_states(self, slots: np.ndarray, at: np.ndarray, decision: Decision) -> None:
+    def _write_states(self, slots: np.ndarray, at: np.ndarray, decision: ActionBatch) -> None:
         begins = at == 0
         if self._keep_states:
             begins |= (self._weight_step[slots] != decision.version.step) & (at < self._length)
@@ -298,7 +298,7 @@ class FragmentCutter:
         self._carry_states(slots, rows, batch.decision)
         return cut
 
-    def _carry_states(self, slots: np.ndarray, rows: np.ndarray, decision: Decision) -> None:
+    def _carry_states(self, slots: np.ndarray, rows: np.ndarray, decision: ActionBatch) -> None:
         if not decision.states:
             return
         for slot, state in zip(slots.tolist(), _rows_of(decision.states, rows), strict=True):

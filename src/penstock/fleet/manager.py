@@ -120,7 +120,7 @@ class FleetReports:
         return StepAccount.total(account if life in living else account.ended() for life, account in accounts.items())
 
 
-class CountedSink:
+class CountingSink:
     """Leads to a replay buffer of this process, and tells of every fragment that it took.
 
     Args:
@@ -137,6 +137,10 @@ class CountedSink:
             self._sink.add_batches([batch])
             for fragment in batch.rollouts():
                 self._on_delivery(fragment)
+
+
+CountedSink = CountingSink
+"""The earlier name."""
 
 
 def _sender(report: WorkerReport) -> _Life:

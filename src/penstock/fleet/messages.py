@@ -25,7 +25,7 @@ READY = b"y"
 FAULT = b"e"
 """From the simulators: some steps were faults, and the process lives on. Content: a `Fault`."""
 FAILED = b"f"
-"""From the simulators: an exception, after which the process ends. Content: a `Failure`."""
+"""From the simulators: an exception, after which the process ends. Content: a `SimulatorFailure`."""
 
 MOST_PACKET_BYTES = 1 << 16
 _MOST_TRACEBACK = 8000  # characters, from the end
@@ -78,7 +78,7 @@ class EnvWorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SimulatorFailure:
     """Why a simulator process ends itself.
 
     Attributes:
@@ -105,7 +105,7 @@ class Failure:
         return FAILED + json.dumps(values).encode()
 
     @classmethod
-    def from_packet(cls, packet: bytes) -> "Failure":
+    def from_packet(cls, packet: bytes) -> "SimulatorFailure":
         """Reads `packet` back."""
         return cls(**json.loads(packet[1:]))
 

@@ -46,7 +46,7 @@ _COUNTS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCondition:
+class WorkerStatus:
     """How a worker is.
 
     Attributes:
@@ -68,6 +68,10 @@ class WorkerCondition:
     failure: str = ""
 
 
+WorkerCondition = WorkerStatus
+"""The earlier name."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker tells whoever supervises it; plain values.
@@ -81,7 +85,7 @@ class WorkerReport:
         next_episode: The number to ask with next time.
     """
 
-    condition: WorkerCondition
+    condition: WorkerStatus
     account: StepAccount
     pipeline: PipelineReport
     gauges: dict[str, float] = field(default_factory=dict[str, float])
@@ -191,11 +195,11 @@ class RolloutWorkerWrapper:
         """The first error of any of its threads."""
         return self._failure
 
-    def condition(self) -> WorkerCondition:
+    def condition(self) -> WorkerStatus:
         """How it is now."""
         steps, failure = self._steps().started, self._failure
         words = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        return WorkerCondition(
+        return WorkerStatus(
             self.worker_id, self.incarnation, self._state(steps), self._runner.version, steps,
             self._clock() - self._moved, words,
         )  # fmt: skip
