@@ -7,10 +7,10 @@ rollout that comes, goes or is drawn.
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-from penstock.batch.advantages import Baseline, Baselines, Retention, version_of
-from penstock.batch.draws import RankDraw
+from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
+from penstock.batch.draws import RankSampler
 from penstock.batch.examples import batch_metadata
-from penstock.batch.group_pool import Acceptance, Deadlines, HeldGroup, HeldGroups, Pool, group_of
+from penstock.batch.group_pool import AcceptanceRules, DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup
 
@@ -55,14 +55,14 @@ class GrpoBatchMaker(PacedBatchMaker):
     ) -> None:
         check_choice("retention", retention, Retention)
         self._uses = uses_limit(max_samples)
-        self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = HeldGroups(self._acceptance, ordered)
-        self._baselines = Baselines(retention)
-        self._reservoir = Pool(by_member=True)
-        self._draw = RankDraw(alpha=0.0)
+        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(self._acceptance, ordered)
+        self._baselines = BaselineTable(retention)
+        self._reservoir = DrawPool(by_member=True)
+        self._draw = RankSampler(alpha=0.0)
         self._randomness = BatchRandomness(seed)
         self._step = 0
-        self._deadlines = Deadlines()
+        self._deadlines = DeadlineQueue()
         self._dropped: list[Dropped] = []
         self._last: list[RolloutGroup] = []
 
@@ -171,7 +171,7 @@ class GrpoBatchMaker(PacedBatchMaker):
         ranks = self._draw.draw(len(self._reservoir), count, self._randomness.next(self._step))
         return first + self._reservoir.select(ranks)
 
-    def _member(self, slot: int) -> tuple[HeldGroup, AnyRollout]:
+    def _member(self, slot: int) -> tuple[PooledGroup, AnyRollout]:
         group = self._reservoir.owner(slot)
         rollout = group.members[slot - group.first_slot]
         assert rollout is not None  # a slot with an owner has a rollout
@@ -181,12 +181,12 @@ class GrpoBatchMaker(PacedBatchMaker):
         for group in self._held.retire(self._reservoir, slots):
             self._forget(group)
 
-    def _forget(self, group: HeldGroup) -> None:
+    def _forget(self, group: PooledGroup) -> None:
         self._deadlines.clear(group)
         self._baselines.leave(group)
 
 
-def _advantage(group: HeldGroup, rollout: AnyRollout) -> float:
+def _advantage(group: PooledGroup, rollout: AnyRollout) -> float:
     assert group.baseline is not None  # what is in the reservoir was judged
     return group.baseline.advantage(rollout.episode_reward)
 
@@ -199,7 +199,7 @@ def _by_group(rollouts: Iterable[AnyRollout]) -> list[RolloutGroup]:
     return [group_of(of_one) for of_one in members.values()]
 
 
-def _problem(group: HeldGroup) -> str:
+def _problem(group: PooledGroup) -> str:
     first = group.rollouts()[0]
     return f"problem {first.env_name}:{first.env_example_id}"
 
