@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard.groups import state_style
-from penstock.dashboard.lookup import StoredRollout, Use
+from penstock.dashboard.lookup import BatchUse, StoredRollout
 from penstock.dashboard.tokens import TokenText, printable
 from penstock.types import AnyRollout, Turn
 
@@ -223,7 +223,7 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
         yield "fate", stored.fate_reason
 
 
-def _use_words(use: Use, stored: StoredRollout) -> str:
+def _use_words(use: BatchUse, stored: StoredRollout) -> str:
     advantage = use.advantage(stored.record.rollout.response_mask)
     words = f"update {use.step}" + (f" of lineage {use.lineage}" if use.lineage else "")
     words += "" if advantage is None else f", advantage {advantage:+.4f}"
