@@ -24,7 +24,7 @@ from fractions import Fraction
 import numpy as np
 
 from penstock.environments.base import Reference, Template
-from penstock.environments.episode import Episode, generate_each
+from penstock.environments.episode import EpisodeBuilder, generate_each
 from penstock.environments.example_environment import (
     FAILURES,
     Example,
@@ -143,7 +143,7 @@ class _Attempt:
     """One rollout under way: the task, its episode, and the seed of its second turn."""
 
     task: Task
-    episode: Episode
+    episode: EpisodeBuilder
     seed: int
     answer: str = ""
     failure: Failure | None = None
@@ -202,7 +202,7 @@ class CalculatorEnvironment(ExampleEnvironment):
         self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
     ) -> list[Outcome]:
         """See `ExampleEnvironment.play`."""
-        budget = _Budget.of(decoding)
+        budget = _TurnBudget.of(decoding)
         calling = replace(
             decoding, max_output_tokens=budget.call_tokens, stop_strings=(*decoding.stop_strings, CALL_END)
         )
@@ -227,9 +227,9 @@ class CalculatorEnvironment(ExampleEnvironment):
         completion: Completion,
         position: int,
         decoding: Decoding,
-        budget: "_Budget",
+        budget: "_TurnBudget",
     ) -> _Attempt:
-        episode = Episode(task.prompt, task.prompt_tokens, decoding)
+        episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         attempt = _Attempt(task, episode, fold(task.seed, "answer", position), completion.text)
         try:
             episode.say(completion)
@@ -271,7 +271,7 @@ class CalculatorEnvironment(ExampleEnvironment):
 
 
 @dataclass(frozen=True, slots=True)
-class _Budget:
+class _TurnBudget:
     """How the response's tokens are shared out."""
 
     call_tokens: int
@@ -279,7 +279,7 @@ class _Budget:
     answer_tokens: int
 
     @classmethod
-    def of(cls, decoding: Decoding) -> "_Budget":
+    def of(cls, decoding: Decoding) -> "_TurnBudget":
         total = decoding.max_output_tokens
         if total < _LEAST_BUDGET_TOKENS:
             raise EnvironmentFailure(

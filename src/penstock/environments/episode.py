@@ -27,7 +27,7 @@ from penstock.types import (
 )
 
 
-class Episode:
+class EpisodeBuilder:
     """A conversation under way.
 
     Args:
@@ -130,6 +130,10 @@ class Episode:
         self._turns.append(Turn(role, text, start, start + len(tokens)))
 
 
+Episode = EpisodeBuilder
+"""The earlier name."""
+
+
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
@@ -173,7 +177,7 @@ class GroupScoredEnvironment(ExampleEnvironment):
             )
 
     def _rollout(self, task: Task, completion: Completion, reward: float, decoding: Decoding) -> Rollout:
-        episode = Episode(task.prompt, task.prompt_tokens, decoding)
+        episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         episode.say(completion)
         episode.credit(reward)
         return episode.rollout(self.name, task.example.example_id)
