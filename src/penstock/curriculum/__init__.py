@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     )
     from penstock.curriculum.curriculum import Curriculum, CurriculumBase, CurriculumLog, CurriculumUpdate
     from penstock.curriculum.progress import CurriculumEvent, LessonProgress, evaluation_due
-    from penstock.curriculum.remote import CurriculumAnswer, CurriculumService, RemoteCurriculum
+    from penstock.curriculum.remote import CurriculumAnswer, CurriculumReply, CurriculumService, RemoteCurriculum
 
 _EXPORTS = {
     "Curriculum": "curriculum",
     "CurriculumAnswer": "remote",
+    "CurriculumReply": "remote",
     "CurriculumBase": "curriculum",
     "CurriculumConfig": "config",
     "CurriculumEvent": "progress",
@@ -36,6 +37,7 @@ _EXPORTS = {
 __all__ = [
     "Curriculum",
     "CurriculumAnswer",
+    "CurriculumReply",
     "CurriculumBase",
     "CurriculumConfig",
     "CurriculumEvent",
