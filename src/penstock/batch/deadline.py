@@ -6,6 +6,8 @@ Costs O(log n) per group that comes or goes. Not covered: weighing newer groups 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+from typing_extensions import override
+
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
 from penstock.batch.examples import batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
@@ -65,12 +67,12 @@ class DeadlineBatchMaker(PacedBatchMaker):
         return "group"
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -91,8 +93,8 @@ class DeadlineBatchMaker(PacedBatchMaker):
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [not has_signal(group) for group in self._last], batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
@@ -83,17 +84,17 @@ class RecencyBatchMaker(PacedBatchMaker):
         return placed + sum(self._width(group) for group in self._held.unplaced())
 
     @property
+    @override
     def unit(self) -> Unit:
-        """See `PacedBatchMaker.unit`."""
         return self._unit
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -117,8 +118,8 @@ class RecencyBatchMaker(PacedBatchMaker):
         flat = self._flat if self._unit == "rollout" else [not has_signal(group) for group in self._last]
         return batch_metadata(self._last, flat, batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
@@ -130,8 +131,8 @@ class RecencyBatchMaker(PacedBatchMaker):
             group.pool.set_drawable(group.pool.slots(group), False)
         self._paced.set_deadline(group, deadline_step)
 
+    @override
     def judge_arrivals(self) -> None:
-        """See `PacedBatchMaker.judge_arrivals`."""
         for group in self._held.arrived():
             as_group = group.as_group()
             pool = self._pools.setdefault(as_group.rollouts[0].env_name, DrawPool(by_member=self._unit == "rollout"))

@@ -7,6 +7,8 @@ rollout that comes, goes or is drawn.
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+from typing_extensions import override
+
 from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
 from penstock.batch.draws import RankSampler
 from penstock.batch.examples import batch_metadata
@@ -76,12 +78,12 @@ class GrpoBatchMaker(PacedBatchMaker):
         return "rollout"
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -101,8 +103,8 @@ class GrpoBatchMaker(PacedBatchMaker):
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [False] * len(self._last), batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
@@ -111,8 +113,8 @@ class GrpoBatchMaker(PacedBatchMaker):
         if group is not None:
             self._deadlines.set(group, deadline_step)
 
+    @override
     def judge_arrivals(self) -> None:
-        """See `PacedBatchMaker.judge_arrivals`."""
         touched: dict[Baseline, None] = {}
         for group in self._held.arrived():
             baseline = self._baselines.find(group)
@@ -140,8 +142,8 @@ class GrpoBatchMaker(PacedBatchMaker):
             if gone is not None:
                 self._forget(gone)
 
+    @override
     def dropped(self) -> list[Dropped]:
-        """See `PacedBatchMaker.dropped`."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

@@ -62,7 +62,7 @@ class CurriculumService:
     """Applies a log. Thread-safe.
 
     Args:
-        config: The lessons.
+        config: The same lessons on both sides of the connection.
     """
 
     def __init__(self, config: CurriculumConfig) -> None:
@@ -139,7 +139,7 @@ class RemoteCurriculum:
     """Implements `LessonChooser`, `CurriculumRecord` and `Checkpointable`. Thread-safe; `start` and `stop` it.
 
     Args:
-        config: The lessons.
+        config: The same lessons on both sides of the connection.
         caller: Reaches a `CurriculumService`.
         lineage: Of this life of the run.
         strict: Nothing is drawn before everything that was recorded is known to the curriculum (staleness zero).

@@ -155,8 +155,8 @@ def conversation(stored: StoredRollout, style: ConversationStyle, after: StoredR
     """One rollout.
 
     Args:
-        stored: The rollout.
-        style: How.
+        stored: The rollout to show, with its texts and its tokens.
+        style: Colours and what is shown beside the text.
         after: A rollout that is shown above it: what both have in common is left out.
     """
     rollout = stored.record.rollout
@@ -329,7 +329,7 @@ def token_table(stored: StoredRollout, token_text: TokenText | None) -> Table:
     """One row per response token; positions count from the first token of the prompt.
 
     Args:
-        stored: The rollout.
+        stored: The rollout to show, with its texts and its tokens.
         token_text: Decodes tokens; None leaves the text out.
     """
     rollout = stored.record.rollout

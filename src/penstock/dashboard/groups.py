@@ -162,7 +162,7 @@ def list_groups(views: RunViews, wanted: GroupFilter, limit: int | None) -> Grou
 
     Args:
         views: Of the run.
-        wanted: The filter.
+        wanted: Which groups are listed.
         limit: Most groups; None means all.
 
     Raises:

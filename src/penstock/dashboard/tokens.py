@@ -137,7 +137,7 @@ def printable(text: str, newlines: bool = False) -> str:
     r"""The text with every control, format and surrogate character as an escape, such as ``\x1b`` or ``\u202e``.
 
     Args:
-        text: Anything.
+        text: Any text, whether a policy, a user or a simulator wrote it.
         newlines: Keep line ends; otherwise they are escaped too.
     """
     if text.isascii() and text.isprintable():

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Reference, Template
 from penstock.environments.episode import EpisodeBuilder, generate_each
@@ -174,12 +175,12 @@ class CalculatorEnvironment(ExampleEnvironment):
             raise ValueError(f"largest is {largest}: it must be at least 2")
         self._train, self._eval = split_by_rank(_examples(largest), EVAL_FRACTION, lambda e: e.example_id)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
     def references(self, example: Example) -> list[Reference]:
@@ -198,10 +199,10 @@ class CalculatorEnvironment(ExampleEnvironment):
         calls = sum(turn.role == "tool" for rollout in rollouts for turn in rollout.turns)
         return {"tool_calls": calls / len(rollouts)} if rollouts else {}
 
+    @override
     def play(
         self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
     ) -> list[Outcome]:
-        """See `ExampleEnvironment.play`."""
         budget = _TurnBudget.of(decoding)
         calling = replace(
             decoding, max_output_tokens=budget.call_tokens, stop_strings=(*decoding.stop_strings, CALL_END)

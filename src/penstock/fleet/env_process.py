@@ -221,7 +221,7 @@ class RestartRecord:
         """Counts a failure and says what follows.
 
         Args:
-            now_s: Monotonic time.
+            now_s: Monotonic time of the failure in seconds.
         """
         limits = self._limits
         if limits.max_restarts is not None and self.restarts >= limits.max_restarts:
@@ -277,15 +277,15 @@ class ProcessSlot:
     """One simulator process of a worker.
 
     Args:
-        number: Which.
+        number: Its index among the worker's processes.
         task: What its simulators play.
         slots: int64 [k], the worker's slots that they are.
-        limits: Deadlines, restarts.
+        limits: Its deadlines, and how often it may be restarted.
         adopt_spaces: Told the task and the spaces of every life; it refuses them by raising.
         parts: Into so many equal parts the simulators fall.
 
     Attributes:
-        number: Which.
+        number: Its index among the worker's processes.
         task: What its simulators play.
         slots: int64 [k].
         record: Its failures.

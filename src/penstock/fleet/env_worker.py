@@ -244,7 +244,7 @@ class Camera:
 
     Args:
         block: With a film area.
-        simulators: Its rows.
+        simulators: One simulator per row of the block.
     """
 
     def __init__(self, block: SharedBlock, simulators: Sequence[SimulatorRow]) -> None:

@@ -35,7 +35,7 @@ class PolicyEvaluation:
         slots: int64 [N].
         tasks: N names.
         faulty_episodes: Played besides these, and cut by a fault.
-        cut_episodes: Likewise, and cut by a planned restart of their process.
+        cut_episodes: Played besides these, and cut by a planned restart of their process.
         episodes: The same as records.
         seconds: That it took.
     """

@@ -40,8 +40,8 @@ class BlockBuffer:
 
     Args:
         leaf: What one step holds.
-        slots: n.
-        length: L.
+        slots: Number of simulators, n.
+        length: Steps of a fragment, L.
     """
 
     def __init__(self, leaf: LeafSpace, slots: int, length: int) -> None:
@@ -147,7 +147,7 @@ class FragmentCutter:
         tasks: Of each slot.
         env_names: Of each slot.
         length: L, steps in a fragment.
-        worker_id: For metadata.
+        worker_id: The rollout worker, for the fragments' metadata.
         name: Begins the fragments' ids; unique to the worker's incarnation.
         keep_states: Keep the recurrent state at every change of version.
         clock: Unix seconds.

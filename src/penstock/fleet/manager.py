@@ -124,7 +124,7 @@ class CountingSink:
     """Leads to a replay buffer of this process, and tells of every fragment that it took.
 
     Args:
-        sink: The buffer.
+        sink: Takes the fragments: the replay buffer of this process.
         on_delivery: Told of each; `FleetReports.note_delivery`.
     """
 

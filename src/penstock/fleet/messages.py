@@ -43,9 +43,9 @@ class EnvWorkerSpec:
         slots: The worker's slots that its simulators are.
         task: What they play.
         id: See `penstock.fleet.SimulatorConfig`.
-        kwargs: Likewise.
+        kwargs: Keyword arguments of the simulator's constructor.
         max_fast_resets: See `penstock.fleet.SimulatorLimits`.
-        restart_interval_s: Likewise.
+        restart_interval_s: Age at which the process ends at an episode's end, to be replaced; in seconds; None: never.
         max_failures_in_row: So many observations in a row that cannot be used fail the process; None: no limit.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
         filmed: Episodes may be filmed.

@@ -28,7 +28,7 @@ class RingBuffer:
     """The latest samples of something.
 
     Args:
-        size: How many.
+        size: Number of samples kept; a newer one overwrites the oldest.
     """
 
     def __init__(self, size: int = SAMPLES) -> None:

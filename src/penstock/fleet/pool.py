@@ -69,7 +69,7 @@ class DescriptorWatch(Generic[T]):
         """Waits for events and calls their handlers.
 
         Args:
-            timeout_s: Longest wait.
+            timeout_s: Longest wait for the first event.
             found: What handlers gave is appended.
 
         Returns:
@@ -257,7 +257,7 @@ class SimulatorPool:
         """Answers the last arrival of a part of a process.
 
         Args:
-            process: Which.
+            process: Index of the process in the pool.
             actions: By leaf name, [n, …].
             part: Of the process.
 

@@ -48,7 +48,7 @@ class BatchFiller(StepRows):
     """Room for one inference batch of at most `capacity` slots.
 
     Args:
-        spaces: What arrives.
+        spaces: Spaces of the observations that arrive and of the actions that answer them.
         capacity: Most slots; at least those of one arrival.
 
     Attributes:
@@ -152,7 +152,7 @@ class RolloutWorker:
     """Drives the slots of one pool with one policy. One thread at a time.
 
     Args:
-        pool: Started simulators.
+        pool: The simulators, already started.
         runner: The policy, with weights.
         config: Batch size and longest wait.
         progress_handler: Told of every batch; its arrays hold until it returns, so it copies what it keeps.

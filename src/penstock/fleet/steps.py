@@ -61,7 +61,7 @@ class StepRows:
 
     @property
     def truncated(self) -> np.ndarray:
-        """Likewise; also true where a fault ended the episode."""
+        """Of the last action, bool [n]; also true where a fault ended the episode."""
         return self.rows["truncated"]
 
     @property

@@ -73,7 +73,7 @@ class UserPolicyRunner:
         """Makes every slot's first state.
 
         Args:
-            policy: The object.
+            policy: The user's policy object.
             spaces: What it sees and does.
             num_slots: Slots are 0 … num_slots − 1.
             seed: Of the keys that it is given.

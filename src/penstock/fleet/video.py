@@ -250,7 +250,7 @@ def captioned(picture: np.ndarray, words: tuple[str, ...]) -> np.ndarray:
 
     Args:
         picture: uint8 [height, width, 3].
-        words: Lines.
+        words: One caption line each, top to bottom.
 
     Returns:
         uint8 [2 h, 2 w, 3].

@@ -101,8 +101,8 @@ class RolloutWorkerWrapper:
         incarnation: Grows with every restart; ids of fragments hold it, so that none is used twice.
         config: Lengths, limits and policies.
         pool: Its simulators, not started; closed at the end.
-        runner: Its policy.
-        sink: Takes fragments.
+        runner: The policy that decides its actions.
+        sink: Receives the finished fragments.
         weights: Newer versions come from here; None: the runner keeps its own.
         on_event: Told of ``worker_started``, ``worker_failed`` and ``worker_ended``.
         on_batch: Further progress handlers.

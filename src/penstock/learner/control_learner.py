@@ -214,9 +214,9 @@ class ControlLearner:
 
     Args:
         policy: Initial parameters; never donated, never changed.
-        config: The learner's.
+        config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
-        seed: The run's.
+        seed: The run's seed; shuffles the minibatches.
 
     Raises:
         ConfigError: the configuration does not fit the policy; the message names the field and the remedy.

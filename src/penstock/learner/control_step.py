@@ -208,7 +208,7 @@ def minibatch_columns(count: int, minibatches: int, blank: int, rng: np.random.G
         count: Fragments of the batch.
         minibatches: How many; no more than there are fragments are made, so that none is empty.
         blank: Column of a blank fragment, which fills those that are one short.
-        rng: Decides.
+        rng: Shuffles the fragments.
 
     Returns:
         int32 [minibatches, size].
@@ -398,14 +398,14 @@ def optimise(
     A gradient of 0 is no reason to stay: momentum and weight decay would move the parameters all the same.
 
     Args:
-        config: The learner's.
+        config: Losses and optimiser of the learner.
         values_only: Only `PpoConfig.value_arrays` train.
-        policy: Never donated.
-        state: Replaced.
+        policy: The parameters; never donated, since a rollout worker may be reading them.
+        state: The optimiser's state; donated.
         reference: Of the KL penalty; None without.
         minibatches: The whole batch.
-        columns: Which fragments.
-        rate: Learning rate.
+        columns: int32 [m], indices of the fragments of this minibatch.
+        rate: Learning rate of this step, a scalar.
         kl_coefficient: β.
     """
     part = _columns(minibatches, columns)

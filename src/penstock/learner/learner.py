@@ -131,7 +131,7 @@ class Learner:
 
     Args:
         decoder: Initial parameters; never donated, never changed.
-        config: The learner's.
+        config: Losses, optimiser and batch sizes of the learner.
         total_steps: Of the run, for the learning rate's course.
     """
 

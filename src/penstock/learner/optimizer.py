@@ -106,11 +106,11 @@ def apply_gradients(
     """One optimiser step, or none where the loss or the gradient's norm is not finite.
 
     Args:
-        config: The optimiser's.
+        config: Coefficients, clipping and weight decay of the optimiser.
         parameters: Never donated: an engine may be reading them.
-        state: Replaced.
+        state: Moments and count before this step.
         gradients: float32, of the whole step.
-        rate: Learning rate.
+        rate: Learning rate of this step, a scalar.
         loss: Of the whole step.
     """
     gradients = _without_frozen(config, gradients, gradients, 0.0)

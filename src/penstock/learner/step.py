@@ -79,10 +79,10 @@ def plan_update(
     """Micro-batches of a training step: the entries are the tokens under the loss mask.
 
     Args:
-        examples: Unpacked.
+        examples: The batch's examples, not yet packed into rows.
         loss: Decides the aggregation.
-        row_length: S.
-        micro_rows: R.
+        row_length: Tokens per row, S.
+        micro_rows: Rows per micro-batch, R.
         version_step: The learner's version.
     """
     sampled = [trainable_tokens(example) for example in examples]

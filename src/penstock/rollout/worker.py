@@ -155,7 +155,7 @@ class RolloutWorker:
     Args:
         worker_id: Unique in the run.
         manager: Generates and evaluates.
-        tickets: Admission.
+        tickets: Source of the tickets; each admits one group.
         sink: Takes finished groups.
         weights: Newer versions come from here; None where engines fetch their own.
         config: See `RolloutConfig`.

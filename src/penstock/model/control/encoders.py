@@ -318,7 +318,7 @@ class Encoder(eqx.Module):
         images: Encoders of the leaves that have features of their own.
         mlp: None where there is no flat leaf.
         flat_names: The leaves' names.
-        image_names: Likewise.
+        image_names: Names of the leaves in `images`, in its order.
     """
 
     flat: tuple[LeafEncoder | Pooling, ...]
