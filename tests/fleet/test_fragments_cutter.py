@@ -100,7 +100,7 @@ def drive(pool, runner, cutter, turns, publish=lambda turn: None):
 
 
 def make_cutter(pool, length, **more):
-    return FragmentCutter(pool.spaces, pool.tasks, pool.env_names, length, "w", "w-0", clock=lambda: 5.0, **more)
+    return FragmentCutter(pool, length, "w", "w-0", clock=lambda: 5.0, **more)
 
 
 @settings(max_examples=40, deadline=None)

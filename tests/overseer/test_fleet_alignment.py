@@ -48,7 +48,7 @@ def _played(config):
         policies = [make_control_policy(MODEL, pool.spaces, seed) for seed in (0, 1)]
         runner = JaxPolicyRunner(policies[0], config.envs_per_worker, config.most_in_batch, 5)
         runner.compile()
-        cutter = FragmentCutter(pool.spaces, pool.tasks, pool.env_names, 7, "w0", "w0-0", keep_states=True)
+        cutter = FragmentCutter(pool, 7, "w0", "w0-0", keep_states=True)
         unsent = []
         worker = RolloutWorker(pool, runner, config, lambda batch: unsent.extend(cutter.add(batch)))
         for turn in range(20_000):

@@ -282,8 +282,8 @@ class RolloutWorkerWrapper:
         config, pool = self._config, self._pool
         self._tracker = EpisodeTracker(pool.tasks, config.discount)
         self._cutter = FragmentCutter(
-            pool.spaces, pool.tasks, pool.env_names, config.fragment_length, self.worker_id,
-            f"{self.worker_id}-{self.incarnation}", keep_states=config.max_staleness is not None, clock=self._stamp,
+            pool, config.fragment_length, self.worker_id, f"{self.worker_id}-{self.incarnation}",
+            keep_states=config.max_staleness is not None, clock=self._stamp,
         )  # fmt: skip
         return RolloutWorker(pool, self._runner, config, self._take_batch, self._monitor)
 
