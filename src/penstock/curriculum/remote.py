@@ -143,9 +143,9 @@ class RemoteCurriculum:
         caller: Reaches a `CurriculumService`.
         lineage: Of this life of the run.
         strict: Nothing is drawn before everything that was recorded is known to the curriculum (staleness zero).
-        on_event: Told of lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
+        on_event: Called with lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
             `restore` finds.
-        on_failure: Told of the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
+        on_failure: Called with the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
         limit_s: So long the curriculum may be out of reach.
     """
 

@@ -1,4 +1,4 @@
-"""The rollout worker's view of one simulator process through all of its incarnations: what it says, owes, and may take.
+"""The rollout worker's view of one simulator process through all of its incarnations.
 
 Its simulators act in equal parts (`ProcessPart`). Invariant: a part's arrivals and actions alternate. After a
 `StepArrival` exactly one `act` is taken, and each action is answered by exactly one later arrival: with what it led to,
@@ -78,7 +78,7 @@ class ProcessPart:
         self._rows: SharedRows | None = None
         self._action_views: tuple[tuple[str, np.ndarray], ...] = ()
         self._carried: SharedRows | None = None  # of a retired life, whose results the next one's first arrival brings
-        self._owes = True  # an arrival is next, not an action
+        self._arrival_due = True  # an arrival is next, not an action
         self._has_arrived = False
         self._held: float | None = None  # an arrival that waits for `act`; how long the process worked on it
         self._lost = False  # the next arrival answers lost actions
@@ -100,7 +100,7 @@ class ProcessPart:
     @property
     def waits_for_answer(self) -> bool:
         """Whether an action was taken, and nothing has answered it."""
-        return self._owes and self._has_arrived
+        return self._arrival_due and self._has_arrived
 
     def arrive(self, simulate_s: float) -> StepArrival | None:
         """Its rows are the worker's again; None where the arrival is held back until `act`.
@@ -112,7 +112,7 @@ class ProcessPart:
         if self.fresh:
             self.fresh = False
             self._settle_lost_actions()
-            if not self._owes:
+            if not self._arrival_due:
                 self._held = simulate_s
                 return None
         return self._arrival(simulate_s)
@@ -126,14 +126,14 @@ class ProcessPart:
         Raises:
             ValueError: no arrival is open, or an array has a wrong shape.
         """
-        if self._owes:
+        if self._arrival_due:
             raise ValueError(
                 f"part {self._number} of process {self._process} has no open arrival: it was acted on already"
             )
         for name, view in self._action_views:
             if actions[name].shape != view.shape:
                 raise ValueError(f"actions {name!r} have shape {actions[name].shape}: they must have {view.shape}")
-        self._owes = True
+        self._arrival_due = True
         if not self.resting or self._held is not None:
             return False  # it is gone, and the next life answers; or has, and is about to be released
         for name, view in self._action_views:
@@ -163,7 +163,7 @@ class ProcessPart:
         rows = self._rows
         assert rows is not None
         rows.acted[:] = self._has_arrived
-        self._owes, self._has_arrived = False, True
+        self._arrival_due, self._has_arrived = False, True
         if self._lost:
             self.lost_actions += len(self.slots)
             self._lost = False
@@ -281,7 +281,7 @@ class ProcessSlot:
         task: What its simulators play.
         slots: int64 [k], the worker's slots that they are.
         limits: Its deadlines, and how often it may be restarted.
-        adopt_spaces: Told the task and the spaces of every life; it refuses them by raising.
+        adopt_spaces: Called with the task and the spaces of every incarnation; it refuses them by raising.
         parts: Into so many equal parts the simulators fall.
 
     Attributes:

@@ -125,7 +125,7 @@ class CountingSink:
 
     Args:
         sink: Takes the fragments: the replay buffer of this process.
-        on_delivery: Told of each; `FleetReports.note_delivery`.
+        on_delivery: Called with each; `FleetReports.note_delivery`.
     """
 
     def __init__(self, sink: RolloutSink, on_delivery: Callable[[SampleFragment], None]) -> None:
@@ -200,7 +200,7 @@ class RolloutManager:
         make_worker: See `WorkerFactory`.
         broadcaster: Where `update_model` publishes, once for all workers; None: they have their own source.
         log: Takes what `log_statistics` gathered.
-        on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
+        on_event: Called with ``worker_restarted`` and ``fleet_scaled``.
         reports: Adds up what workers tell; None: one of its own.
         max_restarts: Of one worker after failures, within `restart_window_s`.
         restart_window_s: Failures that are older do not count any more.

@@ -83,7 +83,7 @@ class SimulatorFailure:
 
     Attributes:
         where: ``making``, ``resetting``, ``stepping``, or ``closing``.
-        slot: Whose simulator.
+        slot: The worker's slot of the simulator that failed.
         kind: Name of the exception's type.
         message: The exception's.
         traceback: Its end.
@@ -115,7 +115,7 @@ class Fault:
     """Steps that are not trained on.
 
     Attributes:
-        slot: Whose simulator took the last of them.
+        slot: The slot of the simulator that took the last of them.
         reason: What was wrong with that one.
         steps: How many they are since the last time that was told.
     """

@@ -19,7 +19,7 @@ from penstock.fleet.steps import ActionBatch, Leaves, StepArrival
 from penstock.types import Spaces, WeightVersion
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Told of what happened: its kind (``worker_failed``) and plain values."""
+"""Called with what happened: its kind (``worker_failed``) and plain values."""
 
 
 @runtime_checkable

@@ -98,7 +98,7 @@ def describe_exit(process: ProcessSlot, status: int, output_tail: str) -> str:
     """The reason of an end.
 
     Args:
-        process: Whose; not released yet.
+        process: The process that ended; not released yet.
         status: As `os.waitpid` gives it.
         output_tail: The end of what it wrote to its output.
     """
@@ -133,7 +133,7 @@ def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
 
 
 EventHandler = Callable[[str, Mapping[str, Any]], None]
-"""Told the name of an event and its fields."""
+"""Called with the name of an event and its fields."""
 
 _MOST_ASKED = 16  # requests to the fork server that wait for their answer
 _CLOSE_S = 1.0  # for simulators to close in good order
@@ -146,7 +146,7 @@ class SimulatorPool:
         config: Tasks, processes, limits.
         worker_id: Of the rollout worker; a part of every seed.
         seed: Of the run.
-        on_event: Told of ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
+        on_event: Called with ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
             ``simulator_failed``, ``simulator_fault``, ``simulator_retired`` and ``simulator_quarantined``, in the
             thread that polls; each names the `worker_id` as ``worker``.
         worker_index: Which of the fleet's workers, for its part of the tasks.

@@ -155,7 +155,7 @@ class RolloutWorker:
         pool: The simulators, already started.
         runner: The policy, with weights.
         config: Batch size and longest wait.
-        progress_handler: Told of every batch; its arrays hold until it returns, so it copies what it keeps.
+        progress_handler: Called with every batch; its arrays hold until it returns, so it copies what it keeps.
         monitor: Told how long each stage took.
         clock: Monotonic seconds.
     """

@@ -58,7 +58,7 @@ class VideoWriter:
         folder: Where films appear; made when the first one is begun.
         name: Of the writer, unique among those that write into the folder at a time.
         fps: Frames per second.
-        on_event: Told of ``film_written`` and ``film_failed``, in the thread.
+        on_event: Called with ``film_written`` and ``film_failed``, in the thread.
         most_waiting_bytes: See `MOST_WAITING_BYTES`.
 
     Raises:
@@ -299,7 +299,7 @@ class RecordingPool:
         video: What is filmed.
         folder: Where films appear.
         name: Of the worker's life: the begin of each film's name.
-        on_event: Told of ``film_written`` and ``film_failed``.
+        on_event: Called with ``film_written`` and ``film_failed``.
         writer: Of films; None: one of its own.
 
     Raises:

@@ -104,7 +104,7 @@ class RolloutWorkerWrapper:
         runner: The policy that decides its actions.
         sink: Receives the finished fragments.
         weights: Newer versions come from here; None: the runner keeps its own.
-        on_event: Told of ``worker_started``, ``worker_failed`` and ``worker_ended``.
+        on_event: Called with ``worker_started``, ``worker_failed`` and ``worker_ended``.
         on_batch: Further progress handlers.
         first_weights_timeout_s: Longest wait for the first version.
         clock: Monotonic seconds.

@@ -47,7 +47,7 @@ class RolloutManager:
         environments: By lesson, where they are loaded already; the others are at their first use.
         set_weights: Gives the engine new weights; None where the engine's weights are fixed.
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
-        on_curriculum_event: Told of lessons that unlock, graduate or come back.
+        on_curriculum_event: Called with lessons that unlock, graduate or come back.
         clock: Unix seconds.
 
     Attributes:

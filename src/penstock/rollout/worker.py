@@ -163,7 +163,7 @@ class RolloutWorker:
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
-        on_failure: Told of every failed group and why.
+        on_failure: Called with every failed group and why.
         context_of: Gives the inference context in which a ticket's group is generated; by default the manager's own.
             Not used in lockstep.
 
