@@ -33,14 +33,14 @@ from typing import Any
 
 LIMITS = {
     "files over 600 lines": 0,
-    "twin names": 9,
+    "twin names": 2,
     "circles": 0,
     "circles with imports in functions": 0,
-    "modules with one importer, in their folder": 76,
-    "constructors with over 6 parameters": 24,
-    "noise lines": 398,
-    "assemblies of ReplayBuffer": 4,
-    "assemblies of TrainingLoop": 3,
+    "modules with one importer, in their folder": 31,
+    "constructors with over 6 parameters": 23,
+    "noise lines": 119,
+    "assemblies of ReplayBuffer": 1,
+    "assemblies of TrainingLoop": 1,
     "parameter spread": 3,
 }
 """What was reached: every number is `at most`, and goes down only."""

@@ -141,7 +141,7 @@ class Kill:
 
     Attributes:
         at_s: Unix seconds.
-        processes: So many died: the actor, its nursery, its simulators and their children.
+        processes: So many died: the actor, its fork server, its simulators and their children.
         left: Those that were still there after `GONE_S`.
     """
 

@@ -12,7 +12,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.replay import RemoteBatches
-from penstock.types import NoProgressError, PersistentCaller, Stopped, UnreachableError, WeightsError, WeightVersion
+from penstock.types import NoProgressError, RetryingCaller, Stopped, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import Broadcaster, WeightClient, open_broadcaster, open_client
 
 WEIGHT_BYTES = 25_000_000
@@ -41,7 +41,7 @@ class SimulatedLearner(ThreadedComponent):
     def _train(self) -> None:
         assert self._broadcaster is not None  # opened at the start
         try:
-            PersistentCaller(self._replay, "replay-0", START_S).call("admit", timeout_s=CALL_S)
+            RetryingCaller(self._replay, "replay-0", START_S).call("admit", timeout_s=CALL_S)
             while not self.stopping.is_set():
                 try:
                     batch = self._batches.next_batch(self._step, POLL_S)

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import chisquare
 
 from penstock.batch import draws
-from penstock.batch.draws import RankDraw
+from penstock.batch.draws import RankSampler
 
 
 def exact(n: int, alpha: float, count: int) -> dict[tuple[int, ...], float]:
@@ -22,7 +22,7 @@ def exact(n: int, alpha: float, count: int) -> dict[tuple[int, ...], float]:
 
 
 def check(n: int, alpha: float, count: int, seed: int, repeats: int = 6000) -> None:
-    drawer, rng = RankDraw(alpha), np.random.default_rng(seed)
+    drawer, rng = RankSampler(alpha), np.random.default_rng(seed)
     found = Counter(tuple(drawer.draw(n, count, rng)) for _ in range(repeats))
     expected = exact(n, alpha, count)
     assert set(found) <= set(expected)
@@ -60,25 +60,25 @@ def test_a_race_may_decide_the_rest_without_a_bias(monkeypatch):
 
 def test_the_middle_of_the_distribution_at_scale():
     """Half of the probability lies above rank n·2^(−1/(alpha + 1)) for large n."""
-    drawer, rng = RankDraw(3.0), np.random.default_rng(4)
+    drawer, rng = RankSampler(3.0), np.random.default_rng(4)
     median = 100_000 * 0.5 ** (1 / 4)
     above = sum(rank > median for _ in range(100) for rank in drawer.draw(100_000, 64, rng))
     assert abs(above / 6400 - 0.5) < 3 * 0.5 / np.sqrt(6400)
 
 
 def test_weights_beyond_any_float_are_drawn_by_their_logarithms():
-    drawer, rng = RankDraw(1e6), np.random.default_rng(5)
+    drawer, rng = RankSampler(1e6), np.random.default_rng(5)
     assert drawer.draw(50, 3, rng) == [49, 48, 47]
     assert drawer.draw(1000, 2, rng) == [999, 998]
 
 
 @pytest.mark.parametrize(("n", "count"), [(0, 0), (5, 0), (5, 5), (100, 3), (100, 99)])
 def test_ranks_are_distinct_and_in_range(n, count):
-    drawn = RankDraw(2.0).draw(n, count, np.random.default_rng(6))
+    drawn = RankSampler(2.0).draw(n, count, np.random.default_rng(6))
     assert len(set(drawn)) == count and all(0 <= rank < n for rank in drawn)
 
 
 def test_a_larger_n_after_a_smaller_one():
-    drawer, rng = RankDraw(1.0), np.random.default_rng(7)
+    drawer, rng = RankSampler(1.0), np.random.default_rng(7)
     drawer.draw(10, 1, rng)
     assert max(drawer.draw(1000, 100, rng)) > 500

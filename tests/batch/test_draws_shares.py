@@ -2,25 +2,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch.draws import Shares
+from penstock.batch.draws import LargestRemainder
 
 
 def test_size_is_proportional_and_even_is_even():
     sizes = {"a": 30, "b": 10}
-    assert Shares("size").split(4, sizes) == {"a": 3, "b": 1}
-    assert Shares("even").split(4, sizes) == {"a": 2, "b": 2}
+    assert LargestRemainder("size").split(4, sizes) == {"a": 3, "b": 1}
+    assert LargestRemainder("even").split(4, sizes) == {"a": 2, "b": 2}
 
 
 def test_a_small_environment_gives_its_places_to_the_others():
-    assert Shares("even").split(9, {"a": 30, "b": 1, "c": 30}) == {"a": 4, "b": 1, "c": 4}
-    assert Shares("even").split(6, {"a": 1, "b": 2, "c": 3}) == {"a": 1, "b": 2, "c": 3}
-    assert Shares("even").split(2, {"a": 0, "b": 5}) == {"b": 2}
-    assert Shares("size").split(0, {}) == {}
+    assert LargestRemainder("even").split(9, {"a": 30, "b": 1, "c": 30}) == {"a": 4, "b": 1, "c": 4}
+    assert LargestRemainder("even").split(6, {"a": 1, "b": 2, "c": 3}) == {"a": 1, "b": 2, "c": 3}
+    assert LargestRemainder("even").split(2, {"a": 0, "b": 5}) == {"b": 2}
+    assert LargestRemainder("size").split(0, {}) == {}
 
 
 def test_what_rounding_took_is_given_later():
     """One place per batch: the small environment gets its tenth, and not nothing."""
-    shares, got = Shares("size"), {"big": 0, "small": 0}
+    shares, got = LargestRemainder("size"), {"big": 0, "small": 0}
     for _ in range(100):
         for name, places in shares.split(1, {"big": 90, "small": 10}).items():
             got[name] += places
@@ -34,7 +34,7 @@ def test_what_rounding_took_is_given_later():
     st.data(),
 )
 def test_every_place_is_given_and_none_beyond_what_is_there(balance, sizes, batches, data):
-    shares = Shares(balance)
+    shares = LargestRemainder(balance)
     total = sum(sizes.values())
     for _ in range(batches):
         places = data.draw(st.integers(0, total))
@@ -48,7 +48,7 @@ def test_every_place_is_given_and_none_beyond_what_is_there(balance, sizes, batc
 
 @pytest.mark.parametrize("balance", ["size", "even"])
 def test_shares_are_exact_over_many_batches(balance):
-    shares, sizes = Shares(balance), {"a": 50, "b": 30, "c": 21}
+    shares, sizes = LargestRemainder(balance), {"a": 50, "b": 30, "c": 21}
     got = dict.fromkeys(sizes, 0)
     for _ in range(300):
         for name, places in shares.split(7, sizes).items():

@@ -3,11 +3,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.batch.conftest import small_group
 
-from penstock.batch.group_pool import SLACK, HeldGroup, Pool
+from penstock.batch.group_pool import SLACK, DrawPool, PooledGroup
 
 
-def held(number: int, width: int) -> HeldGroup:
-    return HeldGroup(f"g{number}", number, list(small_group(f"g{number}", [float(i) for i in range(width)])))
+def held(number: int, width: int) -> PooledGroup:
+    return PooledGroup(f"g{number}", number, list(small_group(f"g{number}", [float(i) for i in range(width)])))
 
 
 @given(
@@ -24,7 +24,7 @@ def held(number: int, width: int) -> HeldGroup:
 )
 def test_a_pool_agrees_with_a_list(by_member, operations):
     """Units stay in order of arrival, with their own uses and advantages, however often places are closed up."""
-    pool, model = Pool(by_member), []  # model: [group, member or None, drawable, uses, advantage]
+    pool, model = DrawPool(by_member), []  # model: [group, member or None, drawable, uses, advantage]
     for number, (operation, which, width) in enumerate(operations):
         if operation in ("place", "hidden"):
             group = held(number, width)
@@ -56,7 +56,7 @@ def test_a_pool_agrees_with_a_list(by_member, operations):
 
 
 def test_empty_places_are_closed_up():
-    pool = Pool(by_member=True)
+    pool = DrawPool(by_member=True)
     for number in range(500):
         group = held(number, 2)
         pool.place(group, True)

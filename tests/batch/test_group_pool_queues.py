@@ -1,19 +1,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch.group_pool import SLACK, Deadlines, FirstUses, HeldGroup, Line
+from penstock.batch.group_pool import SLACK, DeadlineQueue, FirstUseQueue, OrderedGroups, PooledGroup
 
 
-def held(order: int) -> HeldGroup:
-    return HeldGroup(f"g{order}", order, [])
+def held(order: int) -> PooledGroup:
+    return PooledGroup(f"g{order}", order, [])
 
 
-def orders(groups: list[HeldGroup]) -> list[int]:
+def orders(groups: list[PooledGroup]) -> list[int]:
     return [group.order for group in groups]
 
 
 def test_a_line_gives_the_smallest_key_and_skips_who_left():
-    line, groups = Line(), [held(order) for order in range(4)]
+    line, groups = OrderedGroups(), [held(order) for order in range(4)]
     for group in (groups[2], groups[0], groups[3], groups[1]):
         line.join(group, group.order)
     line.leave(groups[1])
@@ -23,7 +23,7 @@ def test_a_line_gives_the_smallest_key_and_skips_who_left():
 
 
 def test_a_line_does_not_grow_with_those_who_left():
-    line = Line()
+    line = OrderedGroups()
     for order in range(2000):
         group = held(order)
         line.join(group, order)
@@ -34,7 +34,7 @@ def test_a_line_does_not_grow_with_those_who_left():
 
 
 def test_due_groups_come_by_age_and_deadlines_only_come_nearer():
-    deadlines, groups = Deadlines(), [held(order) for order in range(5)]
+    deadlines, groups = DeadlineQueue(), [held(order) for order in range(5)]
     for group, step in zip(groups, [7, 5, 9, 5, 6], strict=True):
         deadlines.set(group, step)
     deadlines.set(groups[2], 4)
@@ -47,7 +47,7 @@ def test_due_groups_come_by_age_and_deadlines_only_come_nearer():
 
 
 def test_deadlines_do_not_grow_with_those_who_left():
-    deadlines = Deadlines()
+    deadlines = DeadlineQueue()
     for order in range(2000):
         group = held(order)
         deadlines.set(group, 10_000 + order)
@@ -57,7 +57,7 @@ def test_deadlines_do_not_grow_with_those_who_left():
 
 
 def test_a_deadline_that_is_given_again_counts_once():
-    deadlines, group = Deadlines(), held(0)
+    deadlines, group = DeadlineQueue(), held(0)
     for step in (9, 5):
         deadlines.set(group, step)
     assert deadlines.pop_due(5) == [group]
@@ -68,7 +68,7 @@ def test_a_deadline_that_is_given_again_counts_once():
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["set", "due", "pop", "leave"]), st.integers(0, 9), st.integers(0, 12))))
 def test_first_uses_agree_with_a_dictionary(operations):
-    queue, groups, model = FirstUses(), {order: held(order) for order in range(10)}, {}
+    queue, groups, model = FirstUseQueue(), {order: held(order) for order in range(10)}, {}
     for number, (operation, which, step) in enumerate(operations):
         order = sorted(groups)[which]
         gone: list[int] = []

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.batch.group_pool import Ranks
+from penstock.batch.group_pool import RankIndex
 
 
 @given(st.lists(st.tuples(st.sampled_from(["append", "absent", "mark", "unmark", "keep"]), st.integers(0, 60))))
 def test_ranks_agree_with_a_list_of_flags(operations):
-    ranks, flags = Ranks(), []
+    ranks, flags = RankIndex(), []
     for operation, argument in operations:
         if operation in ("append", "absent"):
             ranks.append(operation == "append")
@@ -27,7 +27,7 @@ def test_ranks_agree_with_a_list_of_flags(operations):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 9, 1000])
 def test_all_present_slots_have_their_own_rank(size):
-    ranks = Ranks()
+    ranks = RankIndex()
     for _ in range(size):
         ranks.append(True)
     assert [ranks.select(rank) for rank in range(size)] == list(range(size))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dashboard.tokens import Piece, TokenText
+from penstock.dashboard.tokens import TokenSpan, TokenText
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
 from tests.dashboard.sample_run import TOKENIZER
@@ -25,7 +25,7 @@ def test_each_token_has_its_own_text(text):
 
 def test_a_character_of_several_tokens_is_one_piece(text):
     tokens = TOKENIZER.encode("猫!").tolist()
-    assert text.pieces(tokens) == [Piece(0, 3, "猫"), Piece(3, 4, "!")]
+    assert text.pieces(tokens) == [TokenSpan(0, 3, "猫"), TokenSpan(3, 4, "!")]
 
 
 def test_broken_bytes_stand_alone(text):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.environments import Episode
+from penstock.environments import EpisodeBuilder
 from penstock.types import Completion, Decoding, EnvironmentFailure
 
 PROMPT = np.array([10, 11, 12], np.int32)
@@ -23,7 +23,7 @@ def said(tokens, logprobs, steps, oldest, text="hello", reason="stop"):
 
 
 def test_two_turns_with_a_tool_between_them():
-    episode = Episode("ask", PROMPT, Decoding())
+    episode = EpisodeBuilder("ask", PROMPT, Decoding())
     episode.say(said([20, 21], [-1.0, -2.0], [4, 5], 4, "call"))
     episode.credit(0.25)
     episode.hear("told", np.array([30], np.int32))
@@ -51,6 +51,6 @@ def test_two_turns_with_a_tool_between_them():
 
 @pytest.mark.parametrize(("tokens", "reason"), [([20], "aborted"), ([], "stop")])
 def test_an_answer_that_did_not_come_about_has_no_reward(tokens, reason):
-    episode = Episode("ask", PROMPT, Decoding())
+    episode = EpisodeBuilder("ask", PROMPT, Decoding())
     with pytest.raises(EnvironmentFailure, match="no answer to score"):
         episode.say(said(tokens, [-1.0] * len(tokens), [1] * len(tokens), 1, reason=reason))

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.fleet.config import FleetConfig, SimulatorLimits
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.steps import Arrival
+from penstock.fleet.steps import StepArrival
 
 COUNTER = "tests.fleet.toys:Counter"
 QUICK = SimulatorLimits(backoff_s=0.02, spawn_timeout_s=20.0)
@@ -41,7 +41,7 @@ class Driver:
         self.pool, self._parts = pool, parts
         self.rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.acted: dict[int, int] = defaultdict(int)
-        self.open: dict[int, Arrival] = {}
+        self.open: dict[int, StepArrival] = {}
 
     def gather(self, timeout_s: float = 1.0) -> list[int]:
         """Takes what arrives; returns its parts."""
@@ -88,7 +88,7 @@ class Driver:
         return [number for number, row in enumerate(self.rows[slot]) if row["fault"]]
 
 
-def _row(arrival: Arrival, row: int) -> dict[str, Any]:
+def _row(arrival: StepArrival, row: int) -> dict[str, Any]:
     return {
         "observation": {name: array[row].copy() for name, array in arrival.observations.items()},
         "final": {name: array[row].copy() for name, array in arrival.final_observations.items()},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.fleet.policy import WeightMailbox
-from penstock.fleet.steps import STEP_ROW, Arrival, Decision, Leaves
+from penstock.fleet.steps import STEP_ROW, ActionBatch, Leaves, StepArrival
 from penstock.types import LeafSpace, RunFailed, Spaces, WeightVersion
 
 ACTIONS = 7
@@ -70,7 +70,7 @@ class _Process:
     slots: list[int]
     due: float = 0.0
     acts: int = 0
-    arrival: Arrival | None = None
+    arrival: StepArrival | None = None
     quarantined: bool = False
     episodes: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -123,7 +123,7 @@ class FakePool:
         for number, process in enumerate(self._processes):
             process.arrival = self._arrival(number, process, acted=False)
 
-    def poll(self, timeout_s: float) -> list[Arrival]:
+    def poll(self, timeout_s: float) -> list[StepArrival]:
         deadline = time.monotonic() + timeout_s
         self.polls += 1
         with self._changed:
@@ -171,7 +171,7 @@ class FakePool:
     def steps_taken(self) -> int:
         return sum(len(steps) for steps in self.truth)
 
-    def _ready(self) -> tuple[list[Arrival], float]:
+    def _ready(self) -> tuple[list[StepArrival], float]:
         now = time.monotonic()
         waiting = [p for p in self._processes if p.arrival is not None and not p.quarantined]
         ready = [process for process in waiting if process.due <= now]
@@ -218,7 +218,7 @@ class FakePool:
 
     def _arrival(
         self, number: int, process: _Process, acted: bool, results: list[dict[str, Any]] | None = None
-    ) -> Arrival:
+    ) -> StepArrival:
         k = len(process.slots)
         results = (
             results or [{"reward": 0.0, "end": None, "fault": False, "final": None, "return": 0.0, "length": 0}] * k
@@ -239,17 +239,17 @@ class FakePool:
             lengths=[result["length"] for result in results],
         )
         finals = self._observe([result["final"] or (0, 0, 0) for result in results])
-        return Arrival(number, rows, self._observe(where), finals, simulate_s=0.001)
+        return StepArrival(number, rows, self._observe(where), finals, simulate_s=0.001)
 
 
 class FakePending:
-    def __init__(self, decision: Decision, ready_at: float) -> None:
+    def __init__(self, decision: ActionBatch, ready_at: float) -> None:
         self._decision, self._ready_at = decision, ready_at
 
     def done(self) -> bool:
         return time.monotonic() >= self._ready_at
 
-    def result(self) -> Decision:
+    def result(self) -> ActionBatch:
         time.sleep(max(0.0, self._ready_at - time.monotonic()))
         return self._decision
 
@@ -297,7 +297,7 @@ class FakeRunner:
             self._state[slots[first]] = 0
             states = {"h": self._state[slots].copy()}
             self._state[slots] += 1
-        decision = Decision(
+        decision = ActionBatch(
             actions={"": ((where @ [1, 3, 5] + self._w) % ACTIONS).astype(np.int64)},
             logprobs=(-1 - self._w - where[:, 2] / 100).astype(np.float32),
             values=(where[:, 2] + 1000 * self._w).astype(np.float32),

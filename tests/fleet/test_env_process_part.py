@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.fleet.env_process import ProcessPart
-from penstock.fleet.shared_block import Block, block_bytes, create_memory
+from penstock.fleet.shared_block import SharedBlock, block_bytes, create_memory
 from penstock.types import LeafSpace, Spaces
 
 _SPACES = Spaces((LeafSpace("", "box", (2,), "float32"),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
@@ -21,7 +21,7 @@ def part():
 def begin_life(part):
     """Rows of a new block, with the part's life begun on them."""
     fd = create_memory(block_bytes(_SPACES, 4))
-    rows = Block(fd, _SPACES, 4).part(2, 4)
+    rows = SharedBlock(fd, _SPACES, 4).part(2, 4)
     os.close(fd)
     rows.slots[:] = part.slots
     part.begin_life(rows)

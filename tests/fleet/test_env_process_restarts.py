@@ -1,7 +1,7 @@
 """Back-off, cap and rate of restarts."""
 
 from penstock.fleet.config import SimulatorLimits
-from penstock.fleet.env_process import Quarantine, RestartAfter, RestartRecord
+from penstock.fleet.env_process import GiveUp, RestartAfter, RestartRecord
 
 
 def _limits(**changes):
@@ -22,7 +22,7 @@ def test_the_cap_is_for_life():
         assert isinstance(record.failed(number * 1000.0), RestartAfter)
         record.answered()
     verdict = record.failed(5000.0)
-    assert isinstance(verdict, Quarantine) and "max_restarts = 2" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "max_restarts = 2" in verdict.reason
     assert record.restarts == 2
 
 
@@ -31,7 +31,7 @@ def test_the_rate_counts_the_last_minute_only():
     record.failed(0.0)
     record.failed(30.0)
     verdict = record.failed(59.9)
-    assert isinstance(verdict, Quarantine) and "restarts_per_minute = 2" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "restarts_per_minute = 2" in verdict.reason
     again = RestartRecord(_limits(restarts_per_minute=2))
     again.failed(0.0)
     again.failed(30.0)
@@ -50,5 +50,5 @@ def test_a_row_of_failures_is_the_end_unless_an_action_was_answered():
         record.answered()
     assert all(isinstance(record.failed(0.0), RestartAfter) for _ in range(2))
     verdict = record.failed(0.0)
-    assert isinstance(verdict, Quarantine) and "max_failures_in_row = 3" in verdict.reason
+    assert isinstance(verdict, GiveUp) and "max_failures_in_row = 3" in verdict.reason
     assert record.restarts == 12

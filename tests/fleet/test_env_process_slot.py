@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.fleet.config import SimulatorLimits
-from penstock.fleet.env_process import ProcessSlot, RestartAfter, Stage
+from penstock.fleet.env_process import ProcessSlot, ProcessState, RestartAfter
 from penstock.fleet.messages import ARRIVED, READY, RETIRING, STEP
-from penstock.fleet.shared_block import PHASE, SINCE, Block, Phase, block_bytes, create_memory
+from penstock.fleet.shared_block import PHASE, SINCE, SharedBlock, SimulatorPhase, block_bytes, create_memory
 from penstock.types import LeafSpace, Spaces
 
 _SPACES = Spaces((LeafSpace("", "box", (2,), "float32"),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
@@ -27,22 +27,22 @@ class _Life:
     def ready(self):
         rows = len(self.slot.slots)
         fd = create_memory(block_bytes(_SPACES, rows))
-        self.block = Block(fd, _SPACES, rows)
+        self.block = SharedBlock(fd, _SPACES, rows)
         self.block.clock[SINCE] = time.monotonic()
-        self.block.clock[PHASE] = Phase.RESETTING
+        self.block.clock[PHASE] = SimulatorPhase.RESETTING
         socket.send_fds(self.channel, [READY + json.dumps({"spaces": _SPACES.to_values()}).encode()], [fd])
         os.close(fd)
-        assert self.slot.receive() is None and self.slot.stage is Stage.UP
+        assert self.slot.receive() is None and self.slot.stage is ProcessState.UP
         return self
 
     def say(self, token=ARRIVED + b"\0"):
-        self.block.clock[PHASE] = Phase.RESTING
+        self.block.clock[PHASE] = SimulatorPhase.RESTING
         self.channel.send(token)
         return self.slot.receive()
 
     def end(self):
         self.channel.close()
-        for fd in self.slot.bury():
+        for fd in self.slot.release():
             os.close(fd)
 
 
@@ -50,7 +50,7 @@ class _Life:
 def slot():
     slot = ProcessSlot(3, "t", np.array([6, 7]), _LIMITS, lambda task, spaces: None)
     yield slot
-    for fd in slot.bury():
+    for fd in slot.release():
         os.close(fd)
 
 
@@ -100,7 +100,7 @@ def test_a_retired_life_has_answered_whatever_becomes_of_the_next_one(slot):
     slot.act(_ACTIONS)
     life.block.rewards[:] = 2.0
     life.block.terminated[0] = True
-    assert life.say(RETIRING) is None and slot.retired and slot.stage is Stage.ENDING
+    assert life.say(RETIRING) is None and slot.retired and slot.stage is ProcessState.ENDING
     life.end()
     life = _Life(slot, 1).ready()
     life.end()
@@ -115,10 +115,10 @@ def test_a_retired_life_has_answered_whatever_becomes_of_the_next_one(slot):
 @pytest.mark.parametrize(
     ("phase", "limit_s", "field"),
     [
-        (Phase.STEPPING, 10.0, "step_timeout_s"),
-        (Phase.RESETTING, 20.0, "reset_timeout_s"),
-        (Phase.BUILDING, 50.0, "spawn_timeout_s"),
-        (Phase.RESTING, 10.0, "step_timeout_s"),  # it did not even take the token
+        (SimulatorPhase.STEPPING, 10.0, "step_timeout_s"),
+        (SimulatorPhase.RESETTING, 20.0, "reset_timeout_s"),
+        (SimulatorPhase.BUILDING, 50.0, "spawn_timeout_s"),
+        (SimulatorPhase.RESTING, 10.0, "step_timeout_s"),  # it did not even take the token
     ],
 )
 def test_each_phase_has_its_deadline(slot, phase, limit_s, field):
@@ -148,7 +148,7 @@ def test_an_answer_that_is_not_taken_yet_was_in_time(slot):
 def parted():
     slot = ProcessSlot(0, "t", np.arange(4), _LIMITS, lambda task, spaces: None, parts=2)
     yield slot
-    for fd in slot.bury():
+    for fd in slot.release():
         os.close(fd)
 
 
@@ -196,7 +196,7 @@ def test_each_part_loses_its_own_actions(parted):
 
 def test_a_part_that_there_is_not_is_nonsense(parted):
     life = _Life(parted).ready()
-    assert _say_of_part(life, 2) is None and parted.stage is Stage.DYING and "it said" in parted.reason
+    assert _say_of_part(life, 2) is None and parted.stage is ProcessState.DYING and "it said" in parted.reason
     life.end()
 
 

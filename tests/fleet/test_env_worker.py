@@ -19,10 +19,10 @@ from penstock.fleet.messages import (
     RETIRING,
     STEP,
     EnvWorkerSpec,
-    Failure,
+    SimulatorFailure,
     packet_socketpair,
 )
-from penstock.fleet.shared_block import Block
+from penstock.fleet.shared_block import SharedBlock
 from penstock.types import Spaces
 
 _ARRIVED = ARRIVED + b"\0"
@@ -54,7 +54,7 @@ class _Talker:
     def ready(self, rows=1, parts=1):
         packet, fds, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
         assert packet[:1] == READY
-        self.block = Block(fds[0], Spaces.from_values(json.loads(packet[1:])["spaces"]), rows)
+        self.block = SharedBlock(fds[0], Spaces.from_values(json.loads(packet[1:])["spaces"]), rows)
         os.close(fds[0])
         assert [self.channel.recv(99) for _ in range(parts)] == [ARRIVED + bytes([part]) for part in range(parts)]
         return self.block
@@ -169,7 +169,7 @@ def test_it_closes_its_simulators_when_told_or_left(talk, how):
 def test_failures_say_where_whose_and_who_is_to_blame(talk):
     talker = talk(rows=2)
     talker.ready(2)
-    failure = Failure.from_packet(talker.step(0, 7))
+    failure = SimulatorFailure.from_packet(talker.step(0, 7))
     assert (failure.where, failure.slot, failure.blame, failure.kind) == ("stepping", 1, "policy", "PolicyActionError")
     assert talker.end() == [ExitCode.FAILED]
 
@@ -178,12 +178,12 @@ def test_failures_say_where_whose_and_who_is_to_blame(talk):
 
     packet = talk(refuse).channel.recv(1 << 16)
     assert packet[:1] == FAILED
-    failure = Failure.from_packet(packet)
+    failure = SimulatorFailure.from_packet(packet)
     assert (failure.where, failure.blame, failure.kind) == ("making", "simulator", "SystemExit")
     assert "refuse" in failure.traceback
 
 
 def test_long_tracebacks_fit_a_packet():
-    failure = Failure("stepping", 0, "E", "m" * 99999, "t" * 99999 + "end", "simulator")
+    failure = SimulatorFailure("stepping", 0, "E", "m" * 99999, "t" * 99999 + "end", "simulator")
     packet = failure.packet()
-    assert len(packet) < 1 << 16 and Failure.from_packet(packet).traceback.endswith("end")
+    assert len(packet) < 1 << 16 and SimulatorFailure.from_packet(packet).traceback.endswith("end")

@@ -7,7 +7,7 @@ import pytest
 from tests.fleet.painted import COLOURS, Painted
 
 from penstock.fleet.env_worker import Camera, filmed_maker
-from penstock.fleet.shared_block import Block, block_bytes, create_memory
+from penstock.fleet.shared_block import SharedBlock, block_bytes, create_memory
 from penstock.types import ConfigError, LeafSpace, Spaces
 
 _SPACES = Spaces((LeafSpace("", "box", (3,), "uint8"),), (LeafSpace("", "discrete", (), "int64", n=(2,)),))
@@ -18,7 +18,7 @@ class _Turns:
 
     def __init__(self):
         fd = create_memory(block_bytes(_SPACES, 2, True))
-        block = Block(fd, _SPACES, 2, True)
+        block = SharedBlock(fd, _SPACES, 2, True)
         os.close(fd)
         self.area, self._envs = block.film, [Painted("rgb_array"), Painted("rgb_array")]
         for env in self._envs:
@@ -32,9 +32,9 @@ class _Turns:
                 env.reset()
                 self._camera.note_begin(row)
         self._camera.note_turn()
-        shot = self.area.take()
-        step = None if shot.picture is None else int((COLOURS == shot.picture[0, 0]).all(axis=1).argmax())
-        return shot.mark.name, step
+        frame = self.area.take()
+        step = None if frame.picture is None else int((COLOURS == frame.picture[0, 0]).all(axis=1).argmax())
+        return frame.label.name, step
 
 
 def test_the_next_episode_is_taken_and_then_no_more():

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.fleet.env_worker import SimulatorRow
 from penstock.fleet.messages import EnvWorkerSpec
-from penstock.fleet.shared_block import Block, block_bytes, create_memory
+from penstock.fleet.shared_block import SharedBlock, block_bytes, create_memory
 from penstock.fleet.spaces import SimulatorValueError, spaces_of
 
 
@@ -35,7 +35,7 @@ def begun(*told, **limits):
     row = SimulatorRow(EnvWorkerSpec("w", 1, 0, 0, (0,), "t", "toy", **limits), 0, lambda id, kwargs: Told(told))
     spaces = spaces_of(row.env.observation_space, row.env.action_space)
     fd = create_memory(block_bytes(spaces, 1))
-    block = Block(fd, spaces, 1)
+    block = SharedBlock(fd, spaces, 1)
     os.close(fd)
     row.bind(block)
     row.begin_episode()

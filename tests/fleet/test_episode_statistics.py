@@ -7,7 +7,7 @@ import pytest
 from tests.fleet.fake_pool import rows_of
 
 from penstock.fleet.episode_statistics import Episode, EpisodeStatistics, EpisodeTracker
-from penstock.fleet.steps import Decision, StepBatch
+from penstock.fleet.steps import ActionBatch, StepBatch
 from penstock.types import WeightVersion
 
 
@@ -18,7 +18,7 @@ def batch_of(slots, rewards, first, acted, *, returns=None, lengths=None, faults
         slots=slots, rewards=rewards, first=first, acted=acted,
         **{name: values for name, values in fields.items() if values is not None},
     )  # fmt: skip
-    return StepBatch(rows, {}, {}, Decision({}, no, no, WeightVersion(0, 0)))
+    return StepBatch(rows, {}, {}, ActionBatch({}, no, no, WeightVersion(0, 0)))
 
 
 def test_a_tracker_reads_batches_in_any_order_of_slots():

@@ -1,4 +1,4 @@
-"""The nursery as its parent sees it, and what its forks start with."""
+"""The fork server as its parent sees it, and what its forks start with."""
 
 import os
 import select
@@ -12,7 +12,7 @@ import pytest
 from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
 
 from penstock.fleet import fork_client
-from penstock.fleet.fork_client import NurseryLink
+from penstock.fleet.fork_client import ForkServerClient
 from penstock.fleet.messages import READY, EnvWorkerSpec, packet_socketpair
 from penstock.types import ConfigError, RunFailed
 
@@ -25,8 +25,8 @@ def _spec(**kwargs):
 
 
 @pytest.fixture
-def nursery():
-    link = NurseryLink(["tests.fleet.toys:Counter", "no.such.module:Thing", "CartPole-v1"])
+def fork_server():
+    link = ForkServerClient(["tests.fleet.toys:Counter", "no.such.module:Thing", "CartPole-v1"])
     yield link
     link.close()
 
@@ -50,8 +50,8 @@ def _spawned(link, ticket=7):
     return mine, answer.values["pid"], answer.pidfd
 
 
-def test_it_loads_modules_and_reports_those_that_it_cannot(nursery):
-    (answer,) = [one for one in _answers(nursery, "preloaded") if "preloaded" in one.values]
+def test_it_loads_modules_and_reports_those_that_it_cannot(fork_server):
+    (answer,) = [one for one in _answers(fork_server, "preloaded") if "preloaded" in one.values]
     (name, trouble) = next(iter(answer.values["troubles"].items()))
     assert (name, len(answer.values["troubles"])) == ("no.such.module:Thing", 1)
     assert trouble == "simulator 'no.such.module.Thing': no module named 'no'"
@@ -128,7 +128,7 @@ def test_a_module_that_starts_threads_is_left_to_each_process(worlds):
         ("time.sleep(600) if FIRST else None", "it took longer than fleet.limits.spawn_timeout_s = 2"),
     ],
 )
-def test_a_module_that_ends_its_nursery_is_left_to_each_process(trouble, reason, worlds, tmp_path):
+def test_a_module_that_ends_its_fork_server_is_left_to_each_process(trouble, reason, worlds, tmp_path):
     mark = str(tmp_path / "mark")
     first = f"FIRST = not os.path.exists({mark!r})\nopen({mark!r}, 'w').close()\n"
     worlds(first + trouble)
@@ -147,8 +147,8 @@ def test_a_module_that_cannot_be_imported_is_refused_at_once_and_in_full(worlds)
             pass
 
 
-def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(nursery):
-    channel, pid, pidfd = _spawned(nursery)
+def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(fork_server):
+    channel, pid, pidfd = _spawned(fork_server)
     with channel:
         channel.settimeout(10.0)
         assert channel.recv(1) == READY
@@ -156,24 +156,24 @@ def test_a_fork_comes_with_a_pidfd_and_its_end_with_its_status(nursery):
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         assert select.select([pidfd], [], [], 5.0)[0]
         os.close(pidfd)
-        (answer,) = [one for one in _answers(nursery, "exited") if "exited" in one.values]
-        assert answer.values == {"exited": 7, "status": signal.SIGTERM, "last_words": ""}
+        (answer,) = [one for one in _answers(fork_server, "exited") if "exited" in one.values]
+        assert answer.values == {"exited": 7, "status": signal.SIGTERM, "output_tail": ""}
 
 
 @pytest.mark.attack
 def test_closing_it_ends_all_that_it_started():
-    link = NurseryLink([])
+    link = ForkServerClient([])
     channel, pid, pidfd = _spawned(link)
     os.close(pidfd)
     with channel:
-        nursery = link.pid
+        fork_server = link.pid
         link.close()
-        assert not lives(pid) and not lives(nursery)
+        assert not lives(pid) and not lives(fork_server)
 
 
 @pytest.mark.attack
-def test_a_killed_nursery_takes_its_forks_along_and_says_so():
-    link = NurseryLink([])
+def test_a_killed_fork_server_takes_its_forks_along_and_says_so():
+    link = ForkServerClient([])
     channel, pid, pidfd = _spawned(link)
     os.close(pidfd)
     with channel:
@@ -191,8 +191,8 @@ def test_a_killed_nursery_takes_its_forks_along_and_says_so():
 
 @pytest.mark.attack
 @pytest.mark.parametrize("end", ["kill", "close"])
-def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
-    link = NurseryLink([], end_s=0.1)
+def test_a_fork_server_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
+    link = ForkServerClient([], end_s=0.1)
     os.kill(link.pid, signal.SIGSTOP)  # with a SIGKILL that does nothing, as good as uninterruptible sleep
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
@@ -202,15 +202,15 @@ def test_a_nursery_that_does_not_end_is_told_within_the_limit(end, monkeypatch):
     left = fork_client._LEFT_BEHIND[-1]
     os.kill(link.pid, signal.SIGKILL)
     await_gone([link.pid])
-    NurseryLink([]).close()
+    ForkServerClient([]).close()
     assert left.returncode == -signal.SIGKILL and left not in fork_client._LEFT_BEHIND, "the next one reaps it"
 
 
 @pytest.mark.attack
-def test_arguments_that_are_too_long_are_refused_with_a_remedy(nursery):
+def test_arguments_that_are_too_long_are_refused_with_a_remedy(fork_server):
     mine, other = packet_socketpair()
     with mine, other, pytest.raises(RunFailed, match="put them into a file"):
-        nursery.spawn(1, _spec(text="x" * 1_000_000), other)
+        fork_server.spawn(1, _spec(text="x" * 1_000_000), other)
 
 
 def test_forks_load_no_jax_and_draw_from_streams_of_their_own():

@@ -10,7 +10,7 @@ from tests.fleet.fake_pool import FakePool, FakeRunner, Script
 
 from penstock.fleet.fragments import FragmentCutter, UnsentFragment
 from penstock.fleet.rollout_loop import BatchFiller
-from penstock.fleet.steps import Arrival, Decision, StepBatch
+from penstock.fleet.steps import ActionBatch, StepArrival, StepBatch
 from penstock.types import RunFailed, SampleFragment, WeightVersion
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +73,7 @@ def check(fragment: SampleFragment, steps: list[dict], after: dict) -> None:
     assert fragment.metadata.weight_step == min(step["weight_step"] for step in steps)
 
 
-def join(pool: FakePool, arrivals: list[Arrival], runner: FakeRunner) -> StepBatch:
+def join(pool: FakePool, arrivals: list[StepArrival], runner: FakeRunner) -> StepBatch:
     filler = BatchFiller(pool.spaces, sum(len(arrival.slots) for arrival in arrivals))
     for arrival in arrivals:
         filler.add(arrival, 0.0)
@@ -100,7 +100,7 @@ def drive(pool, runner, cutter, turns, publish=lambda turn: None):
 
 
 def make_cutter(pool, length, **more):
-    return FragmentCutter(pool.spaces, pool.tasks, pool.env_names, length, "w", "w-0", clock=lambda: 5.0, **more)
+    return FragmentCutter(pool, length, "w", "w-0", clock=lambda: 5.0, **more)
 
 
 @settings(max_examples=40, deadline=None)
@@ -221,6 +221,6 @@ def test_decisions_are_copied():
         batch.rewards[:] = 99
         batch.decision.values[:] = 99
         batch.observations[""][:] = 99
-    assert isinstance(batch.decision, Decision)
+    assert isinstance(batch.decision, ActionBatch)
     assert cut[0].fragment.rewards.tolist() == [1] and cut[0].fragment.values.tolist() == [0, 1]
     assert cut[0].fragment.observations[""].max() == 1

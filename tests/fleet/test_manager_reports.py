@@ -6,16 +6,16 @@ import pytest
 from tests.fragments_made import a_batch, make_fragment
 
 from penstock.fleet.accounting import StepAccount
-from penstock.fleet.manager import CountedSink, FleetReports
+from penstock.fleet.manager import CountingSink, FleetReports
 from penstock.fleet.pipeline_monitor import PipelineReport
-from penstock.fleet.worker import WorkerCondition, WorkerReport
+from penstock.fleet.worker import WorkerReport, WorkerStatus
 from penstock.types import RolloutMetadata, Stopped
 
 
 def report(worker: str, incarnation: int, steps: int, sent: int = 0, **gauges: float) -> WorkerReport:
     """Of a worker with all but what it sent in fragments that are not complete."""
     return WorkerReport(
-        WorkerCondition(worker, incarnation, "running", None, steps, 0.0),
+        WorkerStatus(worker, incarnation, "running", None, steps, 0.0),
         StepAccount(started=steps, buffered=steps - sent, sent=sent),
         PipelineReport(steps=steps),
         {f"fleet/{name}": value for name, value in gauges.items()},
@@ -98,7 +98,7 @@ def test_a_sink_counts_what_was_taken_before_the_buffer_was_closed():
             self.left -= len(batches)
 
     taken = []
-    sink = CountedSink(Closing(), lambda one: taken.append(one.group_id))
+    sink = CountingSink(Closing(), lambda one: taken.append(one.group_id))
     with pytest.raises(Stopped):
         sink.add_batches([a_batch(fragment("w-0", number)) for number in range(3)])
     assert taken == ["w-0-0-0", "w-0-0-1"]

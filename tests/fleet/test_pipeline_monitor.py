@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.fleet.pipeline_monitor import PipelineMonitor, Ring, pipeline_metrics
+from penstock.fleet.pipeline_monitor import PipelineMonitor, RingBuffer, pipeline_metrics
 
 
 def test_percentiles_fills_and_lags_of_known_samples():
@@ -44,7 +44,7 @@ def test_what_was_not_measured_is_left_out():
 
 @pytest.mark.parametrize("writes", [[1], [3], [2, 2], [5], [3, 1, 2], [7, 2]])
 def test_a_ring_holds_the_latest(writes):
-    ring, written = Ring(4), []
+    ring, written = RingBuffer(4), []
     for count in writes:
         samples = [float(len(written) + i) for i in range(count)]
         ring.extend(samples)

@@ -13,7 +13,7 @@ from penstock.fleet.episode_statistics import EpisodeStatistics, EpisodeTracker
 from penstock.fleet.messages import episode_seed
 from penstock.fleet.pool import SimulatorPool
 from penstock.fleet.rollout_loop import RolloutWorker
-from penstock.fleet.steps import Decision
+from penstock.fleet.steps import ActionBatch
 from penstock.types import ConfigError, RunFailed
 
 
@@ -24,7 +24,7 @@ class _Still:
 
     def decide(self, slots, observations, first):
         nothing = np.zeros(len(slots), np.float32)
-        return FakePending(Decision({"": np.zeros(len(slots), np.int64)}, nothing, nothing, FIRST), 0.0)
+        return FakePending(ActionBatch({"": np.zeros(len(slots), np.int64)}, nothing, nothing, FIRST), 0.0)
 
 
 def _serial(env, slot, steps, seed=1, start=2, life=0):
@@ -206,9 +206,9 @@ def test_a_pool_whose_tasks_differ_is_closed_whole_also_while_more_of_them_come(
         pool = SimulatorPool(FleetConfig(tasks=two, envs_per_worker=8, limits=QUICK), "w0", 1)
         with pytest.raises(ConfigError, match="share their spaces"):
             pool.start(20.0)
-        nursery = pool._nursery
+        fork_server = pool._fork_server
         pool.close()
-        assert nursery is not None and not lives(nursery.pid)
+        assert fork_server is not None and not lives(fork_server.pid)
     assert open_descriptors() == before
 
 

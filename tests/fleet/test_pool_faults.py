@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.fleet.driving import QUICK, await_gone, cause, config_of, driven, lives, open_descriptors
 
-from penstock.fleet.fork_client import NURSERY_END_S, NurseryLink
+from penstock.fleet.fork_client import FORK_SERVER_END_S, ForkServerClient
 from penstock.fleet.pool import SimulatorPool
 from penstock.types import ConfigError, NoProgressError, RunFailed
 
@@ -265,7 +265,7 @@ def test_a_simulators_children_end_with_it(name, tmp_path):
 
 
 @pytest.mark.attack
-def test_the_death_of_the_nursery_ends_all_and_another_begins(tmp_path):
+def test_the_death_of_the_fork_server_ends_all_and_another_begins(tmp_path):
     children, events = tmp_path / "children" / "session", []
     with driven(config_of(2, 1, child=str(children)), events=events) as driver:
         driver.steps(2)
@@ -280,36 +280,36 @@ def test_the_death_of_the_nursery_ends_all_and_another_begins(tmp_path):
 
 
 @pytest.mark.attack
-def test_a_killed_nursery_that_does_not_end_is_left_behind_and_another_begins(monkeypatch):
+def test_a_killed_fork_server_that_does_not_end_is_left_behind_and_another_begins(monkeypatch):
     events, waits = [], []
 
     def never(process, timeout=None):
         waits.append(timeout)
-        raise subprocess.TimeoutExpired("nursery", timeout)
+        raise subprocess.TimeoutExpired("fork server", timeout)
 
     with driven(config_of(2, 1), events=events) as driver:
         driver.steps(2)
-        nursery = _parent(driver.pool.process_ids()[0])
+        fork_server = _parent(driver.pool.process_ids()[0])
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "wait", never)
-            os.kill(nursery, signal.SIGKILL)
+            os.kill(fork_server, signal.SIGKILL)
             driver.run_until(lambda: waits)
         driver.run_until(lambda: driver.faults(0) and driver.faults(1))
         driver.steps(2)
         _assert_one_fault(driver, {0, 1})
-    assert waits == [NURSERY_END_S]
+    assert waits == [FORK_SERVER_END_S]
     (left,) = [fields for name, fields in events if name == "nursery_left_behind"]
-    assert left["pid"] == nursery and "was killed and had not ended 6 s later" in left["reason"]
+    assert left["pid"] == fork_server and "was killed; 6 s later it had not ended" in left["reason"]
     assert [name for name, _ in events].count("nursery_ended") == 1
 
 
-def test_a_pool_whose_nursery_does_not_end_closes_all_the_same(monkeypatch):
+def test_a_pool_whose_fork_server_does_not_end_closes_all_the_same(monkeypatch):
     events = []
     with driven(config_of(1, 1), events=events) as driver:
         driver.steps(1)
         pids = [_parent(driver.pool.process_ids()[0]), *driver.pool.process_ids()]
         with monkeypatch.context() as patch:
-            patch.setattr(NurseryLink, "close", lambda link: not link.kill())
+            patch.setattr(ForkServerClient, "close", lambda link: not link.kill())
             driver.pool.close()
     await_gone(pids)
     assert [fields["pid"] for name, fields in events if name == "nursery_left_behind"] == pids[:1]

@@ -10,7 +10,7 @@ from tests.waiting import wait_until
 from penstock.fleet.process_tree import (
     OWNER_VARIABLE,
     children_by_parent,
-    end_descendants_of_nursery,
+    end_descendants_of_fork_server,
     owner_of,
     subtree,
 )
@@ -30,9 +30,9 @@ def test_subtrees_and_owners_are_found_and_ended():
         wait_until(lambda: owner_of(grandchild) == "999999999.5")  # not before its program runs
         assert owner_of(child.pid) == "999999999.5"
         assert owner_of(other.pid) is None
-        end_descendants_of_nursery(99999999)  # a number that begins like it is another
+        end_descendants_of_fork_server(99999999)  # a number that begins like it is another
         assert lives(child.pid)
-        end_descendants_of_nursery(999999999)
+        end_descendants_of_fork_server(999999999)
         await_gone([child.pid, grandchild])
         assert lives(other.pid)
     other.kill()

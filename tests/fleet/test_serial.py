@@ -36,7 +36,7 @@ def fragments(pool, config, count):
     cut = [[] for _ in range(pool.num_slots)]
     pool.start(20)
     try:
-        cutter = FragmentCutter(pool.spaces, pool.tasks, pool.env_names, 16, "w", "w-0")
+        cutter = FragmentCutter(pool, 16, "w", "w-0")
 
         def take(batch):
             for unsent in cutter.add(batch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.fleet import shared_block as block_module
-from penstock.fleet.shared_block import Block, block_bytes, create_memory
+from penstock.fleet.shared_block import SharedBlock, block_bytes, create_memory
 from penstock.types import ConfigError, LeafSpace, Spaces
 
 _SPACES = Spaces(
@@ -18,7 +18,7 @@ _SPACES = Spaces(
 @pytest.fixture
 def pair():
     fd = create_memory(block_bytes(_SPACES, 2))
-    blocks = Block(fd, _SPACES, 2), Block(fd, _SPACES, 2)
+    blocks = SharedBlock(fd, _SPACES, 2), SharedBlock(fd, _SPACES, 2)
     os.close(fd)
     return blocks
 
@@ -86,7 +86,7 @@ def test_lost_actions_are_cut_by_a_fault_and_never_terminated(pair):
 def test_results_move_to_another_block_without_what_comes_next(pair):
     old = pair[0]
     fd = create_memory(block_bytes(_SPACES, 2))
-    new = Block(fd, _SPACES, 2)
+    new = SharedBlock(fd, _SPACES, 2)
     os.close(fd)
     old.rewards[:], old.truncated[1], old.final_observations["image"][1], old.observations["image"][1] = 2.0, True, 9, 4
     new.observations["image"][:] = 1
@@ -100,14 +100,14 @@ def test_the_memory_cannot_shrink_and_too_little_is_refused(monkeypatch):
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 10)
     with pytest.raises(ConfigError, match="has 4096 bytes: its spaces need"):
-        Block(fd, Spaces((LeafSpace("", "box", (9999,), "uint8"),), _SPACES.actions), 1)
+        SharedBlock(fd, Spaces((LeafSpace("", "box", (9999,), "uint8"),), _SPACES.actions), 1)
     os.close(fd)
 
 
 def test_without_memfd_a_file_that_has_no_name_serves(monkeypatch):
     monkeypatch.delattr(block_module.os, "memfd_create")
     fd = create_memory(block_bytes(_SPACES, 1))
-    Block(fd, _SPACES, 1).rewards[0] = 2.0
-    assert Block(fd, _SPACES, 1).rewards[0] == np.float32(2.0)
+    SharedBlock(fd, _SPACES, 1).rewards[0] = 2.0
+    assert SharedBlock(fd, _SPACES, 1).rewards[0] == np.float32(2.0)
     assert os.readlink(f"/proc/self/fd/{fd}").endswith("(deleted)")
     os.close(fd)

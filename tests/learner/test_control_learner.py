@@ -17,7 +17,7 @@ from penstock.learner import (
     save_checkpoint,
 )
 from penstock.learner.control_learner import ReferencePolicy
-from penstock.learner.control_losses import Chain, VTraceClips, gae, vtrace
+from penstock.learner.control_losses import StepChain, VTraceClips, gae, vtrace
 from penstock.learner.control_step import preparer
 from penstock.model.control import ControlPolicy, named_arrays, save_control_policy
 from penstock.types import CheckpointError, ConfigError, MismatchError, NonFiniteError, SampleFragment, WeightsError
@@ -197,7 +197,7 @@ def test_what_is_prepared_is_gae_for_the_young_and_vtrace_for_the_old(policy):
         following = np.array(values[1:])
         following[[1, 3]] = finals
         flags = [jnp.asarray(flag) for flag in (fragment.terminated, fragment.truncated, np.ones(5, bool))]
-        chain = Chain(0.5 * jnp.asarray(fragment.rewards), values[:-1], jnp.asarray(following), *flags)
+        chain = StepChain(0.5 * jnp.asarray(fragment.rewards), values[:-1], jnp.asarray(following), *flags)
         ratios = jnp.exp(logprobs - fragment.logprobs)
         expected = gae(chain, 0.99, 0.95) if column == 0 else vtrace(chain, ratios, 0.99, 0.95, VTraceClips())
         np.testing.assert_allclose(steps.advantages[:, column], expected.advantages, atol=1e-5)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.learner.control_losses import Chain, VTraceClips, gae, vtrace
+from penstock.learner.control_losses import StepChain, VTraceClips, gae, vtrace
 
 
-def make_chain(rewards, values, next_values=None, terminated=(), truncated=(), uncounted=()) -> Chain:
+def make_chain(rewards, values, next_values=None, terminated=(), truncated=(), uncounted=()) -> StepChain:
     """A chain whose next values are those of the following step, or the given."""
     length = len(rewards)
     if next_values is None:
@@ -18,13 +18,13 @@ def make_chain(rewards, values, next_values=None, terminated=(), truncated=(), u
         return jnp.asarray(np.isin(np.arange(length), list(steps)))
 
     numbers = [jnp.asarray(np.asarray(each, np.float32)) for each in (rewards, values, next_values)]
-    return Chain(*numbers, flags(terminated), flags(truncated), ~flags(uncounted))
+    return StepChain(*numbers, flags(terminated), flags(truncated), ~flags(uncounted))
 
 
 UNCLIPPED = VTraceClips(1e9, 1e9, 1e9)
 
 
-def slow_estimates(chain: Chain, discount: float, gae_lambda: float, ratios=None, clips=UNCLIPPED):
+def slow_estimates(chain: StepChain, discount: float, gae_lambda: float, ratios=None, clips=UNCLIPPED):
     """Both estimators from their definitions as explicit sums, forwards in time, in float64."""
     rewards, values, following = (np.asarray(each, np.float64) for each in chain[:3])
     terminated, truncated, counted = (np.asarray(each) for each in chain[3:])

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.learner.control_batches import SPACES, make_fragment, make_policy, with_fault
 
-from penstock.learner.control_step import BatchShape, Reading, blank_arrays, minibatch_columns, stack_fragments
+from penstock.learner.control_step import (
+    BatchShape,
+    FragmentReadOptions,
+    blank_arrays,
+    minibatch_columns,
+    stack_fragments,
+)
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
 
@@ -15,9 +21,9 @@ def policy():
     return make_policy()
 
 
-def reading(**changes) -> Reading:
+def reading(**changes) -> FragmentReadOptions:
     fields = {"spaces": SPACES, "initial_state": {}, "version_step": 5, "old_beyond": 1}
-    return Reading(**(fields | changes))
+    return FragmentReadOptions(**(fields | changes))
 
 
 def stacked(fragments: list[SampleFragment], **changes):

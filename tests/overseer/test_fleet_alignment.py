@@ -17,7 +17,7 @@ from penstock.fleet.pool import SimulatorPool
 from penstock.fleet.rollout_loop import RolloutWorker
 from penstock.fleet.sender import cut_stale
 from penstock.learner.config import PpoConfig
-from penstock.learner.control_step import BatchShape, Reading, _next_values, preparer, stack_fragments
+from penstock.learner.control_step import BatchShape, FragmentReadOptions, _next_values, preparer, stack_fragments
 from penstock.model.control import make_control_policy, named_arrays
 from penstock.model.control.config import ControlModelConfig
 from penstock.rundir.fragment_rows import fragments_from_table, table_from_fragments
@@ -48,7 +48,7 @@ def _played(config):
         policies = [make_control_policy(MODEL, pool.spaces, seed) for seed in (0, 1)]
         runner = JaxPolicyRunner(policies[0], config.envs_per_worker, config.most_in_batch, 5)
         runner.compile()
-        cutter = FragmentCutter(pool.spaces, pool.tasks, pool.env_names, 7, "w0", "w0-0", keep_states=True)
+        cutter = FragmentCutter(pool, 7, "w0", "w0-0", keep_states=True)
         unsent = []
         worker = RolloutWorker(pool, runner, config, lambda batch: unsent.extend(cutter.add(batch)))
         for turn in range(20_000):
@@ -225,7 +225,7 @@ def test_the_learner_recomputes_what_the_fleet_decided_and_bootstraps_from_what_
     spaces, policies, _, fragments = played
     policy, step, start = policies[1], _compiled(policies[1]), {"hidden": np.zeros((1, 6), np.float32)}
     shape = BatchShape.holding(fragments, 5)
-    arrays = jax.tree.map(jnp.asarray, stack_fragments(fragments, shape, Reading(spaces, start, 1, None)))
+    arrays = jax.tree.map(jnp.asarray, stack_fragments(fragments, shape, FragmentReadOptions(spaces, start, 1, None)))
     values, states, following = _unrolled(policy, arrays)
     config = PpoConfig(minibatches=5, normalize_advantages="none", discount=0.9, gae_lambda=0.8, burn_in=0)
     prepared = preparer(config)(policy, arrays)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 def test_a_killed_actor_is_replaced_and_the_other_one_goes_on(tmp_path: Path):
     found = actors.inflict(2.0, 4, tmp_path / "run", step_s=0.1)  # little is computed, so that nobody is held up
     assert found.wrong == () and found.lives.faults == 0
-    # the actor, its nursery, four simulators and their children
+    # the actor, its fork server, four simulators and their children
     assert found.processes >= 10 and found.left == ()
     assert found.lives.ends_s.keys() == {"rollout-0.0-0", "rollout-1.0-0", "rollout-1.0-1"}
     assert found.lives.trained >= 2 * actors.BATCH

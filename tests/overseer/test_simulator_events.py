@@ -9,7 +9,7 @@ def test_every_life_of_a_simulator_is_kept_and_the_terminal_is_quiet_about_it():
         assert is_news("simulator_started", fields) and failure_in_words("simulator_started", fields) == ""
 
 
-def test_a_nursery_is_news_only_with_troubles():
+def test_a_fork_server_is_news_only_with_troubles():
     assert not is_news("nursery_ready", {"seconds": 0.1, "troubles": []})
     assert is_news("nursery_ready", {"seconds": 0.1, "troubles": ["a module started a thread"]})
     assert is_news("nursery_ended", {"reason": "it ended"})
@@ -34,7 +34,7 @@ def test_one_that_was_given_up_is_told_with_the_limit_that_it_passed():
     assert told == "a simulator was given up (task own): it was ended by SIGSEGV; it failed too often: raise that"
 
 
-def test_what_a_nursery_leaves_to_its_processes_is_told_and_its_own_threads_are_not():
+def test_what_a_fork_server_leaves_to_its_processes_is_told_and_its_own_threads_are_not():
     troubles = {"own.py:make": "importing it starts 2 threads, which forks lack", "threads": "OpenBLAS's"}
     assert failure_in_words("nursery_ready", {"troubles": troubles}) == (
         "not imported ahead of its processes, so each of them imports it: own.py:make: importing it starts 2 threads, "

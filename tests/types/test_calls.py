@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.types import NoProgressError, PersistentCaller, RunFailed, Stopped, UnreachableError
+from penstock.types import NoProgressError, RetryingCaller, RunFailed, Stopped, UnreachableError
 
 
 class Scripted:
@@ -32,14 +32,14 @@ class Clock:
 
 def test_a_call_is_repeated_until_it_is_answered():
     caller = Scripted(UnreachableError("dead"), UnreachableError("not yet"), 7)
-    calls = PersistentCaller(caller, "replay-0")
+    calls = RetryingCaller(caller, "replay-0")
     assert calls.call("next", 1, timeout_s=2.0) == 7
     assert caller.calls == [("next", (1,), 2.0)] * 3 and calls.repeats == 2 and not calls.silent
 
 
 def test_silence_has_a_limit_that_names_who_and_what():
     clock = Clock()
-    calls = PersistentCaller(Scripted(UnreachableError("no route"), clock=clock, call_s=4.0), "replay-0", 10.0, clock)
+    calls = RetryingCaller(Scripted(UnreachableError("no route"), clock=clock, call_s=4.0), "replay-0", 10.0, clock)
     with pytest.raises(NoProgressError, match=r"replay-0 has not answered for 12 s \(limit 10 s\).*'next'.*no route"):
         calls.call("next", timeout_s=4.0)
 
@@ -48,7 +48,7 @@ def test_an_answer_begins_the_silence_anew_and_so_does_an_error_of_the_other_sid
     clock = Clock()
     dead = UnreachableError("dead")
     caller = Scripted(dead, dead, 1, dead, RunFailed("it says no"), dead, 2, clock=clock, call_s=4.0)
-    calls = PersistentCaller(caller, "replay-0", 10.0, clock)
+    calls = RetryingCaller(caller, "replay-0", 10.0, clock)
     assert calls.call("next", timeout_s=4.0) == 1
     with pytest.raises(RunFailed, match="it says no"):
         calls.call("next", timeout_s=4.0)
@@ -63,7 +63,7 @@ def test_stop_ends_a_wait_and_later_calls():
             failed.set()
             raise UnreachableError("dead")
 
-    calls = PersistentCaller(Dead(), "replay-0")
+    calls = RetryingCaller(Dead(), "replay-0")
     outcome = []
 
     def run():

@@ -18,7 +18,7 @@ from typing import Literal, final
 import numpy as np
 from jaxtyping import Bool, Float32, Float64
 
-from penstock.batch.group_pool import HeldGroup
+from penstock.batch.group_pool import PooledGroup
 from penstock.types import RolloutGroup
 
 AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp"]
@@ -135,9 +135,9 @@ class Baseline:
     version: int
     count: int = 0
     total: float = 0.0
-    groups: list[HeldGroup] = field(default_factory=list[HeldGroup])
+    groups: list[PooledGroup] = field(default_factory=list[PooledGroup])
 
-    def add(self, group: HeldGroup) -> None:
+    def add(self, group: PooledGroup) -> None:
         """A group's rewards enter."""
         group.baseline = self
         self.groups.append(group)
@@ -156,7 +156,7 @@ class Baseline:
 
 
 @final
-class Baselines:
+class BaselineTable:
     """Every baseline, by key.
 
     Args:
@@ -171,7 +171,7 @@ class Baselines:
     def __len__(self) -> int:
         return len(self._baselines)
 
-    def find(self, group: HeldGroup) -> Baseline:
+    def find(self, group: PooledGroup) -> Baseline:
         """The baseline of a group's problem; where only the newest is kept, maybe of another version than its own."""
         first, version = group.rollouts()[0], version_of(group)
         key: Key = (first.env_name, first.env_example_id)
@@ -186,12 +186,12 @@ class Baselines:
         self._baselines[baseline.key] = Baseline(baseline.key, version)
         return self._baselines[baseline.key]
 
-    def enter(self, baseline: Baseline, group: HeldGroup) -> None:
+    def enter(self, baseline: Baseline, group: PooledGroup) -> None:
         """A group's rewards enter the baseline of its problem."""
         self._idle.pop(baseline.key, None)
         baseline.add(group)
 
-    def leave(self, group: HeldGroup) -> None:
+    def leave(self, group: PooledGroup) -> None:
         """A group has no rollout left."""
         baseline = group.baseline
         if baseline is None:
@@ -204,7 +204,7 @@ class Baselines:
                 del self._baselines[oldest]
 
 
-def version_of(group: HeldGroup) -> int:
+def version_of(group: PooledGroup) -> int:
     """Lineage and weight step of the oldest weights behind a group, so that one that straddles a swap stays one."""
     stamps = [rollout.metadata for rollout in group.rollouts() if rollout.metadata is not None]
     return min(stamp.weight_step for stamp in stamps)

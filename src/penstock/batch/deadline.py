@@ -6,9 +6,11 @@ Costs O(log n) per group that comes or goes. Not covered: weighing newer groups 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+from typing_extensions import override
+
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
 from penstock.batch.examples import batch_metadata
-from penstock.batch.group_pool import Acceptance, FirstUses, HeldGroup, HeldGroups, Line
+from penstock.batch.group_pool import AcceptanceRules, FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, RLExample, RolloutGroup
 
@@ -46,13 +48,13 @@ class DeadlineBatchMaker(PacedBatchMaker):
         check_choice("advantage", advantage, AdvantageName)
         self._advantage: AdvantageName = advantage
         self._uses = uses_limit(max_samples)
-        self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = HeldGroups(self._acceptance, ordered)
+        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(self._acceptance, ordered)
         self._step = 0
         self._batches = 0
-        self._paced = FirstUses()
-        self._open = Line()
-        self._used = Line()
+        self._paced = FirstUseQueue()
+        self._open = OrderedGroups()
+        self._used = OrderedGroups()
         self._last: list[RolloutGroup] = []
 
     def __len__(self) -> int:
@@ -65,12 +67,12 @@ class DeadlineBatchMaker(PacedBatchMaker):
         return "group"
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -91,8 +93,8 @@ class DeadlineBatchMaker(PacedBatchMaker):
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [not has_signal(group) for group in self._last], batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
@@ -121,7 +123,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
         """Nothing: what is here leaves by its uses, or by `discard`."""
         return []
 
-    def _choose(self, batch_size: int) -> list[HeldGroup]:
+    def _choose(self, batch_size: int) -> list[PooledGroup]:
         for group in self._held.arrived():
             if group.line is None:
                 self._open.join(group, group.order)
@@ -131,7 +133,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
                 chosen.append(queue.pop())
         return chosen
 
-    def _count_use(self, chosen: list[HeldGroup]) -> None:
+    def _count_use(self, chosen: list[PooledGroup]) -> None:
         self._batches += 1
         for place, group in enumerate(chosen):
             group.uses += 1

@@ -24,7 +24,7 @@ LARGEST_LOG_WEIGHT = 600.0
 
 
 @final
-class RankDraw:
+class RankSampler:
     """Draws ranks.
 
     Args:
@@ -76,7 +76,7 @@ Balance = Literal["size", "even"]
 
 
 @final
-class Shares:
+class LargestRemainder:
     """Splits batches by largest remainder, with a memory.
 
     An environment's quota is its share of the batch; it gets the quota rounded down or up. What rounding took from it

@@ -17,7 +17,7 @@ def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampli
     """Refuses a rollout that no update could learn from.
 
     Args:
-        rollout: With metadata.
+        rollout: The rollout to check, with its metadata.
         max_tokens: Longest sequence, prompt and response together.
         allow_truncated_sampling: Accept `Decoding.truncation`, whose sampled distribution is not the one the
             learner differentiates. Temperature 0 is never accepted.
@@ -155,7 +155,7 @@ def batch_metadata(groups: Sequence[RolloutGroup], flat: Sequence[bool], batch: 
     Args:
         groups: What it was made of: of each group those rollouts that are in the batch.
         flat: For each of them whether the rewards of the whole group are all equal.
-        batch: Its examples.
+        batch: The examples made of these groups, in batch order.
 
     Returns:
         ``group_ids`` and ``rollout_ids`` (tuples, in batch order), ``metrics`` (``train/reward_mean``,

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Any, Literal, final
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import ConfigError, FragmentExample, InvalidRolloutError, SampleFragment
@@ -48,8 +49,8 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
         return "group"
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker`."""
         return self._environment_name
 
     def __len__(self) -> int:
@@ -98,8 +99,8 @@ class FragmentBatchMaker(PacedBatchMaker[SampleFragment, FragmentExample]):
     def judge_arrivals(self) -> None:
         """There is nothing to decide."""
 
+    @override
     def discard(self, rollout_ids: Iterable[str]) -> None:
-        """See `PacedBatchMaker`."""
         for rollout_id in rollout_ids:
             uses = self._uses.pop(rollout_id, None)
             if uses is not None:

@@ -1,18 +1,19 @@
 """Groups that a batch maker holds, what it may hold at all, and the orders in which it takes them.
 
-A maker keeps the rollouts that it was given and, beside them, one small object per group: everything that is told
-apart by rollout (uses, advantages) stands in the columns of a `Pool`. Groups are told apart by their id, so two groups
-of one prompt stay two.
+A maker keeps the rollouts that it was given and, beside them, one small object per group: everything that is told apart
+by rollout (uses, advantages) stands in the columns of a `DrawPool`. Groups are told apart by their id, so two groups of
+one prompt stay two.
 
-- `Pool` gives every unit (a group, or one of its rollouts) a slot by arrival, to be drawn by rank; beside it stand, in
-  columns, how often it was used and its advantage: 20 bytes per unit. A slot of something that left stays empty until
-  the empty ones outnumber the others; then all are closed up. So a unit costs O(log n) to draw or remove, amortised.
-- `Ranks` says which of the slots that are present comes k-th, in O(log n): a Fenwick tree over slots that are handed
-  out in order and never used again until the owner rebuilds; four bytes and a flag per slot. Fenwick 1994,
+- `DrawPool` gives every unit (a group, or one of its rollouts) a slot by arrival, to be drawn by rank; beside it stand,
+  in columns, how often it was used and its advantage: 20 bytes per unit. A slot of something that left stays empty
+  until the empty ones outnumber the others; then all are closed up. So a unit costs O(log n) to draw or remove,
+  amortised.
+- `RankIndex` says which of the slots that are present comes k-th, in O(log n): a Fenwick tree over slots that are
+  handed out in order and never used again until the owner rebuilds; four bytes and a flag per slot. Fenwick 1994,
   https://doi.org/10.1002/spe.4380240306.
-- `Line` (by age) and `Deadlines` are queues from which any group may leave. Leaving is lazy: the entry stays until it
-  comes up, or until entries of groups that left outnumber the others and all of them are swept out. So every operation
-  costs O(log n), amortised, and no queue holds more than about twice what waits in it.
+- `OrderedGroups` (by age) and `DeadlineQueue` are queues from which any group may leave. Leaving is lazy: the entry
+  stays until it comes up, or until entries of groups that left outnumber the others and all of them are swept out. So
+  every operation costs O(log n), amortised, and no queue holds more than about twice what waits in it.
 """
 
 import heapq
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class HeldGroup:
+class PooledGroup:
     """One group in a batch maker.
 
     Attributes:
         group_id: The ticket's id.
         order: Smaller is older: its number of arrival, or its ticket's order.
-        members: Its rollouts; None where one has left whose neighbours have their own places in a `Pool`.
+        members: Its rollouts; None where one has left whose neighbours have their own places in a `DrawPool`.
         deadline_step: The last update that may use it first; None without one, and after the first use.
         uses: How often the group as a whole was used.
-        line: The `Line` that it stands in.
-        pool: The `Pool` that it has places in.
+        line: The `OrderedGroups` that it stands in.
+        pool: The `DrawPool` that it has places in.
         first_slot: Where those begin.
         baseline: What its advantages are measured against, where the maker keeps that.
         flat: Whether its rewards are all equal, where the maker has looked.
@@ -54,8 +55,8 @@ class HeldGroup:
     members: list[AnyRollout | None]
     deadline_step: int | None = None
     uses: int = 0
-    line: "Line | None" = None
-    pool: "Pool | None" = None
+    line: "OrderedGroups | None" = None
+    pool: "DrawPool | None" = None
     first_slot: int = 0
     baseline: "Baseline | None" = None
     flat: bool = False
@@ -77,7 +78,7 @@ class HeldGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceRules:
     """What a batch maker takes.
 
     Attributes:
@@ -109,7 +110,7 @@ class Acceptance:
 
 
 @dataclass(slots=True)
-class HeldGroups:
+class GroupTable:
     """Every group in a batch maker, by id, and those that came since it last looked.
 
     Attributes:
@@ -117,10 +118,10 @@ class HeldGroups:
         ordered: Older means an earlier ticket, not an earlier arrival.
     """
 
-    acceptance: Acceptance
+    acceptance: AcceptanceRules
     ordered: bool = False
-    _groups: dict[str, HeldGroup] = field(default_factory=dict[str, HeldGroup])
-    _new: dict[str, HeldGroup] = field(default_factory=dict[str, HeldGroup])
+    _groups: dict[str, PooledGroup] = field(default_factory=dict[str, PooledGroup])
+    _new: dict[str, PooledGroup] = field(default_factory=dict[str, PooledGroup])
     _arrivals: int = 0
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class HeldGroups:
         group = self._groups.get(group_id)
         if group is None:
             order = (*ticket_order(group_id), self._arrivals) if self.ordered else self._arrivals
-            self._groups[group_id] = self._new[group_id] = HeldGroup(group_id, order, [rollout])
+            self._groups[group_id] = self._new[group_id] = PooledGroup(group_id, order, [rollout])
             self._arrivals += 1
         elif group.pool is not None and group.pool.by_member:
             raise InvalidRolloutError(
@@ -147,25 +148,25 @@ class HeldGroups:
         else:
             group.members.append(rollout)
 
-    def arrived(self) -> list[HeldGroup]:
+    def arrived(self) -> list[PooledGroup]:
         """The groups that came since the last call and are still here, oldest first."""
         new, self._new = list(self._new.values()), {}
         return new
 
-    def get(self, group_id: str) -> HeldGroup | None:
+    def get(self, group_id: str) -> PooledGroup | None:
         """A group by its id; None where it is not here."""
         return self._groups.get(group_id)
 
-    def unplaced(self) -> Iterable[HeldGroup]:
+    def unplaced(self) -> Iterable[PooledGroup]:
         """The groups that `arrived` will return next."""
         return self._new.values()
 
-    def forget(self, group: HeldGroup) -> None:
+    def forget(self, group: PooledGroup) -> None:
         """A group leaves; its line and its places in a pool are its batch maker's to clear."""
         del self._groups[group.group_id]
         self._new.pop(group.group_id, None)
 
-    def discard(self, rollout_id: str) -> HeldGroup | None:
+    def discard(self, rollout_id: str) -> PooledGroup | None:
         """One rollout leaves, an unknown one is ignored. Returns its group where that is gone with it."""
         group = self._groups.get(rollout_id.rpartition("/")[0])
         index = None if group is None else group.find(rollout_id)
@@ -181,7 +182,7 @@ class HeldGroups:
         self.forget(group)
         return group
 
-    def retire(self, pool: "Pool", slots: Sequence[int]) -> list[HeldGroup]:
+    def retire(self, pool: "DrawPool", slots: Sequence[int]) -> list[PooledGroup]:
         """Units leave a pool and this. Returns the groups that are gone with them."""
         owners = dict.fromkeys(pool.owner(slot) for slot in slots)
         pool.remove(slots)
@@ -214,23 +215,23 @@ SLACK = 64
 
 
 @final
-class Line:
+class OrderedGroups:
     """Groups by a key, smallest first. A group stands in one line at most; if it leaves one, it leaves for good."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, HeldGroup]] = []
+        self._heap: list[tuple[Any, PooledGroup]] = []
         self._live = 0
 
     def __len__(self) -> int:
         return self._live
 
-    def join(self, group: HeldGroup, key: Any) -> None:
+    def join(self, group: PooledGroup, key: Any) -> None:
         """A group that stands in no line comes in; keys are unique in a line, and comparable."""
         group.line = self
         heapq.heappush(self._heap, (key, group))
         self._live += 1
 
-    def leave(self, group: HeldGroup) -> None:
+    def leave(self, group: PooledGroup) -> None:
         """A group that stands in this line goes."""
         group.line = None
         self._live -= 1
@@ -238,7 +239,7 @@ class Line:
             self._heap = [entry for entry in self._heap if entry[1].line is self]
             heapq.heapify(self._heap)
 
-    def pop(self) -> HeldGroup:
+    def pop(self) -> PooledGroup:
         """Takes the first group out; there must be one."""
         while True:
             _, group = heapq.heappop(self._heap)
@@ -249,11 +250,11 @@ class Line:
 
 
 @final
-class Deadlines:
+class DeadlineQueue:
     """Groups by the last update that may use them first."""
 
     def __init__(self) -> None:
-        self._by_step: dict[int, list[HeldGroup]] = {}
+        self._by_step: dict[int, list[PooledGroup]] = {}
         self._steps: list[int] = []
         self._entries = 0
         self._live = 0
@@ -261,7 +262,7 @@ class Deadlines:
     def __len__(self) -> int:
         return self._live
 
-    def set(self, group: HeldGroup, step: int) -> None:
+    def set(self, group: PooledGroup, step: int) -> None:
         """Gives a group its deadline; it may come nearer, not move away."""
         if group.deadline_step is not None:
             if step >= group.deadline_step:
@@ -276,16 +277,16 @@ class Deadlines:
         self._entries += 1
         self._sweep()
 
-    def clear(self, group: HeldGroup) -> None:
+    def clear(self, group: PooledGroup) -> None:
         """A group has no deadline any more; one that never had is ignored."""
         if group.deadline_step is not None:
             group.deadline_step = None
             self._live -= 1
             self._sweep()
 
-    def pop_due(self, step: int) -> list[HeldGroup]:
+    def pop_due(self, step: int) -> list[PooledGroup]:
         """Takes out, oldest first, every group whose deadline is `step` or has passed."""
-        due: list[HeldGroup] = []
+        due: list[PooledGroup] = []
         while self._steps and self._steps[0] <= step:
             deadline = heapq.heappop(self._steps)
             groups = self._by_step.pop(deadline)
@@ -307,36 +308,36 @@ class Deadlines:
 
 
 @final
-class FirstUses:
+class FirstUseQueue:
     """Groups with a deadline: those due first, then the oldest."""
 
     def __init__(self) -> None:
-        self._line = Line()
-        self._deadlines = Deadlines()
+        self._line = OrderedGroups()
+        self._deadlines = DeadlineQueue()
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def set_deadline(self, group: HeldGroup, step: int) -> None:
+    def set_deadline(self, group: PooledGroup, step: int) -> None:
         """A group that stands in no line comes in, or one of these has its deadline brought nearer."""
         if group.line is not self._line:
             self._line.join(group, group.order)
         self._deadlines.set(group, step)
 
-    def leave(self, group: HeldGroup) -> None:
+    def leave(self, group: PooledGroup) -> None:
         """A group goes; one that is not here is ignored."""
         if group.line is self._line:
             self._line.leave(group)
             self._deadlines.clear(group)
 
-    def pop_due(self, step: int) -> list[HeldGroup]:
+    def pop_due(self, step: int) -> list[PooledGroup]:
         """Takes out, oldest first, every group whose deadline is `step` or has passed."""
         due = self._deadlines.pop_due(step)
         for group in due:
             self._line.leave(group)
         return due
 
-    def pop(self) -> HeldGroup:
+    def pop(self) -> PooledGroup:
         """Takes the oldest group out; there must be one."""
         group = self._line.pop()
         self._deadlines.clear(group)
@@ -344,7 +345,7 @@ class FirstUses:
 
 
 @final
-class Ranks:
+class RankIndex:
     """Slots 0, 1, …, each present or not; the rank of a present slot is the number of present ones before it."""
 
     def __init__(self) -> None:
@@ -408,7 +409,7 @@ class Ranks:
 
 
 @final
-class Pool:
+class DrawPool:
     """Units in order of arrival, each drawable or not yet.
 
     Slots are good until the next `remove`.
@@ -420,8 +421,8 @@ class Pool:
 
     def __init__(self, by_member: bool) -> None:
         self.by_member = by_member
-        self._owners: list[HeldGroup | None] = []
-        self._ranks = Ranks()
+        self._owners: list[PooledGroup | None] = []
+        self._ranks = RankIndex()
         self._uses = array("i")
         self._advantages = array("f")
         self._live = 0
@@ -435,7 +436,7 @@ class Pool:
         """How many units are here, those that may not be drawn yet included."""
         return self._live
 
-    def place(self, group: HeldGroup, drawable: bool, advantages: Sequence[float] | np.ndarray | None = None) -> None:
+    def place(self, group: PooledGroup, drawable: bool, advantages: Sequence[float] | np.ndarray | None = None) -> None:
         """Gives a group its places, behind all others.
 
         Args:
@@ -452,13 +453,13 @@ class Pool:
             self._advantages.append(0.0 if advantages is None else advantages[index])
         self._live += width
 
-    def slots(self, group: HeldGroup) -> list[int]:
+    def slots(self, group: PooledGroup) -> list[int]:
         """The slots of a group's units that are still here."""
         first = group.first_slot
         end = first + (len(group.members) if self.by_member else 1)
         return [slot for slot, owner in enumerate(self._owners[first:end], first) if owner is group]
 
-    def owner(self, slot: int) -> HeldGroup:
+    def owner(self, slot: int) -> PooledGroup:
         """Whose place it is; it must not be empty."""
         group = self._owners[slot]
         assert group is not None

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
-from penstock.batch.draws import Balance, RankDraw, Shares
+from penstock.batch.draws import Balance, LargestRemainder, RankSampler
 from penstock.batch.examples import batch_metadata
-from penstock.batch.group_pool import Acceptance, FirstUses, HeldGroup, HeldGroups, Pool, group_of
+from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup
 
@@ -66,14 +67,14 @@ class RecencyBatchMaker(PacedBatchMaker):
         self._advantage: AdvantageName = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit
-        self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = HeldGroups(self._acceptance, ordered)
-        self._draw = RankDraw(alpha)
-        self._shares = Shares(balance)
+        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(self._acceptance, ordered)
+        self._draw = RankSampler(alpha)
+        self._shares = LargestRemainder(balance)
         self._randomness = BatchRandomness(seed)
         self._step = 0
-        self._paced = FirstUses()
-        self._pools: dict[str, Pool] = {}
+        self._paced = FirstUseQueue()
+        self._pools: dict[str, DrawPool] = {}
         self._last: list[RolloutGroup] = []
         self._flat: list[bool] = []
 
@@ -83,17 +84,17 @@ class RecencyBatchMaker(PacedBatchMaker):
         return placed + sum(self._width(group) for group in self._held.unplaced())
 
     @property
+    @override
     def unit(self) -> Unit:
-        """See `PacedBatchMaker.unit`."""
         return self._unit
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -117,8 +118,8 @@ class RecencyBatchMaker(PacedBatchMaker):
         flat = self._flat if self._unit == "rollout" else [not has_signal(group) for group in self._last]
         return batch_metadata(self._last, flat, batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
@@ -130,11 +131,11 @@ class RecencyBatchMaker(PacedBatchMaker):
             group.pool.set_drawable(group.pool.slots(group), False)
         self._paced.set_deadline(group, deadline_step)
 
+    @override
     def judge_arrivals(self) -> None:
-        """See `PacedBatchMaker.judge_arrivals`."""
         for group in self._held.arrived():
             as_group = group.as_group()
-            pool = self._pools.setdefault(as_group.rollouts[0].env_name, Pool(by_member=self._unit == "rollout"))
+            pool = self._pools.setdefault(as_group.rollouts[0].env_name, DrawPool(by_member=self._unit == "rollout"))
             by_batch = self._unit == "group" or self._advantage == "reinforce_pp"
             advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
             if pool.by_member:
@@ -154,7 +155,7 @@ class RecencyBatchMaker(PacedBatchMaker):
 
     # --- choosing --------------------------------------------------------------------------------------------------
 
-    def _choose(self, batch_size: int) -> list[tuple[HeldGroup, list[int]]]:
+    def _choose(self, batch_size: int) -> list[tuple[PooledGroup, list[int]]]:
         """Groups with the slots of their units that the batch takes, in batch order."""
         first = self._paced.pop_due(self._step)
         taken = sum(self._width(group) for group in first)
@@ -170,16 +171,16 @@ class RecencyBatchMaker(PacedBatchMaker):
                 chosen.setdefault(pool.owner(slot), []).append(slot)
         return list(chosen.items())
 
-    def _width(self, group: HeldGroup) -> int:
+    def _width(self, group: PooledGroup) -> int:
         return 1 if self._unit == "group" else len(group.rollouts())
 
-    def _advantages(self, chosen: list[tuple[HeldGroup, list[int]]]) -> list[np.ndarray]:
+    def _advantages(self, chosen: list[tuple[PooledGroup, list[int]]]) -> list[np.ndarray]:
         if self._unit == "group" or self._advantage == "reinforce_pp":
             return compute_advantages(self._advantage, self._last)
         return [np.array([_pool(group).advantage(slot) for slot in slots], np.float32) for group, slots in chosen]
 
-    def _count_use(self, chosen: list[tuple[HeldGroup, list[int]]]) -> None:
-        finished: dict[Pool, list[int]] = {}
+    def _count_use(self, chosen: list[tuple[PooledGroup, list[int]]]) -> None:
+        finished: dict[DrawPool, list[int]] = {}
         for group, slots in chosen:
             pool = _pool(group)
             group.uses += 1
@@ -189,12 +190,12 @@ class RecencyBatchMaker(PacedBatchMaker):
             self._held.retire(pool, slots)
 
 
-def _pool(group: HeldGroup) -> Pool:
+def _pool(group: PooledGroup) -> DrawPool:
     assert group.pool is not None  # every group was placed when create_batch began
     return group.pool
 
 
-def _chosen_members(group: HeldGroup, slots: list[int]) -> RolloutGroup:
+def _chosen_members(group: PooledGroup, slots: list[int]) -> RolloutGroup:
     """The rollouts behind these slots, as a group."""
     if not _pool(group).by_member:
         return group.as_group()

@@ -7,10 +7,12 @@ rollout that comes, goes or is drawn.
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-from penstock.batch.advantages import Baseline, Baselines, Retention, version_of
-from penstock.batch.draws import RankDraw
+from typing_extensions import override
+
+from penstock.batch.advantages import Baseline, BaselineTable, Retention, version_of
+from penstock.batch.draws import RankSampler
 from penstock.batch.examples import batch_metadata
-from penstock.batch.group_pool import Acceptance, Deadlines, HeldGroup, HeldGroups, Pool, group_of
+from penstock.batch.group_pool import AcceptanceRules, DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup
 
@@ -55,14 +57,14 @@ class GrpoBatchMaker(PacedBatchMaker):
     ) -> None:
         check_choice("retention", retention, Retention)
         self._uses = uses_limit(max_samples)
-        self._acceptance = Acceptance(max_tokens, allow_truncated_sampling, environment_name)
-        self._held = HeldGroups(self._acceptance, ordered)
-        self._baselines = Baselines(retention)
-        self._reservoir = Pool(by_member=True)
-        self._draw = RankDraw(alpha=0.0)
+        self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
+        self._held = GroupTable(self._acceptance, ordered)
+        self._baselines = BaselineTable(retention)
+        self._reservoir = DrawPool(by_member=True)
+        self._draw = RankSampler(alpha=0.0)
         self._randomness = BatchRandomness(seed)
         self._step = 0
-        self._deadlines = Deadlines()
+        self._deadlines = DeadlineQueue()
         self._dropped: list[Dropped] = []
         self._last: list[RolloutGroup] = []
 
@@ -76,12 +78,12 @@ class GrpoBatchMaker(PacedBatchMaker):
         return "rollout"
 
     @property
+    @override
     def environment_name(self) -> str | None:
-        """See `PacedBatchMaker.environment_name`."""
         return self._acceptance.environment_name
 
+    @override
     def add_rollout(self, rollout: AnyRollout) -> None:
-        """See `BatchMaker.add_rollout`."""
         self._held.add(rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -101,8 +103,8 @@ class GrpoBatchMaker(PacedBatchMaker):
         """See `BatchMaker.get_batch_metadata`; what is in it says `penstock.batch.examples.batch_metadata`."""
         return batch_metadata(self._last, [False] * len(self._last), batch)
 
+    @override
     def set_step(self, step: int) -> None:
-        """See `PacedBatchMaker.set_step`."""
         self._step = step
 
     def set_deadline(self, group_id: str, deadline_step: int) -> None:
@@ -111,8 +113,8 @@ class GrpoBatchMaker(PacedBatchMaker):
         if group is not None:
             self._deadlines.set(group, deadline_step)
 
+    @override
     def judge_arrivals(self) -> None:
-        """See `PacedBatchMaker.judge_arrivals`."""
         touched: dict[Baseline, None] = {}
         for group in self._held.arrived():
             baseline = self._baselines.find(group)
@@ -140,8 +142,8 @@ class GrpoBatchMaker(PacedBatchMaker):
             if gone is not None:
                 self._forget(gone)
 
+    @override
     def dropped(self) -> list[Dropped]:
-        """See `PacedBatchMaker.dropped`."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -171,7 +173,7 @@ class GrpoBatchMaker(PacedBatchMaker):
         ranks = self._draw.draw(len(self._reservoir), count, self._randomness.next(self._step))
         return first + self._reservoir.select(ranks)
 
-    def _member(self, slot: int) -> tuple[HeldGroup, AnyRollout]:
+    def _member(self, slot: int) -> tuple[PooledGroup, AnyRollout]:
         group = self._reservoir.owner(slot)
         rollout = group.members[slot - group.first_slot]
         assert rollout is not None  # a slot with an owner has a rollout
@@ -181,12 +183,12 @@ class GrpoBatchMaker(PacedBatchMaker):
         for group in self._held.retire(self._reservoir, slots):
             self._forget(group)
 
-    def _forget(self, group: HeldGroup) -> None:
+    def _forget(self, group: PooledGroup) -> None:
         self._deadlines.clear(group)
         self._baselines.leave(group)
 
 
-def _advantage(group: HeldGroup, rollout: AnyRollout) -> float:
+def _advantage(group: PooledGroup, rollout: AnyRollout) -> float:
     assert group.baseline is not None  # what is in the reservoir was judged
     return group.baseline.advantage(rollout.episode_reward)
 
@@ -199,7 +201,7 @@ def _by_group(rollouts: Iterable[AnyRollout]) -> list[RolloutGroup]:
     return [group_of(of_one) for of_one in members.values()]
 
 
-def _problem(group: HeldGroup) -> str:
+def _problem(group: PooledGroup) -> str:
     first = group.rollouts()[0]
     return f"problem {first.env_name}:{first.env_example_id}"
 

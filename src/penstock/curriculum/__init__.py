@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from penstock.curriculum.curriculum import Curriculum, CurriculumBase, CurriculumLog, CurriculumUpdate
     from penstock.curriculum.progress import CurriculumEvent, LessonProgress, evaluation_due
-    from penstock.curriculum.remote import CurriculumAnswer, CurriculumService, RemoteCurriculum
+    from penstock.curriculum.remote import CurriculumAnswer, CurriculumReply, CurriculumService, RemoteCurriculum
 
 _EXPORTS = {
     "Curriculum": "curriculum",
@@ -22,6 +22,7 @@ _EXPORTS = {
     "CurriculumConfig": "config",
     "CurriculumEvent": "progress",
     "CurriculumLog": "curriculum",
+    "CurriculumReply": "remote",
     "CurriculumService": "remote",
     "CurriculumUpdate": "curriculum",
     "EnvironmentConfig": "config",
@@ -40,6 +41,7 @@ __all__ = [
     "CurriculumConfig",
     "CurriculumEvent",
     "CurriculumLog",
+    "CurriculumReply",
     "CurriculumService",
     "CurriculumUpdate",
     "EnvironmentConfig",

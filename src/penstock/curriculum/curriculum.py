@@ -37,7 +37,7 @@ class Curriculum:
     """Chooses lessons and keeps their records. Implements `LessonChooser` and `Checkpointable`.
 
     Args:
-        config: The lessons.
+        config: The lessons, their dependencies and the limits by which they unlock and graduate.
     """
 
     def __init__(self, config: CurriculumConfig) -> None:
@@ -162,7 +162,7 @@ class Curriculum:
             return found
 
     def state(self) -> dict[str, Any]:
-        """See `penstock.types.Checkpointable`."""
+        """The progress of every lesson, for a checkpoint: plain values by lesson id."""
         with self._lock:
             return {"lessons": {lesson_id: progress.state() for lesson_id, progress in self._progress.items()}}
 
@@ -286,7 +286,7 @@ class CurriculumLog:
     """A base state and the updates since, numbered from 1 in each life of the run.
 
     Args:
-        config: The lessons.
+        config: The lessons, their dependencies and the limits by which they unlock and graduate.
         state: The checkpoint's; None for a new run.
     """
 

@@ -26,7 +26,7 @@ def is_plateaued(results: Sequence[float], window: int, threshold: float) -> boo
     series is level; one shorter than the window is not.
 
     Args:
-        results: Oldest first.
+        results: One success rate per group, oldest first.
         window: At least 3.
         threshold: Largest relative change over the window, not reached.
     """
@@ -68,7 +68,7 @@ def student_t_p_value(t: float, freedom: int) -> float:
     26.7.3 and 26.7.4.
 
     Args:
-        t: The statistic.
+        t: The value of Student's t statistic.
         freedom: ν ≥ 1.
     """
     theta = math.atan(abs(t) / math.sqrt(freedom))

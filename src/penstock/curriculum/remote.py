@@ -21,7 +21,7 @@ from penstock.curriculum.progress import CurriculumEvent, choose
 from penstock.types import (
     Caller,
     PenstockError,
-    PersistentCaller,
+    RetryingCaller,
     RolloutBatch,
     RolloutBatchStats,
     RolloutGroup,
@@ -34,7 +34,7 @@ from penstock.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class CurriculumAnswer:
+class CurriculumReply:
     """How the curriculum stands.
 
     Attributes:
@@ -54,11 +54,15 @@ class CurriculumAnswer:
     complete: bool = False
 
 
+CurriculumAnswer = CurriculumReply
+"""The earlier name."""
+
+
 class CurriculumService:
     """Applies a log. Thread-safe.
 
     Args:
-        config: The lessons.
+        config: The same lessons on both sides of the connection.
     """
 
     def __init__(self, config: CurriculumConfig) -> None:
@@ -71,7 +75,7 @@ class CurriculumService:
 
     def apply(
         self, lineage: int, first_number: int, updates: Sequence[CurriculumUpdate], base: CurriculumBase | None = None
-    ) -> CurriculumAnswer:
+    ) -> CurriculumReply:
         """Takes updates in; those that were applied before change nothing.
 
         Args:
@@ -91,13 +95,13 @@ class CurriculumService:
                 self._curriculum, self._events = make_curriculum(self._config, base), []
             curriculum = self._curriculum
             if curriculum is None or lineage != self._lineage or first_number > self._applied + 1:
-                return CurriculumAnswer(None)
+                return CurriculumReply(None)
             self._events = [(number, event) for number, event in self._events if number >= first_number]
             for number, update in enumerate(updates, start=first_number):
                 if number > self._applied:
                     self._events += [(number, event) for event in update.apply(curriculum)]
                     self._applied = number
-            return CurriculumAnswer(
+            return CurriculumReply(
                 self._applied,
                 curriculum.probabilities(),
                 tuple(self._events),
@@ -135,13 +139,13 @@ class RemoteCurriculum:
     """Implements `LessonChooser`, `CurriculumRecord` and `Checkpointable`. Thread-safe; `start` and `stop` it.
 
     Args:
-        config: The lessons.
+        config: The same lessons on both sides of the connection.
         caller: Reaches a `CurriculumService`.
         lineage: Of this life of the run.
         strict: Nothing is drawn before everything that was recorded is known to the curriculum (staleness zero).
-        on_event: Told of lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
+        on_event: Called with lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
             `restore` finds.
-        on_failure: Told of the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
+        on_failure: Called with the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
         limit_s: So long the curriculum may be out of reach.
     """
 
@@ -157,7 +161,7 @@ class RemoteCurriculum:
         limit_s: float = 300.0,
     ) -> None:
         self.config = config
-        self._calls = PersistentCaller(caller, "curriculum-0", limit_s)
+        self._calls = RetryingCaller(caller, "curriculum-0", limit_s)
         self._lineage = lineage
         self._strict = strict
         self._on_event = on_event
@@ -302,7 +306,7 @@ class RemoteCurriculum:
             base = self._log.base if self._needs_base else None
             first = (self._pushed if base is None else base.number) + 1
             updates = self._log.since(first - 1)
-        answer: CurriculumAnswer = self._calls.call("apply", self._lineage, first, updates, base, timeout_s=CALL_S)
+        answer: CurriculumReply = self._calls.call("apply", self._lineage, first, updates, base, timeout_s=CALL_S)
         if answer.applied is None:
             self._needs_base = True
             return
@@ -316,8 +320,8 @@ class RemoteCurriculum:
         self._on_news()
 
 
-def _standing(curriculum: Curriculum, number: int) -> CurriculumAnswer:
-    return CurriculumAnswer(
+def _standing(curriculum: Curriculum, number: int) -> CurriculumReply:
+    return CurriculumReply(
         number,
         curriculum.probabilities(),
         (),

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard.groups import state_style
-from penstock.dashboard.lookup import StoredRollout, Use
+from penstock.dashboard.lookup import BatchUse, StoredRollout
 from penstock.dashboard.tokens import TokenText, printable
 from penstock.types import AnyRollout, Turn
 
@@ -155,8 +155,8 @@ def conversation(stored: StoredRollout, style: ConversationStyle, after: StoredR
     """One rollout.
 
     Args:
-        stored: The rollout.
-        style: How.
+        stored: The rollout to show, with its texts and its tokens.
+        style: Colours and what is shown beside the text.
         after: A rollout that is shown above it: what both have in common is left out.
     """
     rollout = stored.record.rollout
@@ -223,7 +223,7 @@ def _facts(stored: StoredRollout) -> Iterator[tuple[str, str]]:
         yield "fate", stored.fate_reason
 
 
-def _use_words(use: Use, stored: StoredRollout) -> str:
+def _use_words(use: BatchUse, stored: StoredRollout) -> str:
     advantage = use.advantage(stored.record.rollout.response_mask)
     words = f"update {use.step}" + (f" of lineage {use.lineage}" if use.lineage else "")
     words += "" if advantage is None else f", advantage {advantage:+.4f}"
@@ -329,7 +329,7 @@ def token_table(stored: StoredRollout, token_text: TokenText | None) -> Table:
     """One row per response token; positions count from the first token of the prompt.
 
     Args:
-        stored: The rollout.
+        stored: The rollout to show, with its texts and its tokens.
         token_text: Decodes tokens; None leaves the text out.
     """
     rollout = stored.record.rollout

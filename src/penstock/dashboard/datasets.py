@@ -244,14 +244,14 @@ class DatasetReport:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _ExportCounts:
     examples: int = 0
     without_text: int = 0
     indistinct: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Selection:
     """One example to be: a rollout, or a better and a worse one."""
 
     group_id: str
@@ -283,27 +283,27 @@ def _export(views: RunViews, request: DatasetRequest) -> DatasetReport:
             f"--select {request.selection} finds nothing among {len(candidates)} rollouts{words}: "
             "loosen --min-reward, --min-margin or the filters"
         )
-    tally = _Tally()
+    counts = _ExportCounts()
     is_pairs = request.selection == "pairs"
-    examples = _at_least_one(_examples(views, choices, tally), tally, request)
+    examples = _at_least_one(_examples(views, choices, counts), counts, request)
     write_dataset(request.path, request.format, examples, is_pairs, views.directory.path.name)
-    return DatasetReport(request.path, tally.examples, len(candidates), tally.without_text, tally.indistinct)
+    return DatasetReport(request.path, counts.examples, len(candidates), counts.without_text, counts.indistinct)
 
 
 def _at_least_one(
-    examples: Iterator[dict[str, Any]], tally: _Tally, request: DatasetRequest
+    examples: Iterator[dict[str, Any]], counts: _ExportCounts, request: DatasetRequest
 ) -> Iterator[dict[str, Any]]:
     """Fails at its end where there was none, so that no empty data set is left."""
     yield from examples
-    if not tally.examples:
+    if not counts.examples:
         raise ConfigError(
-            f"--select {request.selection} finds no example: of what it chose, {tally.without_text:,} have no text"
-            + (f" and {tally.indistinct:,} are pairs of equal texts or different prompts" if tally.indistinct else "")
+            f"--select {request.selection} finds no example: of what it chose, {counts.without_text:,} have no text"
+            + (f" and {counts.indistinct:,} are pairs of equal texts or different prompts" if counts.indistinct else "")
             + ": choose others by --select, --step, --lesson or --fate"
         )
 
 
-def _choose(members: Sequence[Mapping[str, Any]], request: DatasetRequest) -> list[_Choice]:
+def _choose(members: Sequence[Mapping[str, Any]], request: DatasetRequest) -> list[_Selection]:
     """Which examples a group gives; its members come best first."""
     best, worst = members[0], members[-1]
     if request.selection == "pairs":
@@ -318,8 +318,8 @@ def _good(member: Mapping[str, Any], request: DatasetRequest) -> bool:
     return request.min_reward is None or member["reward"] >= request.min_reward
 
 
-def _choice(*members: Mapping[str, Any]) -> _Choice:
-    return _Choice(
+def _choice(*members: Mapping[str, Any]) -> _Selection:
+    return _Selection(
         members[0]["group_id"],
         tuple(member["rollout_id"] for member in members),
         tuple(member["reward"] for member in members),
@@ -327,9 +327,9 @@ def _choice(*members: Mapping[str, Any]) -> _Choice:
     )
 
 
-def _examples(views: RunViews, choices: Sequence[_Choice], tally: _Tally) -> Iterator[dict[str, Any]]:
+def _examples(views: RunViews, choices: Sequence[_Selection], counts: _ExportCounts) -> Iterator[dict[str, Any]]:
     """Joins choices with their texts, in the order of the files."""
-    pending: dict[str, list[_Choice]] = defaultdict(list)
+    pending: dict[str, list[_Selection]] = defaultdict(list)
     for choice in choices:
         for rollout_id in choice.ids:
             pending[rollout_id].append(choice)
@@ -341,21 +341,21 @@ def _examples(views: RunViews, choices: Sequence[_Choice], tally: _Tally) -> Ite
             texts[row["rollout_id"]] = row
             for choice in pending[row["rollout_id"]]:
                 if all(rollout_id in texts for rollout_id in choice.ids):
-                    yield from _example(choice, [texts[rollout_id] for rollout_id in choice.ids], tally)
+                    yield from _example(choice, [texts[rollout_id] for rollout_id in choice.ids], counts)
                     for rollout_id in choice.ids:
                         del texts[rollout_id]
 
 
-def _example(choice: _Choice, rows: Sequence[Mapping[str, Any]], tally: _Tally) -> Iterator[dict[str, Any]]:
+def _example(choice: _Selection, rows: Sequence[Mapping[str, Any]], counts: _ExportCounts) -> Iterator[dict[str, Any]]:
     """The example of a choice, or none."""
     parted = [_parted(row["turns"]) for row in rows]
     if any(part is None for part in parted):
-        tally.without_text += 1
+        counts.without_text += 1
         return
     (prompt, completion), *rest = [part for part in parted if part is not None]
     first = rows[0]
     origin = {key: first[key] for key in ("lesson_id", "env_name", "env_example_id")}
-    tally.examples += 1
+    counts.examples += 1
     if not rest:
         yield {
             "prompt": prompt,
@@ -371,8 +371,8 @@ def _example(choice: _Choice, rows: Sequence[Mapping[str, Any]], tally: _Tally) 
         return
     (other_prompt, rejected) = rest[0]
     if other_prompt != prompt or rejected == completion:
-        tally.examples -= 1
-        tally.indistinct += 1
+        counts.examples -= 1
+        counts.indistinct += 1
         return
     yield {
         "prompt": prompt,

@@ -162,7 +162,7 @@ def list_groups(views: RunViews, wanted: GroupFilter, limit: int | None) -> Grou
 
     Args:
         views: Of the run.
-        wanted: The filter.
+        wanted: Which groups are listed.
         limit: Most groups; None means all.
 
     Raises:
@@ -258,15 +258,15 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
     counts = count_rollouts(views)
     console.print(run_title(views), highlight=False)
     if not page.groups:
-        say(console, _nothing(views, wanted, counts))
+        print_line(console, _nothing(views, wanted, counts))
         return
     console.print(group_table(page.groups, console.width))
-    say(console, totals(counts), style="dim")
+    print_line(console, totals(counts), style="dim")
     if page.total > len(page.groups):
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
-        say(console, more + "--lesson L, --fate F", style="dim")
+        print_line(console, more + "--lesson L, --fate F", style="dim")
     words = shlex.join([str(views.directory.path), "--show", page.groups[0].group_id])
-    say(console, f"  penstock rollouts {words}", style="cyan")
+    print_line(console, f"  penstock rollouts {words}", style="cyan")
 
 
 def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:
@@ -389,6 +389,6 @@ def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
     return "No rollouts yet: the run has started no group so far."
 
 
-def say(console: Console, line: str, style: str = "") -> None:
+def print_line(console: Console, line: str, style: str = "") -> None:
     """Prints a line of words; a command in cyan is never broken."""
     console.print(Text(printable(line), style=style), soft_wrap=style == "cyan")

@@ -24,7 +24,7 @@ FROM rollouts WHERE rollout_id IN (SELECT unnest(?))
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class BatchUse:
     """One update that had a rollout in its batch.
 
     Attributes:
@@ -63,7 +63,7 @@ class StoredRollout:
     state: str
     fate_step: int | None
     fate_reason: str | None
-    uses: tuple[Use, ...]
+    uses: tuple[BatchUse, ...]
 
     @property
     def rollout_id(self) -> str:
@@ -192,13 +192,13 @@ def _why_missing(views: RunViews, name: str) -> str:
     return f"--show {name}: there is no rollout or group with this id; {hint}"
 
 
-def _uses(views: RunViews, records: dict[str, RolloutRecord]) -> dict[str, tuple[Use, ...]]:
+def _uses(views: RunViews, records: dict[str, RolloutRecord]) -> dict[str, tuple[BatchUse, ...]]:
     """The batches of each rollout; a batch row may be shared by several."""
     if not records:
         return {}
     survives = dict(views.select("SELECT DISTINCT batch_id, survives FROM uses").rows())
     table = views.files.read_uses(list(records))
-    uses: dict[str, list[Use]] = {rollout_id: [] for rollout_id in records}
+    uses: dict[str, list[BatchUse]] = {rollout_id: [] for rollout_id in records}
     for row, example in enumerate(examples_from_table(table)):
         for segment, rollout_id in enumerate(example.rollout_ids, start=1):
             if rollout_id not in records:
@@ -211,6 +211,6 @@ def _uses(views: RunViews, records: dict[str, RolloutRecord]) -> dict[str, tuple
     return {key: tuple(sorted(found, key=lambda use: (use.lineage, use.step))) for key, found in uses.items()}
 
 
-def _use(table: pa.Table, row: int, survives: dict[str, bool], advantages: np.ndarray) -> Use:
+def _use(table: pa.Table, row: int, survives: dict[str, bool], advantages: np.ndarray) -> BatchUse:
     batch_id, step, lineage = (table.column(name)[row].as_py() for name in ("batch_id", "step", "lineage"))
-    return Use(batch_id, step, lineage, survives.get(batch_id, False), advantages)
+    return BatchUse(batch_id, step, lineage, survives.get(batch_id, False), advantages)

@@ -27,8 +27,8 @@ from penstock.dashboard.groups import (
     counts_text,
     print_groups,
     print_groups_json,
+    print_line,
     run_title,
-    say,
     state_style,
     totals,
 )
@@ -67,15 +67,15 @@ def print_fragments(views: RunViews, wanted: GroupFilter, limit: int | None, con
     counts = count_rollouts(views, "fragments")
     console.print(run_title(views), highlight=False)
     if not rows:
-        say(console, _nothing(wanted, counts))
+        print_line(console, _nothing(wanted, counts))
         return
     console.print(_table(rows))
-    say(console, totals(counts, "fragments"), style="dim")
+    print_line(console, totals(counts, "fragments"), style="dim")
     if rows[0]["total"] > len(rows):
         more = f"{rows[0]['total'] - len(rows):,} older fragments are not shown: --limit {rows[0]['total']}, --step N, "
-        say(console, more + "--lesson TASK, --fate F", style="dim")
+        print_line(console, more + "--lesson TASK, --fate F", style="dim")
     query = shlex.join([str(views.directory.path), "--sql", "select task, rewards, faults from fragments limit 5"])
-    say(console, f"  penstock rollouts {query}", style="cyan")
+    print_line(console, f"  penstock rollouts {query}", style="cyan")
 
 
 def print_fragments_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:

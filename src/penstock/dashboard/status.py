@@ -70,7 +70,7 @@ def read_run_status(
     """Looks at a run directory; changes nothing in it.
 
     Args:
-        path: The directory.
+        path: The run directory.
         clock: Unix seconds.
         process_lives: Whether a process of this machine is there.
 

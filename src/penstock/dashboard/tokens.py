@@ -27,7 +27,7 @@ _PACKAGED = "penstock"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenSpan:
     """Tokens that make up some text together: mostly one token.
 
     Attributes:
@@ -72,14 +72,14 @@ class TokenText:
                 tried.append(f"{path} cannot be read ({error})")
         raise ConfigError("the run has no tokenizer: " + "; ".join(tried))
 
-    def pieces(self, tokens: Sequence[int], breaks: Collection[int] = ()) -> list[Piece]:
+    def pieces(self, tokens: Sequence[int], breaks: Collection[int] = ()) -> list[TokenSpan]:
         """Splits tokens into the smallest pieces that are whole characters.
 
         Args:
             tokens: Ids, special ones included; those that the vocabulary lacks appear as ``⟨id⟩``.
             breaks: Positions that no piece crosses, such as the beginnings of turns.
         """
-        pieces: list[Piece] = []
+        pieces: list[TokenSpan] = []
         context = start = 0  # the text of a token may depend on the one before it: a leading space, for example
         for stop in range(1, len(tokens) + 1):
             at_break = stop == len(tokens) or stop in breaks
@@ -87,17 +87,17 @@ class TokenText:
             whole = bool(text) and not text.endswith(_REPLACEMENT)
             if not whole and not at_break and stop - start < _LONGEST_CHARACTER_TOKENS:
                 continue
-            pieces += self._split(tokens, Piece(start, stop, text))
+            pieces += self._split(tokens, TokenSpan(start, stop, text))
             context, start = (start, stop) if whole and not at_break else (stop, stop)
         return pieces
 
-    def _split(self, tokens: Sequence[int], piece: Piece) -> list[Piece]:
+    def _split(self, tokens: Sequence[int], piece: TokenSpan) -> list[TokenSpan]:
         """A last token that is whole by itself stands apart from broken bytes before it."""
         last = self._text(tokens[piece.stop - 1 : piece.stop])
         before = piece.text[: len(piece.text) - len(last)]
         if piece.stop - piece.start == 1 or not before or not piece.text.endswith(last) or last.endswith(_REPLACEMENT):
             return [piece]
-        return [Piece(piece.start, piece.stop - 1, before), Piece(piece.stop - 1, piece.stop, last)]
+        return [TokenSpan(piece.start, piece.stop - 1, before), TokenSpan(piece.stop - 1, piece.stop, last)]
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Decoded, with a name for every id that the vocabulary lacks."""
@@ -137,7 +137,7 @@ def printable(text: str, newlines: bool = False) -> str:
     r"""The text with every control, format and surrogate character as an escape, such as ``\x1b`` or ``\u202e``.
 
     Args:
-        text: Anything.
+        text: Any text, whether a policy, a user or a simulator wrote it.
         newlines: Keep line ends; otherwise they are escaped too.
     """
     if text.isascii() and text.isprintable():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Reference, Template
 from penstock.environments.calculator import calculate, show_number
@@ -31,7 +32,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
     """Rewards the right number, and nothing else.
 
     Args:
-        difficulty: Which expressions.
+        difficulty: ``easy``, ``medium`` or ``hard``, as the module describes them.
         name: Stands on every rollout; by default ``arithmetic-<difficulty>``.
         template: How prompts are put to the policy.
     """
@@ -40,12 +41,12 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         super().__init__(name or f"arithmetic-{difficulty}", template)
         self._train, self._eval = _POOLS[difficulty]()
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
     def references(self, example: Example) -> list[Reference]:

@@ -82,7 +82,7 @@ class Environment(ABC):
         """Draws problems, lets the policy answer, and scores the answers.
 
         Args:
-            inference_ctx: The policy.
+            inference_ctx: Generates with the policy's present weights.
             n_examples: How many problems; each gives one group, drawn twice or not.
             n_generations: Answers per problem.
             decoding: How to sample; `max_output_tokens` covers the whole response, tool tokens included.

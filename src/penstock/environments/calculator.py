@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Reference, Template
-from penstock.environments.episode import Episode, generate_each
+from penstock.environments.episode import EpisodeBuilder, generate_each
 from penstock.environments.example_environment import (
     FAILURES,
     Example,
@@ -143,7 +144,7 @@ class _Attempt:
     """One rollout under way: the task, its episode, and the seed of its second turn."""
 
     task: Task
-    episode: Episode
+    episode: EpisodeBuilder
     seed: int
     answer: str = ""
     failure: Failure | None = None
@@ -174,12 +175,12 @@ class CalculatorEnvironment(ExampleEnvironment):
             raise ValueError(f"largest is {largest}: it must be at least 2")
         self._train, self._eval = split_by_rank(_examples(largest), EVAL_FRACTION, lambda e: e.example_id)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
     def references(self, example: Example) -> list[Reference]:
@@ -198,11 +199,11 @@ class CalculatorEnvironment(ExampleEnvironment):
         calls = sum(turn.role == "tool" for rollout in rollouts for turn in rollout.turns)
         return {"tool_calls": calls / len(rollouts)} if rollouts else {}
 
+    @override
     def play(
         self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
     ) -> list[Outcome]:
-        """See `ExampleEnvironment.play`."""
-        budget = _Budget.of(decoding)
+        budget = _TurnBudget.of(decoding)
         calling = replace(
             decoding, max_output_tokens=budget.call_tokens, stop_strings=(*decoding.stop_strings, CALL_END)
         )
@@ -227,9 +228,9 @@ class CalculatorEnvironment(ExampleEnvironment):
         completion: Completion,
         position: int,
         decoding: Decoding,
-        budget: "_Budget",
+        budget: "_TurnBudget",
     ) -> _Attempt:
-        episode = Episode(task.prompt, task.prompt_tokens, decoding)
+        episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         attempt = _Attempt(task, episode, fold(task.seed, "answer", position), completion.text)
         try:
             episode.say(completion)
@@ -271,7 +272,7 @@ class CalculatorEnvironment(ExampleEnvironment):
 
 
 @dataclass(frozen=True, slots=True)
-class _Budget:
+class _TurnBudget:
     """How the response's tokens are shared out."""
 
     call_tokens: int
@@ -279,7 +280,7 @@ class _Budget:
     answer_tokens: int
 
     @classmethod
-    def of(cls, decoding: Decoding) -> "_Budget":
+    def of(cls, decoding: Decoding) -> "_TurnBudget":
         total = decoding.max_output_tokens
         if total < _LEAST_BUDGET_TOKENS:
             raise EnvironmentFailure(

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from typing_extensions import override
+
 from penstock.environments.base import Reference, Template
 from penstock.environments.episode import SingleTurnEnvironment
 from penstock.environments.example_environment import Example, split_by_rank
@@ -55,20 +57,20 @@ class CatsEnvironment(SingleTurnEnvironment):
         self._animals = animals
         self._train, self._eval = split_by_rank(_examples(variant, animals), EVAL_FRACTION, lambda e: e.example_id)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
+    @override
     def references(self, example: Example) -> list[Reference]:
-        """See `ExampleEnvironment.references`."""
         return [Reference(self.shaped(example), f" a {example.answer}.")]
 
+    @override
     def score(self, example: Example, text: str, completion: Completion) -> float:
-        """See `score_answer`."""
         others = [animal for animal in self._animals if animal != example.answer]
         return score_answer(text, example.answer, others, completion.finish_reason == "stop")
 
@@ -82,7 +84,7 @@ def score_answer(text: str, animal: str, others: Sequence[str], ended: bool) -> 
     answer that ends without any animal earns 0.1: a policy that knows nothing must first learn to end at all.
 
     Args:
-        text: The answer.
+        text: The policy's answer, decoded.
         animal: What is to be said.
         others: What is not to be said instead.
         ended: Whether the policy ended the answer by itself.

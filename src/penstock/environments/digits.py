@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from penstock.environments.base import Template
 from penstock.environments.episode import SingleTurnEnvironment
 from penstock.environments.example_environment import Example, split_by_rank
@@ -36,16 +38,16 @@ class DigitsEnvironment(SingleTurnEnvironment):
             raise ValueError(f"terms is {terms}: at least one term has to be asked for")
         self._train, self._eval = split_by_rank(_examples(terms, largest, steps), EVAL_FRACTION, lambda e: e.example_id)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
+    @override
     def score(self, example: Example, text: str, completion: Completion) -> float:
-        """See `score_terms`."""
         return score_terms(text, example.answer.split(), completion.finish_reason == "stop")
 
 
@@ -53,7 +55,7 @@ def score_terms(text: str, expected: Sequence[str], ended: bool) -> float:
     """The share of right terms from the first on, halved where the answer goes on or holds anything else.
 
     Args:
-        text: The answer.
+        text: The policy's answer, decoded.
         expected: The terms that follow.
         ended: Whether the policy ended the answer by itself.
     """

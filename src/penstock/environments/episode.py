@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Prompt, check_rewards, prompt_text
 from penstock.environments.example_environment import FAILURES, Example, ExampleEnvironment, Failure, Outcome, Task
@@ -27,7 +28,7 @@ from penstock.types import (
 )
 
 
-class Episode:
+class EpisodeBuilder:
     """A conversation under way.
 
     Args:
@@ -130,6 +131,10 @@ class Episode:
         self._turns.append(Turn(role, text, start, start + len(tokens)))
 
 
+Episode = EpisodeBuilder
+"""The earlier name."""
+
+
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
@@ -145,10 +150,10 @@ class GroupScoredEnvironment(ExampleEnvironment):
             EnvironmentFailure: the verifier broke; this group fails, and no other.
         """
 
+    @override
     def play(
         self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
     ) -> list[Outcome]:
-        """See `ExampleEnvironment.play`."""
         answered = generate_each(inference_ctx, tasks, n_generations, decoding)
         return [
             completions if isinstance(completions, Failure) else self._finish(task, completions, decoding)
@@ -173,7 +178,7 @@ class GroupScoredEnvironment(ExampleEnvironment):
             )
 
     def _rollout(self, task: Task, completion: Completion, reward: float, decoding: Decoding) -> Rollout:
-        episode = Episode(task.prompt, task.prompt_tokens, decoding)
+        episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
         episode.say(completion)
         episode.credit(reward)
         return episode.rollout(self.name, task.example.example_id)
@@ -187,13 +192,13 @@ class SingleTurnEnvironment(GroupScoredEnvironment):
         """The reward of one answer.
 
         Args:
-            example: The problem.
+            example: The problem that was asked.
             text: The answer, without special tokens.
             completion: All of it; ``completion.finish_reason == "length"`` says that the answer was cut.
         """
 
+    @override
     def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
-        """See `GroupScoredEnvironment.score_group`."""
         return [self.score(example, completion.text, completion) for completion in completions]
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, SupportsInt, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Environment, Prompt, Reference, Template, shape_prompt
 from penstock.types import (
@@ -58,7 +59,7 @@ def draw(examples: Sequence[T], n: int, rng: np.random.Generator) -> list[T]:
     Args:
         examples: At least one.
         n: How many; may exceed the number of examples.
-        rng: Decides.
+        rng: Source of the draw; the same state draws the same examples.
     """
     rounds, rest = divmod(n, len(examples))
     order = [index for _ in range(rounds) for index in rng.permutation(len(examples))]
@@ -197,8 +198,8 @@ class ExampleEnvironment(Environment):
             logger.warning("environment %s: a group failed: %s", self.name, failure)
         return groups, {"failed_groups": float(len(failures)), **self.metrics(groups)}
 
+    @override
     def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:
-        """See `Environment.reference_examples`."""
         rng = generator(fold(as_seed(prng_key), "references"))
         found = [r for example in draw(self._pools["train"], n, rng) for r in self.references(example)]
         if n and not found:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from penstock.environments import rewards as graders
 from penstock.environments.base import Prompt, Template
 from penstock.environments.episode import GroupScoredEnvironment
@@ -170,12 +172,12 @@ class JsonlEnvironment(GroupScoredEnvironment):
         self._pool: RewardPool | None = None
         self._score = self._scorer(reward, reward_processes, reward_timeout_s, reward_start_timeout_s)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
     def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:

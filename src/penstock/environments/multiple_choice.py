@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from penstock.environments.base import Reference, Template
 from penstock.environments.episode import SingleTurnEnvironment
@@ -39,20 +40,20 @@ class MultipleChoiceEnvironment(SingleTurnEnvironment):
         self._letters = LETTERS[:options]
         self._train, self._eval = split_by_rank(_examples(options), EVAL_FRACTION, lambda e: e.example_id)
 
+    @override
     def train_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.train_examples`."""
         return self._train
 
+    @override
     def eval_examples(self) -> Sequence[Example]:
-        """See `ExampleEnvironment.eval_examples`."""
         return self._eval
 
+    @override
     def references(self, example: Example) -> list[Reference]:
-        """See `ExampleEnvironment.references`."""
         return [Reference(self.shaped(example), f" {example.answer}")]
 
+    @override
     def score(self, example: Example, text: str, completion: Completion) -> float:
-        """See `score_choice`."""
         return score_choice(text, example.answer, self._letters, completion.finish_reason == "stop")
 
 

@@ -10,20 +10,22 @@ if TYPE_CHECKING:
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
     from penstock.fleet.fragments import FragmentCutter
     from penstock.fleet.jax_policy import JaxPolicyRunner
-    from penstock.fleet.manager import CountedSink, FleetReports, FleetWorker, RolloutManager
+    from penstock.fleet.manager import CountedSink, CountingSink, FleetReports, FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy import Pending, PolicyRunner, Simulators
     from penstock.fleet.pool import SimulatorPool
     from penstock.fleet.rollout_loop import RolloutWorker
     from penstock.fleet.serial import SerialPool
-    from penstock.fleet.steps import Arrival, Decision, StepBatch
+    from penstock.fleet.steps import ActionBatch, Arrival, Decision, StepArrival, StepBatch
     from penstock.fleet.user_policy import UserPolicyRunner
-    from penstock.fleet.video import FilmedPool
-    from penstock.fleet.worker import RolloutWorkerWrapper, WorkerCondition, WorkerReport
+    from penstock.fleet.video import FilmedPool, RecordingPool
+    from penstock.fleet.worker import RolloutWorkerWrapper, WorkerCondition, WorkerReport, WorkerStatus
 
 _EXPORTS = {
+    "ActionBatch": "steps",
     "Arrival": "steps",
     "CountedSink": "manager",
+    "CountingSink": "manager",
     "Decision": "steps",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
@@ -37,6 +39,7 @@ _EXPORTS = {
     "PipelineMonitor": "pipeline_monitor",
     "PolicyEvaluation": "evaluation",
     "PolicyRunner": "policy",
+    "RecordingPool": "video",
     "RolloutManager": "manager",
     "RolloutWorker": "rollout_loop",
     "RolloutWorkerWrapper": "worker",
@@ -46,20 +49,23 @@ _EXPORTS = {
     "SimulatorPool": "pool",
     "Simulators": "policy",
     "StepAccount": "accounting",
+    "StepArrival": "steps",
     "StepBatch": "steps",
     "UserPolicyRunner": "user_policy",
     "VideoConfig": "config",
     "WorkerCondition": "worker",
     "WorkerReport": "worker",
+    "WorkerStatus": "worker",
     "evaluate_policy": "evaluation",
 }
 
 __all__ = [
-    "Arrival", "CountedSink", "Decision", "Episode", "EpisodeStatistics", "FilmedPool", "FleetConfig", "FleetReports",
-    "FleetWorker", "FragmentCutter", "JaxPolicyRunner", "Pending", "PipelineMonitor", "PolicyEvaluation",
-    "PolicyRunner", "RolloutManager", "RolloutWorker", "RolloutWorkerWrapper", "SerialPool", "SimulatorConfig",
-    "SimulatorLimits", "SimulatorPool", "Simulators", "StepAccount", "StepBatch", "UserPolicyRunner", "VideoConfig",
-    "WorkerCondition", "WorkerReport", "evaluate_policy",
+    "ActionBatch", "Arrival", "CountedSink", "CountingSink", "Decision", "Episode", "EpisodeStatistics", "FilmedPool",
+    "FleetConfig", "FleetReports", "FleetWorker", "FragmentCutter", "JaxPolicyRunner", "Pending", "PipelineMonitor",
+    "PolicyEvaluation", "PolicyRunner", "RecordingPool", "RolloutManager", "RolloutWorker", "RolloutWorkerWrapper",
+    "SerialPool", "SimulatorConfig", "SimulatorLimits", "SimulatorPool", "Simulators", "StepAccount", "StepArrival",
+    "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerCondition", "WorkerReport", "WorkerStatus",
+    "evaluate_policy",
 ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""The rollout worker's view of one simulator process through all of its incarnations: what it says, owes, and may take.
+"""The rollout worker's view of one simulator process through all of its incarnations.
 
-Its simulators act in equal parts (`ProcessPart`). Invariant: a part's arrivals and actions alternate. After an
-`Arrival` exactly one `act` is taken, and each action is answered by exactly one later arrival: with what it led to, or,
-where it was lost with its process, as a fault by the next incarnation. One that is ready before the worker has acted on
-the last arrival is held back until then, since that action is lost.
+Its simulators act in equal parts (`ProcessPart`). Invariant: a part's arrivals and actions alternate. After a
+`StepArrival` exactly one `act` is taken, and each action is answered by exactly one later arrival: with what it led to,
+or, where it was lost with its process, as a fault by the next incarnation. One that is ready before the worker has
+acted on the last arrival is held back until then, since that action is lost.
 
 When a process that failed is started again, and when it is given up, is pure arithmetic over failures and their times:
 a wait that doubles with every failure in a row (one that answered an action ends the row), a limit of such rows, a cap
@@ -36,13 +36,22 @@ from penstock.fleet.messages import (
     READY,
     RETIRING,
     STEP,
-    Failure,
     Fault,
+    SimulatorFailure,
     packet_socketpair,
     packets_of_parts,
 )
-from penstock.fleet.shared_block import PHASE, ROW, SIMULATE_S, SINCE, Block, BlockRows, FilmArea, Phase
-from penstock.fleet.steps import Arrival, Leaves
+from penstock.fleet.shared_block import (
+    PHASE,
+    ROW,
+    SIMULATE_S,
+    SINCE,
+    FrameArea,
+    SharedBlock,
+    SharedRows,
+    SimulatorPhase,
+)
+from penstock.fleet.steps import Leaves, StepArrival
 from penstock.types import Spaces
 
 
@@ -66,15 +75,15 @@ class ProcessPart:
         self.lost_actions = 0
         self.fresh, self.resting = True, False
         self._process, self._number = process, number
-        self._rows: BlockRows | None = None
+        self._rows: SharedRows | None = None
         self._action_views: tuple[tuple[str, np.ndarray], ...] = ()
-        self._carried: BlockRows | None = None  # of a retired life, whose results the next one's first arrival brings
-        self._owes = True  # an arrival is next, not an action
+        self._carried: SharedRows | None = None  # of a retired life, whose results the next one's first arrival brings
+        self._arrival_due = True  # an arrival is next, not an action
         self._has_arrived = False
         self._held: float | None = None  # an arrival that waits for `act`; how long the process worked on it
         self._lost = False  # the next arrival answers lost actions
 
-    def begin_life(self, rows: BlockRows) -> None:
+    def begin_life(self, rows: SharedRows) -> None:
         """Its process is up, and these are its rows."""
         self._rows, self._action_views = rows, tuple(rows.actions.items())
         self.fresh, self.resting, self._held = True, False, None
@@ -91,9 +100,9 @@ class ProcessPart:
     @property
     def waits_for_answer(self) -> bool:
         """Whether an action was taken, and nothing has answered it."""
-        return self._owes and self._has_arrived
+        return self._arrival_due and self._has_arrived
 
-    def arrive(self, simulate_s: float) -> Arrival | None:
+    def arrive(self, simulate_s: float) -> StepArrival | None:
         """Its rows are the worker's again; None where the arrival is held back until `act`.
 
         Args:
@@ -103,7 +112,7 @@ class ProcessPart:
         if self.fresh:
             self.fresh = False
             self._settle_lost_actions()
-            if not self._owes:
+            if not self._arrival_due:
                 self._held = simulate_s
                 return None
         return self._arrival(simulate_s)
@@ -117,14 +126,14 @@ class ProcessPart:
         Raises:
             ValueError: no arrival is open, or an array has a wrong shape.
         """
-        if self._owes:
+        if self._arrival_due:
             raise ValueError(
                 f"part {self._number} of process {self._process} has no open arrival: it was acted on already"
             )
         for name, view in self._action_views:
             if actions[name].shape != view.shape:
                 raise ValueError(f"actions {name!r} have shape {actions[name].shape}: they must have {view.shape}")
-        self._owes = True
+        self._arrival_due = True
         if not self.resting or self._held is not None:
             return False  # it is gone, and the next life answers; or has, and is about to be released
         for name, view in self._action_views:
@@ -132,7 +141,7 @@ class ProcessPart:
         self.resting = False
         return True
 
-    def released(self) -> Arrival | None:
+    def released(self) -> StepArrival | None:
         """The arrival that was held back until `act`; None: there is none."""
         if self._held is None:
             return None
@@ -150,22 +159,24 @@ class ProcessPart:
         else:
             self._rows.clear_results()
 
-    def _arrival(self, simulate_s: float) -> Arrival:
+    def _arrival(self, simulate_s: float) -> StepArrival:
         rows = self._rows
         assert rows is not None
         rows.acted[:] = self._has_arrived
-        self._owes, self._has_arrived = False, True
+        self._arrival_due, self._has_arrived = False, True
         if self._lost:
             self.lost_actions += len(self.slots)
             self._lost = False
-        return Arrival(self._process, rows.rows, rows.observations, rows.final_observations, simulate_s, self._number)
+        return StepArrival(
+            self._process, rows.rows, rows.observations, rows.final_observations, simulate_s, self._number
+        )
 
 
 _RATE_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantine:
+class GiveUp:
     """The process is given up.
 
     Attributes:
@@ -206,26 +217,26 @@ class RestartRecord:
         """An action was answered: the next failure begins a new row."""
         self._in_row = 0
 
-    def failed(self, now_s: float) -> RestartAfter | Quarantine:
+    def failed(self, now_s: float) -> RestartAfter | GiveUp:
         """Counts a failure and says what follows.
 
         Args:
-            now_s: Monotonic time.
+            now_s: Monotonic time of the failure in seconds.
         """
         limits = self._limits
         if limits.max_restarts is not None and self.restarts >= limits.max_restarts:
-            return Quarantine(
+            return GiveUp(
                 f"it failed after fleet.limits.max_restarts = {limits.max_restarts} restarts: raise that if it is few"
             )
         if limits.max_failures_in_row is not None and self._in_row + 1 >= limits.max_failures_in_row:
-            return Quarantine(
+            return GiveUp(
                 f"it failed fleet.limits.max_failures_in_row = {limits.max_failures_in_row} times, and answered no "
                 "action in between: raise that if it is few"
             )
         while self._recent and self._recent[0] <= now_s - _RATE_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= limits.restarts_per_minute:
-            return Quarantine(
+            return GiveUp(
                 f"it failed more often than fleet.limits.restarts_per_minute = {limits.restarts_per_minute}: raise "
                 "that if it is few"
             )
@@ -237,19 +248,19 @@ class RestartRecord:
 
 _ARRIVED = ARRIVED[0]
 _TOKEN_BYTES = 2
-_LAST_RITES_S = 0.5  # for a process that reported an exception, to close its simulators
+_EXIT_GRACE_S = 0.5  # for a process that reported an exception, to close its simulators
 _RETIREMENT_S = 5.0  # likewise, for one that is to be replaced
-_NURSERY_S = 60.0  # for the nursery to load the simulators' modules
+_FORK_SERVER_S = 60.0  # for the fork server to load the simulators' modules
 _DYING_S = 5.0  # until SIGKILL has worked; a process in uninterruptible sleep may take longer, and is given up
 
 
-class Stage(Enum):
+class ProcessState(Enum):
     """Where a life of a process stands."""
 
     WAITING = auto()
     """For its start, which is due at `due_s`."""
     ASKED = auto()
-    """The nursery was asked to fork it."""
+    """The fork server was asked to fork it."""
     STARTING = auto()
     """It makes its simulators."""
     UP = auto()
@@ -266,22 +277,22 @@ class ProcessSlot:
     """One simulator process of a worker.
 
     Args:
-        number: Which.
+        number: Its index among the worker's processes.
         task: What its simulators play.
         slots: int64 [k], the worker's slots that they are.
-        limits: Deadlines, restarts.
-        adopt_spaces: Told the task and the spaces of every life; it refuses them by raising.
+        limits: Its deadlines, and how often it may be restarted.
+        adopt_spaces: Called with the task and the spaces of every incarnation; it refuses them by raising.
         parts: Into so many equal parts the simulators fall.
 
     Attributes:
-        number: Which.
+        number: Its index among the worker's processes.
         task: What its simulators play.
         slots: int64 [k].
         record: Its failures.
         stage: Where it stands.
         due_s: Monotonic time of its next start, while it is waiting.
         life: Counts the starts; −1 before the first.
-        ticket: Under which the nursery knows it; None while there is no process.
+        ticket: Under which the fork server knows it; None while there is no process.
         pid: Of the process; None while there is none.
         begun_s: When this life was asked for.
         announced: Whether others were told that this life is up; the pool's to keep.
@@ -299,11 +310,11 @@ class ProcessSlot:
     ) -> None:  # fmt: skip
         self.number, self.task, self.slots = number, task, slots
         self.record = RestartRecord(limits)
-        self.stage, self.due_s, self.life = Stage.WAITING, 0.0, -1
+        self.stage, self.due_s, self.life = ProcessState.WAITING, 0.0, -1
         self.ticket: int | None = None
         self.pid: int | None = None
         self.reason = self.limit = ""
-        self.failure: Failure | None = None
+        self.failure: SimulatorFailure | None = None
         self.faults: list[Fault] = []
         self.hung_up, self.begun_s, self.announced = False, 0.0, False
         self._parts = tuple(ProcessPart(number, part, own) for part, own in enumerate(np.split(slots, parts)))
@@ -312,7 +323,7 @@ class ProcessSlot:
         self._channel: socket.socket | None = None
         self._pidfd: int | None = None
         self._buffer = bytearray(MOST_PACKET_BYTES)
-        self._block: Block | None = None
+        self._block: SharedBlock | None = None
         self._stage_since_s = 0.0
         self._sent_s = 0.0
         self._proven = False  # this life has answered an action
@@ -325,29 +336,29 @@ class ProcessSlot:
     # --- a life begins --------------------------------------------------------------------------------------------
 
     def open_channel(self, ticket: int, now_s: float) -> socket.socket:
-        """Begins a life; returns the process's end of the socket, for the nursery."""
+        """Begins a life; returns the process's end of the socket, for the fork server."""
         mine, other = packet_socketpair()
         mine.setblocking(False)
         self._channel, self.ticket, self.life = mine, ticket, self.life + 1
         self._proven = self.retired = False
         self.failure, self.reason, self.hung_up = None, "", False
         self.begun_s, self.announced = now_s, False
-        self._enter(Stage.ASKED, now_s)
+        self._enter(ProcessState.ASKED, now_s)
         return other
 
     def forked(self, pid: int, pidfd: int, now_s: float) -> None:
-        """The nursery forked it."""
+        """The fork server forked it."""
         self.pid, self._pidfd = pid, pidfd
-        if self.stage is Stage.ASKED:
-            self._enter(Stage.STARTING, now_s)
-        elif self.stage is Stage.DYING:
+        if self.stage is ProcessState.ASKED:
+            self._enter(ProcessState.STARTING, now_s)
+        elif self.stage is ProcessState.DYING:
             self.kill(self.reason, now_s)
 
     def withdraw(self) -> tuple[int, ...]:
         """Takes back a life that could not be asked for; returns its descriptors, to be closed."""
         self.life -= 1
-        self._enter(Stage.WAITING, self._stage_since_s)
-        return self.bury()
+        self._enter(ProcessState.WAITING, self._stage_since_s)
+        return self.release()
 
     def descriptors(self) -> tuple[int, ...]:
         """Of the socket, and of the process where it is known."""
@@ -356,7 +367,7 @@ class ProcessSlot:
 
     # --- what it says ---------------------------------------------------------------------------------------------
 
-    def receive(self) -> Arrival | None:
+    def receive(self) -> StepArrival | None:
         """Takes one packet; None where it was no arrival, or there was none."""
         if self._block is None:
             return self._receive_ready()
@@ -369,7 +380,7 @@ class ProcessSlot:
             return None  # it ended with actions unread, which the kernel tells before what it had said
         if count == _TOKEN_BYTES and self._buffer[0] == _ARRIVED and self._buffer[1] < len(self._parts):
             return self._arrive(self._parts[self._buffer[1]])
-        self._hear(bytes(self._buffer[:count]))
+        self._handle_packet(bytes(self._buffer[:count]))
         return None
 
     def _receive_ready(self) -> None:
@@ -381,23 +392,23 @@ class ProcessSlot:
         except ConnectionResetError:
             return
         if packet[:1] != READY or not fds:
-            self._hear(packet)
+            self._handle_packet(packet)
             return
         try:
             content = json.loads(packet[1:])
             spaces = Spaces.from_values(content["spaces"])
             self._adopt_spaces(self.task, spaces)
-            self._block = Block(fds[0], spaces, len(self.slots), content.get("filmed", False))
+            self._block = SharedBlock(fds[0], spaces, len(self.slots), content.get("filmed", False))
         finally:
             os.close(fds[0])
         self._block.slots[:] = self.slots
         each = len(self.slots) // len(self._parts)
         for number, part in enumerate(self._parts):
             part.begin_life(self._block.part(number * each, (number + 1) * each))
-        self._enter(Stage.UP, time.monotonic())
+        self._enter(ProcessState.UP, time.monotonic())
         self._sent_s = self._stage_since_s
 
-    def _hear(self, packet: bytes) -> None:
+    def _handle_packet(self, packet: bytes) -> None:
         """Anything but the token of the hot path; an empty packet is the end of the socket."""
         now_s = time.monotonic()
         self.hung_up = self.hung_up or not packet
@@ -405,25 +416,25 @@ class ProcessSlot:
             self.retired = True
             for part in self._parts:
                 part.carry()
-            self._enter(Stage.ENDING, now_s)
+            self._enter(ProcessState.ENDING, now_s)
         elif packet[:1] == FAULT:
             self.faults.append(Fault.from_packet(packet))
         elif packet[:1] == FAILED:
-            self.failure = Failure.from_packet(packet)
-            self._enter(Stage.ENDING, now_s)
-        elif self.stage not in (Stage.ENDING, Stage.DYING):
+            self.failure = SimulatorFailure.from_packet(packet)
+            self._enter(ProcessState.ENDING, now_s)
+        elif self.stage not in (ProcessState.ENDING, ProcessState.DYING):
             self.kill(
                 f"it said {packet[:20]!r}" if packet else "", now_s
             )  # without a socket it is ending, or of no use
 
-    def _arrive(self, part: ProcessPart) -> Arrival | None:
+    def _arrive(self, part: ProcessPart) -> StepArrival | None:
         if not part.fresh and not self._proven:
             self._proven = True
             self.record.answered()
         assert self._block is not None
         return part.arrive(self._block.clock[SIMULATE_S])
 
-    def last_words(self) -> Arrival | None:
+    def drain(self) -> StepArrival | None:
         """Takes what a process that ended has still said; an arrival, or None when there is nothing more."""
         while self._channel is not None and not self.hung_up and self._has_spoken():
             if (arrival := self.receive()) is not None:
@@ -433,11 +444,11 @@ class ProcessSlot:
     # --- what it is told ------------------------------------------------------------------------------------------
 
     @property
-    def film(self) -> FilmArea | None:
+    def film(self) -> FrameArea | None:
         """Where pictures of its present life lie."""
         return None if self._block is None else self._block.film
 
-    def act(self, actions: Leaves, part: int = 0) -> Arrival | None:
+    def act(self, actions: Leaves, part: int = 0) -> StepArrival | None:
         """Takes the actions that answer a part's last arrival.
 
         Returns:
@@ -454,23 +465,23 @@ class ProcessSlot:
 
     def close(self) -> None:
         """Asks a process to end in good order, if it listens; kills it otherwise."""
-        if self.stage is Stage.UP:
+        if self.stage is ProcessState.UP:
             self._send(CLOSE)
         elif self.pid is not None:
             self.kill("", time.monotonic())
 
     def kill(self, reason: str, now_s: float) -> None:
-        """Kills the process; the nursery kills its group and what else it started."""
+        """Kills the process; the fork server kills its group and what else it started."""
         self.reason = self.reason or reason
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self._enter(Stage.DYING, now_s)
+        self._enter(ProcessState.DYING, now_s)
 
     def ended(self) -> None:
-        """The process was seen to end; how, the nursery will say."""
-        if self.stage is not Stage.DYING:
-            self._enter(Stage.DYING, time.monotonic())
+        """The process was seen to end; how, the fork server will say."""
+        if self.stage is not ProcessState.DYING:
+            self._enter(ProcessState.DYING, time.monotonic())
 
     def _send(self, token: bytes) -> None:
         assert self._channel is not None
@@ -482,21 +493,21 @@ class ProcessSlot:
     def overdue(self, now_s: float) -> str | None:
         """Which deadline has passed, for a person; None: none."""
         waited_s = now_s - self._stage_since_s
-        if self.stage is Stage.ASKED and waited_s > self._limits.spawn_timeout_s + _NURSERY_S:
-            return "the nursery did not start it"
-        if self.stage is Stage.STARTING and waited_s > self._limits.spawn_timeout_s:
+        if self.stage is ProcessState.ASKED and waited_s > self._limits.spawn_timeout_s + _FORK_SERVER_S:
+            return "the fork server did not start it"
+        if self.stage is ProcessState.STARTING and waited_s > self._limits.spawn_timeout_s:
             return self._late("making", "spawn_timeout_s", self._limits.spawn_timeout_s)
-        if self.stage is Stage.ENDING and waited_s > (_LAST_RITES_S if self.failure else _RETIREMENT_S):
+        if self.stage is ProcessState.ENDING and waited_s > (_EXIT_GRACE_S if self.failure else _RETIREMENT_S):
             return "it took too long to close"
-        if self.stage is Stage.UP and not all(part.resting for part in self._parts):
+        if self.stage is ProcessState.UP and not all(part.resting for part in self._parts):
             return self._overdue_at_work(now_s)
         return None
 
     def gone_for_good(self, now_s: float) -> bool:
         """Whether a killed process still is not reaped after so long that it is not waited for any more."""
-        return self.stage is Stage.DYING and now_s - self._stage_since_s > _DYING_S
+        return self.stage is ProcessState.DYING and now_s - self._stage_since_s > _DYING_S
 
-    def bury(self) -> tuple[int, ...]:
+    def release(self) -> tuple[int, ...]:
         """Forgets the process. Returns its descriptors, which are the caller's to close now."""
         descriptors = self.descriptors()
         if self._channel is not None:
@@ -521,9 +532,9 @@ class ProcessSlot:
         clock, limits = self._block.clock, self._limits
         phase, since_s = int(clock[PHASE]), max(clock[SINCE], self._sent_s)
         what, field, limit_s = {
-            Phase.RESETTING: ("resetting", "reset_timeout_s", limits.reset_timeout_s),
-            Phase.BUILDING: ("building anew", "spawn_timeout_s", limits.spawn_timeout_s),
-        }.get(Phase(phase), ("stepping", "step_timeout_s", limits.step_timeout_s))
+            SimulatorPhase.RESETTING: ("resetting", "reset_timeout_s", limits.reset_timeout_s),
+            SimulatorPhase.BUILDING: ("building anew", "spawn_timeout_s", limits.spawn_timeout_s),
+        }.get(SimulatorPhase(phase), ("stepping", "step_timeout_s", limits.step_timeout_s))
         if now_s - since_s <= limit_s or self._has_spoken():
             return None
         return self._late(f"{what} (slot {self.slots[int(clock[ROW])]})", field, limit_s)
@@ -543,5 +554,5 @@ class ProcessSlot:
         key = f"fleet.limits.{field}"
         return f"{what} took longer than {key} = {limit_s:g}: raise {key} if the simulator needs longer"
 
-    def _enter(self, stage: Stage, now_s: float) -> None:
+    def _enter(self, stage: ProcessState, now_s: float) -> None:
         self.stage, self._stage_since_s = stage, now_s

@@ -38,12 +38,22 @@ from penstock.fleet.messages import (
     RETIRING,
     STEP,
     EnvWorkerSpec,
-    Failure,
     Fault,
+    SimulatorFailure,
     episode_seed,
     packets_of_parts,
 )
-from penstock.fleet.shared_block import PHASE, ROW, SIMULATE_S, SINCE, Block, Mark, Phase, block_bytes, create_memory
+from penstock.fleet.shared_block import (
+    PHASE,
+    ROW,
+    SIMULATE_S,
+    SINCE,
+    FrameLabel,
+    SharedBlock,
+    SimulatorPhase,
+    block_bytes,
+    create_memory,
+)
 from penstock.fleet.spaces import PolicyActionError, SimulatorValueError, make_reader, make_writer, spaces_of
 from penstock.types import ConfigError, fold, generator
 
@@ -81,7 +91,7 @@ class SimulatorRow:
         self.fault = ""
         self.env = make(spec.id, spec.kwargs)
 
-    def bind(self, block: Block) -> None:
+    def bind(self, block: SharedBlock) -> None:
         """Compiles the ways into and out of a block."""
         self._block = block
         self._clock = block.clock
@@ -95,7 +105,7 @@ class SimulatorRow:
         spec = self._spec
         if spec.max_fast_resets is not None and self._resets == spec.max_fast_resets:
             self._rebuild()
-        self._enter(Phase.RESETTING)
+        self._enter(SimulatorPhase.RESETTING)
         seed = episode_seed(spec.seed, spec.worker_id, spec.slots[self._row], spec.life, self._episode)
         observation, _ = self.env.reset(seed=seed)
         self._resets = 0 if self._resets is None else self._resets + 1
@@ -113,7 +123,7 @@ class SimulatorRow:
         seed = fold(spec.seed, spec.worker_id, "decorrelate", slot)
         self.env.action_space.seed(seed & 0x7FFFFFFF)
         for _ in range(int(generator(seed).integers(most_steps))):
-            self._enter(Phase.STEPPING)
+            self._enter(SimulatorPhase.STEPPING)
             observation, _, terminated, truncated, _ = self.env.step(self.env.action_space.sample())
             try:
                 self._write(self._row, observation)
@@ -136,7 +146,7 @@ class SimulatorRow:
         row, clock = self._row, self._clock
         clock[ROW] = row
         clock[SINCE] = time.monotonic()
-        clock[PHASE] = Phase.STEPPING
+        clock[PHASE] = SimulatorPhase.STEPPING
         if self._marked:
             self._unmark()
         observation, reward, terminated, truncated, told = self.env.step(self._read(row))
@@ -207,13 +217,13 @@ class SimulatorRow:
         self._marked = False
 
     def _rebuild(self) -> None:
-        self._enter(Phase.BUILDING)
+        self._enter(SimulatorPhase.BUILDING)
         self.env.close()
         self.env = self._make(self._spec.id, self._spec.kwargs)
         self._resets = None
         self.bind(self._block)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: SimulatorPhase) -> None:
         self._clock[ROW] = self._row
         self._clock[SINCE] = time.monotonic()
         self._clock[PHASE] = phase
@@ -234,10 +244,10 @@ class Camera:
 
     Args:
         block: With a film area.
-        simulators: Its rows.
+        simulators: One simulator per row of the block.
     """
 
-    def __init__(self, block: Block, simulators: Sequence[SimulatorRow]) -> None:
+    def __init__(self, block: SharedBlock, simulators: Sequence[SimulatorRow]) -> None:
         assert block.film is not None
         self._block, self._area, self._simulators = block, block.film, simulators
         self._row: int | None = None  # being filmed
@@ -247,40 +257,40 @@ class Camera:
         """The row's episode ended, and the next one has not begun."""
         if row == self._row:
             self._row = None
-            self._take(row, Mark.LAST)
+            self._take(row, FrameLabel.LAST)
             self._area.ask(None)
 
     def note_begin(self, row: int) -> None:
         """The row's episode has begun."""
         if self._row is None and self._area.asked == row:
             self._row = row
-            self._take(row, Mark.FIRST)
+            self._take(row, FrameLabel.FIRST)
 
     def note_turn(self) -> None:
         """All rows were stepped."""
         if self._area.asked != self._row:
             self._row = None
         if self._row is not None and not self._taken:
-            self._take(self._row, Mark.NEXT)
+            self._take(self._row, FrameLabel.NEXT)
         self._taken = False
 
-    def _take(self, row: int, mark: Mark) -> None:
+    def _take(self, row: int, label: FrameLabel) -> None:
         self._taken = True
         try:
-            picture = self._picture(row, mark)
-            if picture is None and mark is not Mark.LAST:
+            picture = self._picture(row, label)
+            if picture is None and label is not FrameLabel.LAST:
                 raise ConfigError("it draws nothing (render_mode: rgb_array), and no observation is an image")
-            self._area.put(mark, picture)
+            self._area.put(label, picture)
         except Exception as error:  # drawing is the simulator's own code, and no reason to end it
             self._row = None
             self._area.fail("".join(traceback.format_exception_only(error)).strip())
 
-    def _picture(self, row: int, mark: Mark) -> Any:
+    def _picture(self, row: int, label: FrameLabel) -> Any:
         env = self._simulators[row].env
         if env.render_mode == "rgb_array":
             return env.render()
         leaves = self._block.observations
-        if mark is Mark.LAST:
+        if label is FrameLabel.LAST:
             leaves = self._block.final_observations if self._block.has_final[row] else {}
         return next((leaf[row] for leaf in leaves.values() if _is_image(leaf)), None)
 
@@ -307,8 +317,11 @@ def _is_image(leaf: np.ndarray) -> bool:
 
 
 _WHERE = {
-    Phase.RESTING: "closing", Phase.STEPPING: "stepping", Phase.RESETTING: "resetting", Phase.BUILDING: "making",
-}  # fmt: skip
+    SimulatorPhase.RESTING: "closing",
+    SimulatorPhase.STEPPING: "stepping",
+    SimulatorPhase.RESETTING: "resetting",
+    SimulatorPhase.BUILDING: "making",
+}
 
 FAULTS_EVERY_S = 1.0
 """Faults are told so far apart, since a simulator can make thousands in a second."""
@@ -363,7 +376,7 @@ class EnvWorker:
         self._make = filmed_maker(make) if spec.filmed else make
         self._camera: Camera | None = None
         self._simulators: list[SimulatorRow] = []
-        self._block: Block | None = None
+        self._block: SharedBlock | None = None
         self._born_s = time.monotonic()
         self._fault: Fault | None = None  # is to be told
         self._faults_due_s = 0.0
@@ -384,9 +397,9 @@ class EnvWorker:
                 raise ConfigError(f"task {spec.task!r}: the simulator of slot {slot} has other spaces than the first")
         fd = create_memory(block_bytes(found[0], len(spec.slots), spec.filmed))
         try:
-            self._block = block = Block(fd, found[0], len(spec.slots), spec.filmed)
+            self._block = block = SharedBlock(fd, found[0], len(spec.slots), spec.filmed)
             block.clock[SINCE] = time.monotonic()
-            block.clock[PHASE] = Phase.RESETTING
+            block.clock[PHASE] = SimulatorPhase.RESETTING
             content = json.dumps({"spaces": found[0].to_values(), "filmed": spec.filmed}).encode()
             socket.send_fds(self._channel, [READY + content], [fd])
         finally:
@@ -400,7 +413,7 @@ class EnvWorker:
         assert self._block is not None
         clock, channel, parts = self._block.clock, self._channel, self._spec.parts
         self._begin()
-        clock[PHASE] = Phase.RESTING
+        clock[PHASE] = SimulatorPhase.RESTING
         self.tell_fault(time.monotonic())
         steps, arrived = packets_of_parts(STEP, parts), packets_of_parts(ARRIVED, parts)
         for packet in arrived:
@@ -415,7 +428,7 @@ class EnvWorker:
             retiring = self._step_part(part)
             ended_s = time.monotonic()
             clock[SIMULATE_S] = ended_s - began_s
-            clock[PHASE] = Phase.RESTING
+            clock[PHASE] = SimulatorPhase.RESTING
             if self._fault is not None:
                 self.tell_fault(math.inf if retiring else ended_s)
             channel.send(RETIRING if retiring else arrived[part])
@@ -428,17 +441,17 @@ class EnvWorker:
             self._channel.send(self._fault.packet())
             self._fault, self._faults_due_s = None, now_s + FAULTS_EVERY_S
 
-    def failure(self, error: BaseException) -> Failure:
+    def failure(self, error: BaseException) -> SimulatorFailure:
         """An exception as it is told."""
         row, where = len(self._simulators), "making"
         if self._block is not None:
-            row, where = int(self._block.clock[ROW]), _WHERE[Phase(int(self._block.clock[PHASE]))]
+            row, where = int(self._block.clock[ROW]), _WHERE[SimulatorPhase(int(self._block.clock[PHASE]))]
         slots = self._spec.slots
         blame = "config" if isinstance(error, ConfigError) else "simulator"
         if isinstance(error, PolicyActionError):
             blame = "policy"
         text = "".join(traceback.format_exception(error))
-        return Failure(where, slots[min(row, len(slots) - 1)], type(error).__name__, str(error), text, blame)
+        return SimulatorFailure(where, slots[min(row, len(slots) - 1)], type(error).__name__, str(error), text, blame)
 
     def close(self) -> None:
         """Closes the simulators; what one raises then is printed and does not keep the others."""

@@ -181,7 +181,7 @@ class EpisodeStatistics:
         """Takes episodes of one worker in, in the order in which each slot played them.
 
         Args:
-            worker_id: Whose.
+            worker_id: The rollout worker that played them.
             incarnation: Which life of it.
             episodes: Those that were counted before are passed over.
 

@@ -1,11 +1,13 @@
 """Plays whole episodes with a policy and says how they went, without bias to short ones.
 
 The first N episodes to end would be the short ones: simulators that play long episodes end fewer of them. So every slot
-owes a fixed number of episodes, decided beforehand, and all of them are waited for: the slot's first ones, however long
-they are; what it plays beyond is left out. An episode that was cut is counted, and the slot's next one stands for it.
+plays a fixed number of episodes, decided beforehand, and all of them are waited for: the slot's first ones, however
+long they are; what it plays beyond is left out. An episode that was cut is counted, and the slot's next one stands for
+it.
 
-What a slot owes that is given up goes to the others of its task at once, evenly, and without a look at how far they
-are: each counts so many more of its own first ones. Where a task has no slot left the evaluation ends with an error.
+What remains of a slot that is given up goes to the others of its task at once, evenly, and without a look at how far
+they are: each counts so many more of its own first ones. Where a task has no slot left the evaluation ends with an
+error.
 
 Not covered: which actions a runner takes (sampled or the mode), and where results are stored.
 """
@@ -35,7 +37,7 @@ class PolicyEvaluation:
         slots: int64 [N].
         tasks: N names.
         faulty_episodes: Played besides these, and cut by a fault.
-        cut_episodes: Likewise, and cut by a planned restart of their process.
+        cut_episodes: Played besides these, and cut by a planned restart of their process.
         episodes: The same as records.
         seconds: That it took.
     """
@@ -104,7 +106,7 @@ def evaluate_policy(
 
 
 def _quotas(tasks: Sequence[str], episodes: int) -> list[int]:
-    """What each slot owes: of each task so many, as evenly as can be."""
+    """Episodes that each slot is to play: of each task so many, as evenly as can be."""
     quotas = [0] * len(tasks)
     for task in dict.fromkeys(tasks):
         slots = [slot for slot, name in enumerate(tasks) if name == task]
@@ -114,7 +116,7 @@ def _quotas(tasks: Sequence[str], episodes: int) -> list[int]:
 
 
 class _Tally:
-    """What each slot played of what it owes."""
+    """What each slot has played of the episodes that it is to play."""
 
     def __init__(self, tasks: tuple[str, ...], episodes: int, discount: float) -> None:
         self._tasks, self._episodes = tasks, episodes
@@ -129,7 +131,7 @@ class _Tally:
     @property
     def owed(self) -> int:
         """Episodes that are not over."""
-        return sum(map(self._owes, range(len(self._tasks))))
+        return sum(map(self._remaining, range(len(self._tasks))))
 
     def add(self, batch: StepBatch) -> None:
         self._tracker.add(batch)
@@ -139,7 +141,7 @@ class _Tally:
             if episode.whole:
                 if len(played) < self._episodes:  # no slot is ever asked for more
                     played.append(episode)
-            elif self._owes(episode.slot):
+            elif self._remaining(episode.slot):
                 self._faulty += episode.fault
                 self._cut += not episode.fault
 
@@ -148,7 +150,7 @@ class _Tally:
         new = [slot for slot in given_up if slot not in self._given_up]
         self._given_up.update(new)
         for slot in new:
-            left = self._owes(slot)
+            left = self._remaining(slot)
             self._quotas[slot] -= left
             heirs = [one for one, task in enumerate(self._tasks) if task == self._tasks[slot] and one not in given_up]
             if left and not heirs:
@@ -160,7 +162,7 @@ class _Tally:
                 self._quotas[min(heirs, key=lambda one: self._quotas[one])] += 1
 
     def slots_that_owe(self) -> list[int]:
-        return [slot for slot in range(len(self._tasks)) if self._owes(slot)]
+        return [slot for slot in range(len(self._tasks)) if self._remaining(slot)]
 
     def evaluation(self, seconds: float) -> PolicyEvaluation:
         pairs = zip(self._played, self._quotas, strict=True)
@@ -177,5 +179,5 @@ class _Tally:
             seconds=seconds,
         )
 
-    def _owes(self, slot: int) -> int:
+    def _remaining(self, slot: int) -> int:
         return max(0, self._quotas[slot] - len(self._played[slot]))

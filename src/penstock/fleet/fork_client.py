@@ -19,7 +19,7 @@ from penstock.fleet.messages import EnvWorkerSpec, packet_socketpair
 from penstock.types import RunFailed
 
 _MOST_ANSWER_BYTES = 1 << 16
-NURSERY_END_S = 6.0
+FORK_SERVER_END_S = 6.0
 _LEFT_BEHIND: list[subprocess.Popen[bytes]] = []
 """Nurseries that were killed and did not end in time: kept until they do, so that no zombie stays."""
 _ONE_THREAD = (
@@ -29,8 +29,8 @@ _ONE_THREAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class NurseryAnswer:
-    """What the nursery said.
+class ForkReply:
+    """What the fork server said.
 
     Attributes:
         values: JSON values.
@@ -41,8 +41,8 @@ class NurseryAnswer:
     pidfd: int | None = None
 
 
-class NurseryLink:
-    """A nursery of one's own.
+class ForkServerClient:
+    """A fork server of one's own.
 
     Args:
         ids: Of the simulators whose modules it shall load.
@@ -58,7 +58,7 @@ class NurseryLink:
     """
 
     def __init__(
-        self, ids: Sequence[str], end_s: float = NURSERY_END_S, left_out: Mapping[str, str] | None = None
+        self, ids: Sequence[str], end_s: float = FORK_SERVER_END_S, left_out: Mapping[str, str] | None = None
     ) -> None:
         self.importing: str | None = None
         self.importing_since_s = 0.0
@@ -73,7 +73,7 @@ class NurseryLink:
             )
         except OSError as error:
             self._socket.close()
-            raise RunFailed(f"the simulators' nursery cannot be started: {error}") from error
+            raise RunFailed(f"the simulators' fork server cannot be started: {error}") from error
         finally:
             other.close()
         self._socket.setblocking(False)
@@ -81,12 +81,12 @@ class NurseryLink:
         self._socket.send(json.dumps(request).encode())
 
     def fileno(self) -> int:
-        """Readable when the nursery says something, and when it ended."""
+        """Readable when the fork server says something, and when it ended."""
         return self._socket.fileno()
 
     @property
     def pid(self) -> int:
-        """Of the nursery."""
+        """Of the fork server."""
         return self._child.pid
 
     def spawn(self, ticket: int, spec: EnvWorkerSpec, channel: socket.socket) -> bool:
@@ -98,7 +98,7 @@ class NurseryLink:
             channel: Its end of the socket to the worker; the caller closes it.
 
         Returns:
-            Whether the request could be sent now. False: the nursery is busy, or gone; ask again.
+            Whether the request could be sent now. False: the fork server is busy, or gone; ask again.
 
         Raises:
             RunFailed: the arguments are too long to be sent.
@@ -117,9 +117,9 @@ class NurseryLink:
             ) from error
         return True
 
-    def receive(self) -> list[NurseryAnswer] | None:
+    def receive(self) -> list[ForkReply] | None:
         """What it said since the last call; None: it ended."""
-        answers: list[NurseryAnswer] = []
+        answers: list[ForkReply] = []
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self._socket, _MOST_ANSWER_BYTES, 1)
@@ -137,7 +137,7 @@ class NurseryLink:
                 continue
             if "preloaded" in values:
                 self.importing = None
-            answers.append(NurseryAnswer(values, fds[0] if fds else None))
+            answers.append(ForkReply(values, fds[0] if fds else None))
 
     def overdue(self, now_s: float, limits: SimulatorLimits) -> str | None:
         """That it has imported a simulator's modules for too long, in words; None: it has not."""
@@ -160,7 +160,7 @@ class NurseryLink:
         return ended
 
     def close(self) -> bool:
-        """Lets the nursery kill all that it started, and waits for its end; kills it where that takes too long.
+        """Lets the fork server kill all that it started, and waits for its end; kills it where that takes too long.
 
         Returns:
             Whether it has ended; see `kill`.

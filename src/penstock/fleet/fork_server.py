@@ -1,4 +1,4 @@
-"""The nursery: one small process beside each rollout worker that forks its simulator processes.
+"""The fork server: one small process beside each rollout worker that forks its simulator processes.
 
 Run as ``python -m penstock.fleet.fork_server FD``, FD a connected Unix packet socket. It has one thread and no JAX; it
 loads Gymnasium, NumPy and the simulators' modules once, so a new simulator process costs a fork and the simulator's
@@ -7,13 +7,13 @@ own start, and nobody's ``__main__`` is imported again. It reaps what it forked,
 it kills everything and ends; its own death kills the simulator processes through the kernel.
 
 What the simulators' ids name is imported as `make_simulator` does in the forks, which find it there. What does not fit
-into a process that forks is left to each of them: whatever starts threads when it is imported (the nursery begins anew
-without it, since forks would lack them), and what its parent says ended an earlier nursery.
+into a process that forks is left to each of them: whatever starts threads when it is imported (the fork server begins
+anew without it, since forks would lack them), and what its parent says ended an earlier fork server.
 
 Requests: ``{"preload": [id, …], "path": [sys.path entry, …], "left_out": {id: text}}``; ``{"spawn": ticket, "spec":
 …}`` with the simulator's end of its socket. Answers: ``{"importing": id}``; ``{"preloaded": seconds, "troubles": {id:
 text}}``, those that were left out among them; ``{"spawned": ticket, "pid": …}`` with a pidfd, or ``{"failed": ticket,
-"reason": …}``; ``{"exited": ticket, "status": wait status, "last_words": text}``, the last of what it and its children
+"reason": …}``; ``{"exited": ticket, "status": wait status, "output_tail": text}``, the last of what it and its children
 wrote to standard output and error.
 """
 
@@ -47,7 +47,7 @@ from penstock.fleet.process_tree import (
 from penstock.types import ConfigError
 
 MOST_REQUEST_BYTES = 1 << 18
-_LAST_WORDS_BYTES = 4096
+_OUTPUT_TAIL_BYTES = 4096
 _PARENT_CHECK_S = 1.0  # a parent that vanished without closing its socket (another process holds it) is seen so
 _END_S = 5.0
 
@@ -58,14 +58,14 @@ class _Leader:
 
     ticket: int
     output: int
-    last_words: bytes = b""
+    output_tail: bytes = b""
 
     @property
     def owner(self) -> str:
         return _owner(self.ticket)
 
 
-class Nursery:
+class ForkServer:
     """Forks, reaps and ends simulator processes for the other end of a socket.
 
     Args:
@@ -133,7 +133,7 @@ class Nursery:
                 troubles[id] = f"importing it starts {started} thread{'s' * (started > 1)}, which forks lack"
                 self._begin_anew(request)
         if (threads := _threads()) > 1:
-            troubles["threads"] = f"the nursery itself has {threads} threads; forks lack them"
+            troubles["threads"] = f"the fork server itself has {threads} threads; forks lack them"
         gc.collect()
         gc.freeze()  # collections in the forks leave the shared pages alone
         self._say({"preloaded": time.monotonic() - began_s, "troubles": troubles})
@@ -146,7 +146,7 @@ class Nursery:
 
     def _spawn(self, ticket: int, spec: dict[str, Any], channel: int) -> None:
         output, output_of_child = os.pipe()
-        nursery = os.getpid()
+        fork_server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -155,12 +155,12 @@ class Nursery:
             self._say({"failed": ticket, "reason": f"no process could be started: {error}"})
             return
         if pid == 0:
-            self._become_simulator(ticket, spec, channel, output_of_child, nursery)
+            self._become_simulator(ticket, spec, channel, output_of_child, fork_server)
         os.close(channel)
         os.close(output_of_child)
         os.set_blocking(output, False)
         leader = self._leaders[pid] = _Leader(ticket, output)
-        self._selector.register(output, selectors.EVENT_READ, lambda: self._hear(leader))
+        self._selector.register(output, selectors.EVENT_READ, lambda: self._read_output(leader))
         pidfd = os.pidfd_open(pid)  # it is not reaped yet, so this is the process that was forked
         try:
             self._say({"spawned": ticket, "pid": pid}, [pidfd])
@@ -172,19 +172,21 @@ class Nursery:
 
     # --- in the fork ----------------------------------------------------------------------------------------------
 
-    def _become_simulator(self, ticket: int, spec: dict[str, Any], channel: int, output: int, nursery: int) -> NoReturn:
+    def _become_simulator(
+        self, ticket: int, spec: dict[str, Any], channel: int, output: int, fork_server: int
+    ) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            die_with_parent(nursery)
+            die_with_parent(fork_server)
             os.dup2(output, 1)
             os.dup2(output, 2)
             self._forget_descriptors(output)
-            os.environ[OWNER_VARIABLE] = _owner(ticket, nursery)
+            os.environ[OWNER_VARIABLE] = _owner(ticket, fork_server)
             code = _simulate(EnvWorkerSpec.from_values(spec), channel)
-        except BaseException:  # nothing may return into the nursery's loop
+        except BaseException:  # nothing may return into the fork server's loop
             traceback.print_exc()
         finally:
             with suppress(Exception):
@@ -204,7 +206,7 @@ class Nursery:
         with suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _hear(self, leader: _Leader) -> bool:
+    def _read_output(self, leader: _Leader) -> bool:
         try:
             words = os.read(leader.output, 1 << 16)
         except BlockingIOError:
@@ -212,7 +214,7 @@ class Nursery:
         if not words:
             self._selector.unregister(leader.output)  # all its ends are closed; the descriptor goes with the process
             return False
-        leader.last_words = (leader.last_words + words)[-_LAST_WORDS_BYTES:]
+        leader.output_tail = (leader.output_tail + words)[-_OUTPUT_TAIL_BYTES:]
         return True
 
     def _reap(self) -> None:
@@ -223,7 +225,7 @@ class Nursery:
                 self._kill_leftovers()
             _, status = os.waitpid(pid, 0)
             if leader is not None:
-                self._bury(leader, status)
+                self._report_exit(leader, status)
 
     def _kill_leftovers(self) -> None:
         """Kills adopted processes, with all below them, unless a simulator process that lives started them."""
@@ -234,14 +236,14 @@ class Nursery:
                 for one in subtree(pid, children):
                     kill(one)
 
-    def _bury(self, leader: _Leader, status: int) -> None:
-        while leader.output in self._selector.get_map() and self._hear(leader):
+    def _report_exit(self, leader: _Leader, status: int) -> None:
+        while leader.output in self._selector.get_map() and self._read_output(leader):
             pass
         with suppress(KeyError):
             self._selector.unregister(leader.output)
         os.close(leader.output)
-        words = leader.last_words.decode(errors="replace")
-        self._say({"exited": leader.ticket, "status": status, "last_words": words})
+        words = leader.output_tail.decode(errors="replace")
+        self._say({"exited": leader.ticket, "status": status, "output_tail": words})
 
     def _end_all(self) -> None:
         """Kills and reaps until there is no child left."""
@@ -298,8 +300,8 @@ def _ended_child() -> int | None:
     return None if found is None else found.si_pid
 
 
-def _owner(ticket: int, nursery: int | None = None) -> str:
-    return f"{nursery or os.getpid()}.{ticket}"
+def _owner(ticket: int, fork_server: int | None = None) -> str:
+    return f"{fork_server or os.getpid()}.{ticket}"
 
 
 def _wake_only(signal_number: int, frame: Any) -> None:
@@ -310,10 +312,10 @@ def main() -> None:
     """Serves the socket whose descriptor is the first argument; the second is a request that begins anew."""
     with socket.socket(fileno=int(sys.argv[1])) as link:
         os.set_inheritable(link.fileno(), False)
-        nursery = Nursery(link)
+        fork_server = ForkServer(link)
         for request in sys.argv[2:]:
-            nursery.preload(json.loads(request))
-        nursery.serve()
+            fork_server.preload(json.loads(request))
+        fork_server.serve()
 
 
 if __name__ == "__main__":

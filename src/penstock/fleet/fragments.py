@@ -26,9 +26,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.fleet.policy import Simulators
 from penstock.fleet.rollout_loop import is_large
-from penstock.fleet.steps import STEP_ROW, Decision, Leaves, StepBatch, whole_rows
-from penstock.types import LeafSpace, RolloutMetadata, RunFailed, SampleFragment, Spaces
+from penstock.fleet.steps import STEP_ROW, ActionBatch, Leaves, StepBatch, whole_rows
+from penstock.types import LeafSpace, RolloutMetadata, RunFailed, SampleFragment
 
 _LENT_PER_SLOT = 4  # arrays that are remembered; fragments beyond them are freed as usual
 _LOOKED_AT = 8  # of them at each exchange
@@ -40,8 +41,8 @@ class BlockBuffer:
 
     Args:
         leaf: What one step holds.
-        slots: n.
-        length: L.
+        slots: Number of simulators, n.
+        length: Steps of a fragment, L.
     """
 
     def __init__(self, leaf: LeafSpace, slots: int, length: int) -> None:
@@ -143,11 +144,9 @@ class FragmentCutter:
     """Takes inference batches, gives fragments. One thread adds; any may read `counts`.
 
     Args:
-        spaces: What is seen and done.
-        tasks: Of each slot.
-        env_names: Of each slot.
+        pool: The started simulators: their spaces, and the task and environment's name of every slot.
         length: L, steps in a fragment.
-        worker_id: For metadata.
+        worker_id: The rollout worker, for the fragments' metadata.
         name: Begins the fragments' ids; unique to the worker's incarnation.
         keep_states: Keep the recurrent state at every change of version.
         clock: Unix seconds.
@@ -155,9 +154,7 @@ class FragmentCutter:
 
     def __init__(
         self,
-        spaces: Spaces,
-        tasks: tuple[str, ...],
-        env_names: tuple[str, ...],
+        pool: Simulators,
         length: int,
         worker_id: str,
         name: str,
@@ -165,8 +162,8 @@ class FragmentCutter:
         keep_states: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        n = len(tasks)
-        self._tasks, self._env_names, self._length = tasks, env_names, length
+        spaces, n = pool.spaces, len(pool.tasks)
+        self._tasks, self._env_names, self._length = pool.tasks, pool.env_names, length
         self._worker_id, self._name, self._clock = worker_id, name, clock
         self._keep_states = keep_states
         self._observations = {leaf.name: step_buffer(leaf, n, length) for leaf in spaces.observations}
@@ -257,7 +254,7 @@ class FragmentCutter:
         if decision.states:
             self._write_states(slots, at, decision)
 
-    def _write_states(self, slots: np.ndarray, at: np.ndarray, decision: Decision) -> None:
+    def _write_states(self, slots: np.ndarray, at: np.ndarray, decision: ActionBatch) -> None:
         begins = at == 0
         if self._keep_states:
             begins |= (self._weight_step[slots] != decision.version.step) & (at < self._length)
@@ -298,7 +295,7 @@ class FragmentCutter:
         self._carry_states(slots, rows, batch.decision)
         return cut
 
-    def _carry_states(self, slots: np.ndarray, rows: np.ndarray, decision: Decision) -> None:
+    def _carry_states(self, slots: np.ndarray, rows: np.ndarray, decision: ActionBatch) -> None:
         if not decision.states:
             return
         for slot, state in zip(slots.tolist(), _rows_of(decision.states, rows), strict=True):

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from penstock.fleet.steps import Decision, Leaves, aligned_zeros
+from penstock.fleet.steps import ActionBatch, Leaves, aligned_zeros
 from penstock.model.control import ControlPolicy, Distribution, named_arrays, with_named_arrays
 from penstock.model.control.memory import reset
 from penstock.types import ConfigError, LeafSpace, WeightVersion, fold
@@ -50,7 +50,7 @@ _FLOAT, _INT = np.dtype(np.float32), np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class PackedField:
     """Where one array of [rows, …] lies in a block of words.
 
     Attributes:
@@ -73,13 +73,13 @@ class Words:
         return part if self.dtype == _INT else jax.lax.bitcast_convert_type(part, self.dtype)
 
 
-def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tuple[tuple[Words, ...], int]:
-    """Places for arrays given as (shape of a row, dtype of `Words`), one after the other, and the number of words."""
-    places: list[Words] = []
+def lay_out(rows: int, arrays: Sequence[tuple[tuple[int, ...], np.dtype]]) -> tuple[tuple[PackedField, ...], int]:
+    """For arrays given as (shape of a row, dtype of `PackedField`), one after the other; the number of words."""
+    places: list[PackedField] = []
     start = 0
     for shape, dtype in arrays:
         end = start + rows * math.prod(shape)
-        places.append(Words(slice(start, end), (rows, *shape), dtype))
+        places.append(PackedField(slice(start, end), (rows, *shape), dtype))
         start = end
     return tuple(places), start
 
@@ -200,7 +200,7 @@ def compute_inline() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BatchBucket:
     """One padded batch size.
 
     Attributes:
@@ -215,7 +215,7 @@ class Bucket:
     call: Callable[..., Any]
 
 
-def bucket_of(policy: ControlPolicy, num_slots: int, rows: int, deterministic: bool) -> Bucket:
+def bucket_of(policy: ControlPolicy, num_slots: int, rows: int, deterministic: bool) -> BatchBucket:
     """Compiles, or finds what was compiled in this process for a policy of the same form."""
     leaves, structure = jax.tree.flatten(policy)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
@@ -224,7 +224,7 @@ def bucket_of(policy: ControlPolicy, num_slots: int, rows: int, deterministic: b
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(structure: Any, weights: tuple[Any, ...], num_slots: int, rows: int, deterministic: bool) -> Bucket:
+def _compiled(structure: Any, weights: tuple[Any, ...], num_slots: int, rows: int, deterministic: bool) -> BatchBucket:
     policy: ControlPolicy = jax.tree.unflatten(structure, weights)
     inputs = InputLayout(policy.spaces.observations, rows, padding_slot=num_slots)
     outputs = OutputLayout(policy.spaces.actions, rows)
@@ -232,7 +232,7 @@ def _compiled(structure: Any, weights: tuple[Any, ...], num_slots: int, rows: in
     keys = jax.ShapeDtypeStruct((num_slots + 1, 2), jnp.uint32)
     counts = jax.ShapeDtypeStruct((num_slots + 1,), jnp.int32)
     states = jax.eval_shape(lambda: policy.initial_state(num_slots + 1))
-    return Bucket(inputs, outputs, run.lower(weights, keys, counts, states, *inputs.empty()).compile())
+    return BatchBucket(inputs, outputs, run.lower(weights, keys, counts, states, *inputs.empty()).compile())
 
 
 def _decision(structure: Any, inputs: InputLayout, outputs: OutputLayout, deterministic: bool) -> Callable[..., Any]:
@@ -317,10 +317,10 @@ class JaxPending:
         """Whether `result` returns at once."""
         return bool(cast(Any, self._block).is_ready())
 
-    def result(self) -> Decision:
+    def result(self) -> ActionBatch:
         """Waits for the decision: as long as the device computes."""
         actions, logprobs, values = self._layout.split(np.asarray(self._block), self._n)
-        return Decision(actions, logprobs, values, self.version, DeviceStates(self._states, self._n))
+        return ActionBatch(actions, logprobs, values, self.version, DeviceStates(self._states, self._n))
 
 
 class JaxPolicyRunner:
@@ -358,7 +358,7 @@ class JaxPolicyRunner:
         self._num_slots = num_slots
         self._deterministic = deterministic
         self._sizes = padded_sizes(min(most_in_batch, num_slots))
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, BatchBucket] = {}
         self._weights = (version or WeightVersion(0, 0), _on_device(named_arrays(policy)))
         self._keys = jnp.asarray(slot_keys(seed, num_slots + 1))
         self._counts = jnp.zeros(num_slots + 1, jnp.int32)
@@ -414,13 +414,15 @@ class JaxPolicyRunner:
         block, states = self._dispatch(bucket, weights, packed)
         return JaxPending(len(slots), block, states, bucket.outputs, version, packed)
 
-    def _dispatch(self, bucket: Bucket, weights: tuple[Array, ...], packed: Packed) -> tuple[Array, dict[str, Array]]:
+    def _dispatch(
+        self, bucket: BatchBucket, weights: tuple[Array, ...], packed: Packed
+    ) -> tuple[Array, dict[str, Array]]:
         answers, before, self._counts, self._states = bucket.call(
             weights, self._keys, self._counts, self._states, *packed
         )
         return answers, before
 
-    def _bucket(self, rows: int) -> Bucket:
+    def _bucket(self, rows: int) -> BatchBucket:
         if rows not in self._buckets:
             self._buckets[rows] = bucket_of(self._policy, self._num_slots, rows, self._deterministic)
         return self._buckets[rows]

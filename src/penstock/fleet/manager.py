@@ -120,12 +120,12 @@ class FleetReports:
         return StepAccount.total(account if life in living else account.ended() for life, account in accounts.items())
 
 
-class CountedSink:
+class CountingSink:
     """Leads to a replay buffer of this process, and tells of every fragment that it took.
 
     Args:
-        sink: The buffer.
-        on_delivery: Told of each; `FleetReports.note_delivery`.
+        sink: Takes the fragments: the replay buffer of this process.
+        on_delivery: Called with each; `FleetReports.note_delivery`.
     """
 
     def __init__(self, sink: RolloutSink, on_delivery: Callable[[SampleFragment], None]) -> None:
@@ -137,6 +137,10 @@ class CountedSink:
             self._sink.add_batches([batch])
             for fragment in batch.rollouts():
                 self._on_delivery(fragment)
+
+
+CountedSink = CountingSink
+"""The earlier name."""
 
 
 def _sender(report: WorkerReport) -> _Life:
@@ -196,7 +200,7 @@ class RolloutManager:
         make_worker: See `WorkerFactory`.
         broadcaster: Where `update_model` publishes, once for all workers; None: they have their own source.
         log: Takes what `log_statistics` gathered.
-        on_event: Told of ``worker_restarted`` and ``fleet_scaled``.
+        on_event: Called with ``worker_restarted`` and ``fleet_scaled``.
         reports: Adds up what workers tell; None: one of its own.
         max_restarts: Of one worker after failures, within `restart_window_s`.
         restart_window_s: Failures that are older do not count any more.

@@ -25,7 +25,7 @@ READY = b"y"
 FAULT = b"e"
 """From the simulators: some steps were faults, and the process lives on. Content: a `Fault`."""
 FAILED = b"f"
-"""From the simulators: an exception, after which the process ends. Content: a `Failure`."""
+"""From the simulators: an exception, after which the process ends. Content: a `SimulatorFailure`."""
 
 MOST_PACKET_BYTES = 1 << 16
 _MOST_TRACEBACK = 8000  # characters, from the end
@@ -43,9 +43,9 @@ class EnvWorkerSpec:
         slots: The worker's slots that its simulators are.
         task: What they play.
         id: See `penstock.fleet.SimulatorConfig`.
-        kwargs: Likewise.
+        kwargs: Keyword arguments of the simulator's constructor.
         max_fast_resets: See `penstock.fleet.SimulatorLimits`.
-        restart_interval_s: Likewise.
+        restart_interval_s: Age at which the process ends at an episode's end, to be replaced; in seconds; None: never.
         max_failures_in_row: So many observations in a row that cannot be used fail the process; None: no limit.
         decorrelate_steps: Each simulator of a first life takes a random number of random steps below this first.
         filmed: Episodes may be filmed.
@@ -78,12 +78,12 @@ class EnvWorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SimulatorFailure:
     """Why a simulator process ends itself.
 
     Attributes:
         where: ``making``, ``resetting``, ``stepping``, or ``closing``.
-        slot: Whose simulator.
+        slot: The worker's slot of the simulator that failed.
         kind: Name of the exception's type.
         message: The exception's.
         traceback: Its end.
@@ -105,7 +105,7 @@ class Failure:
         return FAILED + json.dumps(values).encode()
 
     @classmethod
-    def from_packet(cls, packet: bytes) -> "Failure":
+    def from_packet(cls, packet: bytes) -> "SimulatorFailure":
         """Reads `packet` back."""
         return cls(**json.loads(packet[1:]))
 
@@ -115,7 +115,7 @@ class Fault:
     """Steps that are not trained on.
 
     Attributes:
-        slot: Whose simulator took the last of them.
+        slot: The slot of the simulator that took the last of them.
         reason: What was wrong with that one.
         steps: How many they are since the last time that was told.
     """

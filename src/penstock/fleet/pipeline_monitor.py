@@ -24,11 +24,11 @@ MOST_REPORTED = 256
 """Samples of each stage that a report carries."""
 
 
-class Ring:
+class RingBuffer:
     """The latest samples of something.
 
     Args:
-        size: How many.
+        size: Number of samples kept; a newer one overwrites the oldest.
     """
 
     def __init__(self, size: int = SAMPLES) -> None:
@@ -85,8 +85,8 @@ class PipelineMonitor:
 
     def __init__(self, most_in_batch: int) -> None:
         self._most = most_in_batch
-        self._rings = {stage: Ring() for stage in STAGES}
-        self._lag = Ring()
+        self._rings = {stage: RingBuffer() for stage in STAGES}
+        self._lag = RingBuffer()
         self._batches: dict[int, int] = {}
         self._steps = 0
         self._lock = threading.Lock()

@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from penstock.fleet.steps import Arrival, Decision, Leaves
+from penstock.fleet.steps import ActionBatch, Leaves, StepArrival
 from penstock.types import Spaces, WeightVersion
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
-"""Told of what happened: its kind (``worker_failed``) and plain values."""
+"""Called with what happened: its kind (``worker_failed``) and plain values."""
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ class Pending(Protocol):
         """Whether `result` would return at once."""
         ...
 
-    def result(self) -> Decision:
+    def result(self) -> ActionBatch:
         """Waits for the decision. Its arrays are NumPy's, except that `states` may be any lazy mapping of them."""
         ...
 
@@ -100,7 +100,7 @@ class Simulators(Protocol):
         """Starts them all."""
         ...
 
-    def poll(self, timeout_s: float) -> list[Arrival]:
+    def poll(self, timeout_s: float) -> list[StepArrival]:
         """What has arrived, waiting for the first of it. A part of a process comes again only after it was acted on."""
         ...
 

@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from penstock.fleet.config import FleetConfig, assign_tasks
-from penstock.fleet.env_process import ProcessSlot, Quarantine, RestartRecord, Stage
-from penstock.fleet.fork_client import NURSERY_END_S, NurseryAnswer, NurseryLink
+from penstock.fleet.env_process import GiveUp, ProcessSlot, ProcessState, RestartRecord
+from penstock.fleet.fork_client import FORK_SERVER_END_S, ForkReply, ForkServerClient
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
-from penstock.fleet.process_tree import end_descendants_of_nursery, kill_group
-from penstock.fleet.shared_block import FilmArea
-from penstock.fleet.space_agreement import SpaceAgreement
-from penstock.fleet.steps import Arrival, Leaves
+from penstock.fleet.process_tree import end_descendants_of_fork_server, kill_group
+from penstock.fleet.shared_block import FrameArea
+from penstock.fleet.space_check import SpaceCheck
+from penstock.fleet.steps import Leaves, StepArrival
 from penstock.types import ConfigError, NoProgressError, RunFailed, Spaces
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class DescriptorWatch(Generic[T]):
         """Waits for events and calls their handlers.
 
         Args:
-            timeout_s: Longest wait.
+            timeout_s: Longest wait for the first event.
             found: What handlers gave is appended.
 
         Returns:
@@ -91,21 +91,21 @@ class DescriptorWatch(Generic[T]):
         self._epoll.close()
 
 
-_LAST_WORDS = 500  # characters of a simulator's output
+_OUTPUT_TAIL = 500  # characters of a simulator's output
 
 
-def end_in_words(process: ProcessSlot, status: int, last_words: str) -> str:
+def describe_exit(process: ProcessSlot, status: int, output_tail: str) -> str:
     """The reason of an end.
 
     Args:
-        process: Whose; not buried yet.
+        process: The process that ended; not released yet.
         status: As `os.waitpid` gives it.
-        last_words: The end of what it wrote to its output.
+        output_tail: The end of what it wrote to its output.
     """
     if process.failure is not None:
         failure = process.failure
         return f"{failure.where} (slot {failure.slot}) raised {failure.kind}: {failure.message}"
-    said = f"; it last wrote: {last_words[-_LAST_WORDS:].strip()}" if last_words.strip() else ""
+    said = f"; it last wrote: {output_tail[-_OUTPUT_TAIL:].strip()}" if output_tail.strip() else ""
     if process.reason:
         return process.reason + said
     if os.WIFSIGNALED(status):
@@ -124,7 +124,7 @@ def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
     Raises:
         RunFailed: they were; with the last one's failure, the limit that it passed, and its key.
     """
-    if all(process.stage is Stage.QUARANTINED for process in processes):
+    if all(process.stage is ProcessState.QUARANTINED for process in processes):
         last = processes[-1]
         raise RunFailed(
             f"all {len(processes)} simulator processes were given up; the last one (task {last.task!r}): "
@@ -133,9 +133,9 @@ def raise_if_all_given_up(processes: Sequence[ProcessSlot]) -> None:
 
 
 EventHandler = Callable[[str, Mapping[str, Any]], None]
-"""Told the name of an event and its fields."""
+"""Called with the name of an event and its fields."""
 
-_MOST_ASKED = 16  # requests to the nursery that wait for their answer
+_MOST_ASKED = 16  # requests to the fork server that wait for their answer
 _CLOSE_S = 1.0  # for simulators to close in good order
 
 
@@ -146,7 +146,7 @@ class SimulatorPool:
         config: Tasks, processes, limits.
         worker_id: Of the rollout worker; a part of every seed.
         seed: Of the run.
-        on_event: Told of ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
+        on_event: Called with ``nursery_ready``, ``nursery_ended``, ``nursery_left_behind``, ``simulator_started``,
             ``simulator_failed``, ``simulator_fault``, ``simulator_retired`` and ``simulator_quarantined``, in the
             thread that polls; each names the `worker_id` as ``worker``.
         worker_index: Which of the fleet's workers, for its part of the tasks.
@@ -168,22 +168,22 @@ class SimulatorPool:
         self.tasks = tuple(task for task in by_process for _ in range(rows))
         self.env_names = tuple(config.tasks[task].id for task in self.tasks)
         self.num_slots = len(self.tasks)
-        self._agreed = SpaceAgreement()
+        self._agreed = SpaceCheck()
         slots, limits = np.arange(self.num_slots).reshape(-1, rows), config.limits
         self._processes = tuple(
             ProcessSlot(number, task, slots[number], limits, self._agreed.adopt, config.parts_per_process)
             for number, task in enumerate(by_process)
         )
-        self._watch: DescriptorWatch[Arrival] = DescriptorWatch()
+        self._watch: DescriptorWatch[StepArrival] = DescriptorWatch()
         self._tickets: dict[int, ProcessSlot] = {}
         self._next_ticket = self._live_slots = 0
-        self._nursery: NurseryLink | None = None
-        self._nursery_due_s = self._next_look_s = 0.0
-        self._nursery_record = RestartRecord(limits)
-        self._left_out: dict[str, str] = {}  # what ended a nursery that imported it, which the next one does not
+        self._fork_server: ForkServerClient | None = None
+        self._fork_server_due_s = self._next_look_s = 0.0
+        self._fork_server_record = RestartRecord(limits)
+        self._left_out: dict[str, str] = {}  # what ended a fork server that imported it, which the next one does not
         shortest_s = min(limits.spawn_timeout_s, limits.reset_timeout_s, limits.step_timeout_s)
         self._look_interval_s = min(0.25, shortest_s / 5)
-        self._held: list[Arrival] = []
+        self._held: list[StepArrival] = []
         self._fatal: Exception | None = None
         self._closed = False
 
@@ -205,7 +205,7 @@ class SimulatorPool:
 
     def given_up(self) -> Mapping[int, str]:
         """Slots of quarantined processes: nothing comes from them any more. With last reason and limit."""
-        lost = (process for process in self._processes if process.stage is Stage.QUARANTINED)
+        lost = (process for process in self._processes if process.stage is ProcessState.QUARANTINED)
         return {slot: given_up_in_words(process) for process in lost for slot in process.slots.tolist()}
 
     def start(self, timeout_s: float) -> None:
@@ -227,7 +227,7 @@ class SimulatorPool:
             for task in missing:
                 raise_if_all_given_up([process for process in self._processes if process.task == task])
 
-    def poll(self, timeout_s: float) -> list[Arrival]:
+    def poll(self, timeout_s: float) -> list[StepArrival]:
         """What arrived; waits for the first where there is none yet.
 
         Args:
@@ -257,7 +257,7 @@ class SimulatorPool:
         """Answers the last arrival of a part of a process.
 
         Args:
-            process: Which.
+            process: Index of the process in the pool.
             actions: By leaf name, [n, …].
             part: Of the process.
 
@@ -268,7 +268,7 @@ class SimulatorPool:
         if arrival is not None:
             self._held.append(arrival)
 
-    def film_area(self, process: int) -> FilmArea | None:
+    def film_area(self, process: int) -> FrameArea | None:
         """Where a process's pictures lie; the caller's between its arrival and `act`. None where there is none."""
         return self._processes[process].film
 
@@ -279,8 +279,8 @@ class SimulatorPool:
         be answered, since the process was given up.
         """
         stages = [process.stage for process in self._processes]
-        quarantined = [process for process in self._processes if process.stage is Stage.QUARANTINED]
-        live = stages.count(Stage.UP)
+        quarantined = [process for process in self._processes if process.stage is ProcessState.QUARANTINED]
+        live = stages.count(ProcessState.UP)
         return {
             "live": live,
             "respawning": len(stages) - live - len(quarantined),
@@ -304,13 +304,13 @@ class SimulatorPool:
             self._announce(process, time.monotonic())
             process.close()
         deadline_s = time.monotonic() + _CLOSE_S
-        while self._tickets and self._nursery is not None and (left_s := deadline_s - time.monotonic()) > 0:
+        while self._tickets and self._fork_server is not None and (left_s := deadline_s - time.monotonic()) > 0:
             self._watch.wait(left_s, [])
             self._drop_hung_up()
-        if self._nursery is not None and not self._nursery.close():
-            self._tell_left_behind(self._nursery)
+        if self._fork_server is not None and not self._fork_server.close():
+            self._tell_left_behind(self._fork_server)
         for process in self._processes:
-            self._watch.retire(process.bury())
+            self._watch.retire(process.release())
         self._held.clear()  # arrivals that nobody took: they are views of memory that would stay open
         self._watch.close()
 
@@ -321,13 +321,16 @@ class SimulatorPool:
         self._raise_if_lost()
         self._next_look_s = now_s + self._look_interval_s
         self._drop_hung_up()
-        if self._nursery is None and now_s >= self._nursery_due_s:
-            self._open_nursery()
-        elif self._nursery is not None and (late := self._nursery.overdue(now_s, self._config.limits)) is not None:
-            self._lose_nursery(late)
-        asked = sum(process.stage is Stage.ASKED for process in self._processes)
+        if self._fork_server is None and now_s >= self._fork_server_due_s:
+            self._open_fork_server()
+        elif (
+            self._fork_server is not None
+            and (late := self._fork_server.overdue(now_s, self._config.limits)) is not None
+        ):
+            self._lose_fork_server(late)
+        asked = sum(process.stage is ProcessState.ASKED for process in self._processes)
         for process in self._processes:
-            if process.stage is Stage.WAITING:
+            if process.stage is ProcessState.WAITING:
                 if process.due_s > now_s:
                     self._next_look_s = min(self._next_look_s, process.due_s)
                 elif asked < _MOST_ASKED and self._spawn(process, now_s):
@@ -335,15 +338,15 @@ class SimulatorPool:
                 continue
             self._announce(process, now_s)
             self._tell_faults(process)
-            if (late := process.overdue(now_s)) is not None and process.stage is Stage.ASKED:
-                self._lose_nursery(late)
+            if (late := process.overdue(now_s)) is not None and process.stage is ProcessState.ASKED:
+                self._lose_fork_server(late)
                 break
             elif late is not None:
                 process.kill(late, now_s)
             elif process.gone_for_good(now_s):
-                self._bury(process, process.reason or "it ended, and its nursery did not say how")
+                self._forget_process(process, process.reason or "it ended, and its fork server did not say how")
         self._watch.close_retired()
-        self._live_slots = self._rows * sum(process.stage is Stage.UP for process in self._processes)
+        self._live_slots = self._rows * sum(process.stage is ProcessState.UP for process in self._processes)
         self._raise_if_lost()
 
     def _drop_hung_up(self) -> None:
@@ -353,12 +356,12 @@ class SimulatorPool:
                 self._watch.drop(process.descriptors()[0])
 
     def _spawn(self, process: ProcessSlot, now_s: float) -> bool:
-        if self._nursery is None:
+        if self._fork_server is None:
             return False
         ticket = self._next_ticket
         channel = process.open_channel(ticket, now_s)
         try:
-            sent = self._nursery.spawn(ticket, self._spec(process), channel)
+            sent = self._fork_server.spawn(ticket, self._spec(process), channel)
         finally:
             channel.close()
         if not sent:
@@ -371,7 +374,7 @@ class SimulatorPool:
 
     def _announce(self, process: ProcessSlot, now_s: float) -> None:
         """Tells of a process that is up, once; before it is ended at the latest, so that its seeds are known."""
-        if process.announced or process.stage is not Stage.UP or process.pid is None:
+        if process.announced or process.stage is not ProcessState.UP or process.pid is None:
             return
         process.announced, slots = True, process.slots.tolist()
         self._on_event("simulator_started", {
@@ -393,14 +396,14 @@ class SimulatorPool:
 
     # --- the end of a process -------------------------------------------------------------------------------------
 
-    def _bury(self, process: ProcessSlot, reason: str, counted: bool = True) -> None:
+    def _forget_process(self, process: ProcessSlot, reason: str, counted: bool = True) -> None:
         """Forgets a process that ended, and decides what follows."""
-        self._hear_out(process)
+        self._hold_unread(process)
         self._tell_faults(process)
         self._tickets.pop(process.ticket if process.ticket is not None else -1, None)
         failure, retired, fields = process.failure, process.retired, process.to_values()
-        self._watch.retire(process.bury())
-        process.stage, process.due_s, process.reason = Stage.WAITING, time.monotonic(), reason
+        self._watch.retire(process.release())
+        process.stage, process.due_s, process.reason = ProcessState.WAITING, time.monotonic(), reason
         self._next_look_s = process.due_s
         if retired and not self._closed:
             self._on_event("simulator_retired", fields)
@@ -415,14 +418,14 @@ class SimulatorPool:
         elif counted:
             self._restart_or_quarantine(process, fields)
 
-    def _hear_out(self, process: ProcessSlot) -> None:
-        while (arrival := process.last_words()) is not None:
+    def _hold_unread(self, process: ProcessSlot) -> None:
+        while (arrival := process.drain()) is not None:
             self._held.append(arrival)
 
     def _restart_or_quarantine(self, process: ProcessSlot, fields: Mapping[str, Any]) -> None:
         verdict = process.record.failed(process.due_s)
-        if isinstance(verdict, Quarantine):
-            process.stage, process.limit = Stage.QUARANTINED, verdict.reason
+        if isinstance(verdict, GiveUp):
+            process.stage, process.limit = ProcessState.QUARANTINED, verdict.reason
             self._on_event("simulator_quarantined", {**fields, "limit": verdict.reason})
         else:
             process.due_s += verdict.delay_s
@@ -432,33 +435,33 @@ class SimulatorPool:
             raise self._fatal
         raise_if_all_given_up(self._processes)
 
-    # --- the nursery ----------------------------------------------------------------------------------------------
+    # --- the fork server ----------------------------------------------------------------------------------------------
 
-    def _open_nursery(self) -> None:
-        self._nursery = NurseryLink([task.id for task in self._config.tasks.values()], left_out=self._left_out)
-        self._watch.add(self._nursery.fileno(), self._hear_nursery)
+    def _open_fork_server(self) -> None:
+        self._fork_server = ForkServerClient([task.id for task in self._config.tasks.values()], left_out=self._left_out)
+        self._watch.add(self._fork_server.fileno(), self._poll_fork_server)
 
-    def _hear_nursery(self) -> None:
-        assert self._nursery is not None
-        answers = self._nursery.receive()
+    def _poll_fork_server(self) -> None:
+        assert self._fork_server is not None
+        answers = self._fork_server.receive()
         if answers is None:
-            self._lose_nursery("it ended")
+            self._lose_fork_server("it ended")
             return
         for answer in answers:
             self._take_answer(answer)
 
-    def _take_answer(self, answer: NurseryAnswer) -> None:
+    def _take_answer(self, answer: ForkReply) -> None:
         values = answer.values
         if "preloaded" in values:
             self._on_event("nursery_ready", {"seconds": values["preloaded"], "troubles": values["troubles"]})
         elif "spawned" in values:
-            self._nursery_record.answered()
+            self._fork_server_record.answered()
             self._take_process(int(values["spawned"]), int(values["pid"]), answer.pidfd)
         elif "failed" in values and (process := self._tickets.get(int(values["failed"]))) is not None:
-            self._bury(process, str(values["reason"]))
+            self._forget_process(process, str(values["reason"]))
         elif "exited" in values and (process := self._tickets.get(int(values["exited"]))) is not None:
-            self._hear_out(process)
-            self._bury(process, end_in_words(process, int(values["status"]), str(values["last_words"])))
+            self._hold_unread(process)
+            self._forget_process(process, describe_exit(process, int(values["status"]), str(values["output_tail"])))
 
     def _take_process(self, ticket: int, pid: int, pidfd: int | None) -> None:
         process = self._tickets.get(ticket)
@@ -476,28 +479,30 @@ class SimulatorPool:
 
         self._watch.add(pidfd, ended)
 
-    def _lose_nursery(self, reason: str) -> None:
-        """Its end took all processes along; another nursery starts them again, and none of them is to blame."""
-        assert self._nursery is not None
-        nursery, self._nursery = self._nursery, None
-        if nursery.importing is not None:
-            reason = f"{reason}, while it imported simulator {nursery.importing!r}"
-            self._left_out[nursery.importing] = reason
-        self._watch.drop(nursery.fileno())
-        if not nursery.kill():
-            self._tell_left_behind(nursery)
+    def _lose_fork_server(self, reason: str) -> None:
+        """Its end took all processes along; another fork server starts them again, and none of them is to blame."""
+        assert self._fork_server is not None
+        fork_server, self._fork_server = self._fork_server, None
+        if fork_server.importing is not None:
+            reason = f"{reason}, while it imported simulator {fork_server.importing!r}"
+            self._left_out[fork_server.importing] = reason
+        self._watch.drop(fork_server.fileno())
+        if not fork_server.kill():
+            self._tell_left_behind(fork_server)
         for process in tuple(self._tickets.values()):
             if process.pid is not None:
                 kill_group(process.pid)
-            self._bury(process, f"the nursery that started it is gone: {reason}", counted=False)
-        end_descendants_of_nursery(nursery.pid)
-        verdict = self._nursery_record.failed(now_s := time.monotonic())
-        if isinstance(verdict, Quarantine):
-            self._fatal = RunFailed(f"the simulators' nursery: {reason}; {verdict.reason}")
+            self._forget_process(process, f"the fork server that started it is gone: {reason}", counted=False)
+        end_descendants_of_fork_server(fork_server.pid)
+        verdict = self._fork_server_record.failed(now_s := time.monotonic())
+        if isinstance(verdict, GiveUp):
+            self._fatal = RunFailed(f"the simulators' fork server: {reason}; {verdict.reason}")
         else:
-            self._nursery_due_s = now_s + verdict.delay_s
+            self._fork_server_due_s = now_s + verdict.delay_s
         self._on_event("nursery_ended", {"reason": reason})
 
-    def _tell_left_behind(self, nursery: NurseryLink) -> None:
-        reason = f"the simulators' nursery was killed and had not ended {NURSERY_END_S:g} s later: it is left behind"
-        self._on_event("nursery_left_behind", {"pid": nursery.pid, "reason": reason})
+    def _tell_left_behind(self, fork_server: ForkServerClient) -> None:
+        reason = (
+            f"the simulators' fork server was killed; {FORK_SERVER_END_S:g} s later it had not ended: it is left behind"
+        )
+        self._on_event("nursery_left_behind", {"pid": fork_server.pid, "reason": reason})

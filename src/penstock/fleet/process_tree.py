@@ -1,8 +1,8 @@
 """Finding what a process started, from /proc, so that nothing outlives it.
 
 A simulator's own children usually share its process group and die with it. Those that left the group (a game engine
-started in a session of its own) are found because the nursery is their *subreaper*: when their parent dies they become
-its children. An environment variable, which programs inherit, tells whose they are.
+started in a session of its own) are found because the fork server is their *subreaper*: when their parent dies they
+become its children. An environment variable, which programs inherit, tells whose they are.
 
 Linux only. Not covered: a descendant that left its group and changed its own environment before it was executed.
 """
@@ -57,21 +57,21 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def end_descendants_of_nursery(nursery: int) -> None:
-    """SIGKILL to every program that simulator processes of a nursery that died started and left behind.
+def end_descendants_of_fork_server(fork_server: int) -> None:
+    """SIGKILL to every program that simulator processes of a fork server that died started and left behind.
 
     It looks until it finds no more: what was being started at the first look shows no owner until it runs.
     """
     killed: set[int] = set()
-    while found := _descendants_of_nursery(nursery) - killed:
+    while found := _descendants_of_fork_server(fork_server) - killed:
         for pid in found:
             kill(pid)
         killed |= found
 
 
-def _descendants_of_nursery(nursery: int) -> set[int]:
+def _descendants_of_fork_server(fork_server: int) -> set[int]:
     pids = [pid for siblings in children_by_parent().values() for pid in siblings]
-    return {pid for pid in pids if (owner_of(pid) or "").startswith(f"{nursery}.")}
+    return {pid for pid in pids if (owner_of(pid) or "").startswith(f"{fork_server}.")}
 
 
 def _living_parent(pid: str) -> int | None:

@@ -28,7 +28,16 @@ import numpy as np
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.pipeline_monitor import PipelineMonitor
 from penstock.fleet.policy import Pending, PolicyRunner, Simulators
-from penstock.fleet.steps import STEP_ROW, Arrival, Decision, Leaves, StepBatch, StepRows, aligned_zeros, whole_rows
+from penstock.fleet.steps import (
+    STEP_ROW,
+    ActionBatch,
+    Leaves,
+    StepArrival,
+    StepBatch,
+    StepRows,
+    aligned_zeros,
+    whole_rows,
+)
 from penstock.types import LeafSpace, Spaces
 
 LARGE_BYTES = 1024
@@ -39,7 +48,7 @@ class BatchFiller(StepRows):
     """Room for one inference batch of at most `capacity` slots.
 
     Args:
-        spaces: What arrives.
+        spaces: Spaces of the observations that arrive and of the actions that answer them.
         capacity: Most slots; at least those of one arrival.
 
     Attributes:
@@ -52,7 +61,7 @@ class BatchFiller(StepRows):
         self.capacity = capacity
         self.count = 0
         self.first_at = 0.0
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[StepArrival] = []
         self._rows = np.zeros(capacity, STEP_ROW)
         self.rows = self._rows[:0]
         self._observations = {
@@ -62,11 +71,11 @@ class BatchFiller(StepRows):
         self._large = [leaf.name for leaf in spaces.observations if is_large(leaf)]
         self._small = [leaf.name for leaf in spaces.observations if not is_large(leaf)]
 
-    def takes(self, arrival: Arrival) -> bool:
+    def takes(self, arrival: StepArrival) -> bool:
         """Whether there is room for all of its slots."""
         return self.count + len(arrival.rows) <= self.capacity
 
-    def add(self, arrival: Arrival, now: float) -> None:
+    def add(self, arrival: StepArrival, now: float) -> None:
         """Takes an arrival in."""
         if self.count == 0:
             self.first_at = now
@@ -103,7 +112,7 @@ class BatchFiller(StepRows):
         """How long each arrival took."""
         return [arrival.simulate_s for arrival in self._arrivals]
 
-    def shares(self, actions: Leaves) -> Iterator[tuple[Arrival, Leaves]]:
+    def shares(self, actions: Leaves) -> Iterator[tuple[StepArrival, Leaves]]:
         """Each arrival with its share of the actions, as views."""
         begin = 0
         for arrival in self._arrivals:
@@ -111,7 +120,7 @@ class BatchFiller(StepRows):
             yield arrival, {name: array[begin:end] for name, array in actions.items()}
             begin = end
 
-    def reported(self, decision: Decision) -> StepBatch:
+    def reported(self, decision: ActionBatch) -> StepBatch:
         """What progress handlers are told; views that hold until `clear`."""
         count = self.count
         return StepBatch(
@@ -143,10 +152,10 @@ class RolloutWorker:
     """Drives the slots of one pool with one policy. One thread at a time.
 
     Args:
-        pool: Started simulators.
+        pool: The simulators, already started.
         runner: The policy, with weights.
         config: Batch size and longest wait.
-        progress_handler: Told of every batch; its arrays hold until it returns, so it copies what it keeps.
+        progress_handler: Called with every batch; its arrays hold until it returns, so it copies what it keeps.
         monitor: Told how long each stage took.
         clock: Monotonic seconds.
     """
@@ -174,7 +183,7 @@ class RolloutWorker:
         self._pending: Pending | None = None
         self._began = 0.0
         self._usual_inference_s = 0.0
-        self._backlog: deque[tuple[Arrival, float]] = deque()  # each with when it came
+        self._backlog: deque[tuple[StepArrival, float]] = deque()  # each with when it came
 
     def run(self, stopping: threading.Event) -> None:
         """Turns until asked to stop; what is in inference then is finished, so that every action is accounted for."""
@@ -227,7 +236,7 @@ class RolloutWorker:
         self._fill_from_backlog()
         return count
 
-    def _act(self, batch: BatchFiller, decision: Decision) -> None:
+    def _act(self, batch: BatchFiller, decision: ActionBatch) -> None:
         try:
             for arrival, actions in batch.shares(decision.actions):
                 self._pool.act(arrival.process, actions, arrival.part)

@@ -205,7 +205,7 @@ class Sender:
         sink: The replay buffer, or what leads to it.
         newest: The newest version that is known; None before the first.
         max_staleness: See `FleetConfig.max_staleness`.
-        on_lag: Told of each fragment's steps: how many versions they lie back, int64 [T].
+        on_lag: Called with each fragment's steps: how many versions they lie back, int64 [T].
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from penstock.fleet.config import FleetConfig, assign_tasks
 from penstock.fleet.env_worker import Maker, SimulatorRow
 from penstock.fleet.messages import EnvWorkerSpec
-from penstock.fleet.shared_block import Block, block_bytes, create_memory
+from penstock.fleet.shared_block import SharedBlock, block_bytes, create_memory
 from penstock.fleet.spaces import spaces_of
-from penstock.fleet.steps import Arrival, Leaves
+from penstock.fleet.steps import Leaves, StepArrival
 from penstock.types import RunFailed, Spaces
 
 
@@ -48,7 +48,7 @@ class SerialPool:
             for group in range(number * self._parts, (number + 1) * self._parts)
         ]  # fmt: skip
         self._groups: list[_Group] = []
-        self._arrived: list[Arrival] = []
+        self._arrived: list[StepArrival] = []
         self.tasks = tuple(task for task in by_process for _ in range(config.envs_per_process))
         self.env_names = tuple(config.tasks[task].id for task in self.tasks)
         self.num_slots = len(self.tasks)
@@ -80,7 +80,7 @@ class SerialPool:
         self._groups = [_Group(spec, make_simulator, number % self._parts) for number, spec in enumerate(self._specs)]
         self._arrived = [group.begin() for group in self._groups]
 
-    def poll(self, timeout_s: float) -> list[Arrival]:
+    def poll(self, timeout_s: float) -> list[StepArrival]:
         """What the last actions led to. Where there is nothing, nothing can come meanwhile: it waits all the same."""
         if not self._arrived:
             time.sleep(timeout_s)
@@ -112,14 +112,14 @@ class _Group:
         self.spaces = spaces_of(env.observation_space, env.action_space)
         fd = create_memory(block_bytes(self.spaces, len(self._rows)))
         try:
-            self._block = Block(fd, self.spaces, len(self._rows))
+            self._block = SharedBlock(fd, self.spaces, len(self._rows))
         finally:
             os.close(fd)
         self._block.slots[:] = spec.slots
         for simulator in self._rows:
             simulator.bind(self._block)
 
-    def begin(self) -> Arrival:
+    def begin(self) -> StepArrival:
         for simulator in self._rows:
             simulator.begin_episode()
         if self._spec.decorrelate_steps > 0:
@@ -129,7 +129,7 @@ class _Group:
         self._block.clear_results()
         return self._arrival(acted=False, seconds=0.0)
 
-    def step(self, actions: Leaves) -> Arrival:
+    def step(self, actions: Leaves) -> StepArrival:
         began_s = time.monotonic()
         for leaf, array in self._block.actions.items():
             array[:] = actions[leaf]
@@ -142,9 +142,9 @@ class _Group:
         for simulator in self._rows:
             simulator.env.close()
 
-    def _arrival(self, acted: bool, seconds: float) -> Arrival:
+    def _arrival(self, acted: bool, seconds: float) -> StepArrival:
         block = self._block
         block.acted[:] = acted
-        return Arrival(
+        return StepArrival(
             self._spec.process, block.rows, block.observations, block.final_observations, seconds, self._part
         )

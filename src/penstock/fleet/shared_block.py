@@ -29,12 +29,12 @@ MOST_PICTURE_BYTES = 1 << 22
 """Room for a picture: 1280 × 1024 in colour. Of a larger one every second row and column is taken, or every third, …"""
 
 _HEADER_BYTES = 4096  # a page, so that pictures begin at one
-_ASKED, _MARK, _HEIGHT, _WIDTH = range(4)
+_ASKED, _LABEL, _HEIGHT, _WIDTH = range(4)
 
 FILM_AREA_BYTES = _HEADER_BYTES + MOST_PICTURE_BYTES
 
 
-class Mark(IntEnum):
+class FrameLabel(IntEnum):
     """What a picture shows."""
 
     NOTHING = 0
@@ -48,21 +48,21 @@ class Mark(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shot:
+class Frame:
     """What was taken.
 
     Attributes:
-        mark: What it shows.
+        label: What it shows.
         picture: uint8 [height, width, 3]; None where there is none.
         trouble: Why it failed; empty otherwise.
     """
 
-    mark: Mark = Mark.NOTHING
+    label: FrameLabel = FrameLabel.NOTHING
     picture: np.ndarray | None = None
     trouble: str = ""
 
 
-class FilmArea:
+class FrameArea:
     """One row's pictures, one at a time.
 
     Args:
@@ -83,11 +83,11 @@ class FilmArea:
         """Wants a row's next episode; None: no more pictures."""
         self._header[_ASKED] = 0 if row is None else row + 1
 
-    def put(self, mark: Mark, picture: Any) -> None:
+    def put(self, label: FrameLabel, picture: Any) -> None:
         """Leaves a picture.
 
         Args:
-            mark: What it shows.
+            label: What it shows.
             picture: uint8 [height, width], or with 1, 3 or 4 channels; None: the episode ended with no known one.
         """
         height = width = 0
@@ -95,23 +95,27 @@ class FilmArea:
             pixels = _coloured(picture)
             height, width = pixels.shape[:2]
             self._pixels[: height * width * 3].reshape(pixels.shape)[...] = pixels
-        self._header[_MARK:] = mark, height, width
+        self._header[_LABEL:] = label, height, width
 
     def fail(self, trouble: str) -> None:
         """Leaves the words why there is no picture, and takes the request back."""
         words = np.frombuffer(trouble.encode()[:2000], np.uint8)
         self._pixels[: len(words)] = words
-        self._header[:] = 0, Mark.FAILED, len(words), 0
+        self._header[:] = 0, FrameLabel.FAILED, len(words), 0
 
-    def take(self) -> Shot:
+    def take(self) -> Frame:
         """What was left since the last call; the picture is a copy."""
-        mark, height, width = Mark(int(self._header[_MARK])), int(self._header[_HEIGHT]), int(self._header[_WIDTH])
-        self._header[_MARK] = Mark.NOTHING
-        if mark is Mark.FAILED:
-            return Shot(mark, trouble=self._pixels[:height].tobytes().decode(errors="replace"))
-        if mark is Mark.NOTHING or not height:
-            return Shot(mark)
-        return Shot(mark, self._pixels[: height * width * 3].reshape(height, width, 3).copy())
+        label, height, width = (
+            FrameLabel(int(self._header[_LABEL])),
+            int(self._header[_HEIGHT]),
+            int(self._header[_WIDTH]),
+        )
+        self._header[_LABEL] = FrameLabel.NOTHING
+        if label is FrameLabel.FAILED:
+            return Frame(label, trouble=self._pixels[:height].tobytes().decode(errors="replace"))
+        if label is FrameLabel.NOTHING or not height:
+            return Frame(label)
+        return Frame(label, self._pixels[: height * width * 3].reshape(height, width, 3).copy())
 
 
 def _coloured(picture: Any) -> np.ndarray:
@@ -134,10 +138,10 @@ RESULTS = ("rewards", "returns", "lengths", "terminated", "truncated", "faults",
 """Fields of a row that say what the last action led to; `first` and the observations say what comes next."""
 
 PHASE, SINCE, SIMULATE_S, ROW = range(4)
-"""Places in `Block.clock`: a `Phase`, its begin (monotonic seconds), seconds of the last answer, the row at work."""
+"""Places in `SharedBlock.clock`: a `SimulatorPhase`, its begin (monotonic seconds), seconds of the last answer, row."""
 
 
-class Phase(IntEnum):
+class SimulatorPhase(IntEnum):
     """What a simulator process is doing: each has a deadline of its own."""
 
     RESTING = 0
@@ -158,7 +162,7 @@ class _Place:
         return self.offset + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class BlockRows(StepRows):
+class SharedRows(StepRows):
     """Some of a block's rows; views.
 
     Attributes:
@@ -172,14 +176,14 @@ class BlockRows(StepRows):
         self.rows = rows
         self.observations, self.final_observations, self.actions = observations, final_observations, actions
 
-    def part(self, begin: int, end: int) -> "BlockRows":
+    def part(self, begin: int, end: int) -> "SharedRows":
         """Rows `begin` to `end` − 1."""
         groups = (self.observations, self.final_observations, self.actions)
-        return BlockRows(
+        return SharedRows(
             self.rows[begin:end], *({leaf: array[begin:end] for leaf, array in group.items()} for group in groups)
         )
 
-    def take_results(self, other: "BlockRows") -> None:
+    def take_results(self, other: "SharedRows") -> None:
         """Copies what the last actions led to from as many rows of another block of the same layout."""
         for name in RESULTS:
             self.rows[name] = other.rows[name]
@@ -197,7 +201,7 @@ class BlockRows(StepRows):
             self.rows[name] = 0
 
 
-class Block(BlockRows):
+class SharedBlock(SharedRows):
     """A mapped block: all rows. Arrays keep the mapping alive: it goes when the last of them does.
 
     Args:
@@ -230,7 +234,7 @@ class Block(BlockRows):
             _group(arrays, "actions", spaces.actions),
         )
         self.clock = memory[places[0].offset : places[0].end].cast("d")
-        self.film = FilmArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
+        self.film = FrameArea(memory[length - FILM_AREA_BYTES :]) if filmed else None
 
 
 def block_bytes(spaces: Spaces, rows: int, filmed: bool = False) -> int:

@@ -61,7 +61,7 @@ class StepRows:
 
     @property
     def truncated(self) -> np.ndarray:
-        """Likewise; also true where a fault ended the episode."""
+        """Of the last action, bool [n]; also true where a fault ended the episode."""
         return self.rows["truncated"]
 
     @property
@@ -104,7 +104,7 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival(StepRows):
+class StepArrival(StepRows):
     """What the simulators of one part of a process say together; n of them. Arrays are views that hold until `act`.
 
     Attributes:
@@ -124,8 +124,12 @@ class Arrival(StepRows):
     part: int = 0
 
 
+Arrival = StepArrival
+"""The earlier name."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Decision:
+class ActionBatch:
     """What the policy decided for n slots.
 
     Attributes:
@@ -141,6 +145,10 @@ class Decision:
     values: np.ndarray
     version: WeightVersion
     states: Leaves = field(default_factory=dict[str, np.ndarray])
+
+
+Decision = ActionBatch
+"""The earlier name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +168,7 @@ class StepBatch(StepRows):
     rows: np.ndarray
     observations: Leaves
     final_observations: Leaves
-    decision: Decision
+    decision: ActionBatch
 
 
 _ALIGNMENT = 64  # bytes: XLA uses memory of its caller only where it begins at a multiple of this

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from penstock.fleet.policy import WeightMailbox
-from penstock.fleet.steps import Decision, Leaves
+from penstock.fleet.steps import ActionBatch, Leaves
 from penstock.types import ConfigError, Spaces, WeightsError, WeightVersion, fold
 
 Acted = Any
@@ -46,14 +46,14 @@ class ActingPolicy(Protocol):
 class DecidedPending:
     """A decision that is there already."""
 
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: ActionBatch) -> None:
         self._decision = decision
 
     def done(self) -> bool:
         """True."""
         return True
 
-    def result(self) -> Decision:
+    def result(self) -> ActionBatch:
         """The decision."""
         return self._decision
 
@@ -73,7 +73,7 @@ class UserPolicyRunner:
         """Makes every slot's first state.
 
         Args:
-            policy: The object.
+            policy: The user's policy object.
             spaces: What it sees and does.
             num_slots: Slots are 0 … num_slots − 1.
             seed: Of the keys that it is given.
@@ -151,11 +151,11 @@ class UserPolicyRunner:
             ) from error
         self._version = version
 
-    def _read(self, acted: Acted, before: Leaves, n: int) -> tuple[Decision, Leaves]:
+    def _read(self, acted: Acted, before: Leaves, n: int) -> tuple[ActionBatch, Leaves]:
         """The decision, and the states after it."""
         actions, logprobs, values, state = _parts(acted)
         unknown = np.full(n, np.nan, np.float32)
-        decision = Decision(
+        decision = ActionBatch(
             actions=self._actions(actions, n),
             logprobs=unknown if logprobs is None else _row(logprobs, n, "logprobs"),
             values=unknown if values is None else _row(values, n, "values"),

@@ -28,8 +28,8 @@ import numpy as np
 from penstock.fleet.config import VideoConfig
 from penstock.fleet.policy import OnEvent
 from penstock.fleet.pool import SimulatorPool
-from penstock.fleet.shared_block import Mark, Shot
-from penstock.fleet.steps import Arrival, Leaves, StepBatch
+from penstock.fleet.shared_block import Frame, FrameLabel
+from penstock.fleet.steps import Leaves, StepArrival, StepBatch
 from penstock.types import ConfigError, Spaces
 
 MOST_WAITING_BYTES = 1 << 26
@@ -58,7 +58,7 @@ class VideoWriter:
         folder: Where films appear; made when the first one is begun.
         name: Of the writer, unique among those that write into the folder at a time.
         fps: Frames per second.
-        on_event: Told of ``film_written`` and ``film_failed``, in the thread.
+        on_event: Called with ``film_written`` and ``film_failed``, in the thread.
         most_waiting_bytes: See `MOST_WAITING_BYTES`.
 
     Raises:
@@ -250,7 +250,7 @@ def captioned(picture: np.ndarray, words: tuple[str, ...]) -> np.ndarray:
 
     Args:
         picture: uint8 [height, width, 3].
-        words: Lines.
+        words: One caption line each, top to bottom.
 
     Returns:
         uint8 [2 h, 2 w, 3].
@@ -291,7 +291,7 @@ CLOSE_S = 10.0
 """For the last film to be written when a worker ends."""
 
 
-class FilmedPool:
+class RecordingPool:
     """A `SimulatorPool` that is filmed. Its `note` is to be told of each batch, in the thread that acts.
 
     Args:
@@ -299,7 +299,7 @@ class FilmedPool:
         video: What is filmed.
         folder: Where films appear.
         name: Of the worker's life: the begin of each film's name.
-        on_event: Told of ``film_written`` and ``film_failed``.
+        on_event: Called with ``film_written`` and ``film_failed``.
         writer: Of films; None: one of its own.
 
     Raises:
@@ -320,7 +320,7 @@ class FilmedPool:
         self._slot: int | None = None  # chosen
         self._filming = False
         self._stopping = False  # its simulator still draws, and need not
-        self._shot = Shot()
+        self._frame = Frame()
         self._frames = 0
         self._return = 0.0
 
@@ -357,7 +357,7 @@ class FilmedPool:
         """Starts the pool."""
         self._pool.start(timeout_s)
 
-    def poll(self, timeout_s: float) -> list[Arrival]:
+    def poll(self, timeout_s: float) -> list[StepArrival]:
         """Polls the pool."""
         return self._pool.poll(timeout_s)
 
@@ -391,12 +391,12 @@ class FilmedPool:
     def _look(self, process: int, row: int) -> None:
         area = self._pool.film_area(process)
         if area is None:  # the process is gone
-            self._shot = Shot()
+            self._frame = Frame()
         elif self._stopping:
             area.ask(None)
         else:
-            self._shot = area.take()
-            if self._shot.mark is Mark.NOTHING and not self._filming:
+            self._frame = area.take()
+            if self._frame.label is FrameLabel.NOTHING and not self._filming:
                 area.ask(row)  # again for every life of the process
         if self._stopping:
             self._slot, self._stopping = None, False
@@ -415,15 +415,15 @@ class FilmedPool:
             self._skipped += 1
 
     def _follow(self, batch: StepBatch, row: int) -> None:
-        shot, self._shot = self._shot, Shot()
-        if shot.mark is Mark.FAILED:
-            self._give_up(shot.trouble)
-        elif self._filming and (batch.first[row] or shot.mark in (Mark.LAST, Mark.FIRST)):
-            self._end(batch, row, shot)
-        elif self._filming or shot.mark is Mark.FIRST:
-            self._go_on(batch, row, shot)
+        frame, self._frame = self._frame, Frame()
+        if frame.label is FrameLabel.FAILED:
+            self._give_up(frame.trouble)
+        elif self._filming and (batch.first[row] or frame.label in (FrameLabel.LAST, FrameLabel.FIRST)):
+            self._end(batch, row, frame)
+        elif self._filming or frame.label is FrameLabel.FIRST:
+            self._go_on(batch, row, frame)
 
-    def _go_on(self, batch: StepBatch, row: int, shot: Shot) -> None:
+    def _go_on(self, batch: StepBatch, row: int, frame: Frame) -> None:
         if not self._filming:
             if not self._writer.begin():
                 self._skipped, self._stopping = self._skipped + 1, True
@@ -432,25 +432,25 @@ class FilmedPool:
         else:
             self._return += float(batch.rewards[row])
         reward = float(batch.rewards[row]) if self._frames else 0.0
-        self._add(shot, reward, f"value {float(batch.decision.values[row]):.3f}")
+        self._add(frame, reward, f"value {float(batch.decision.values[row]):.3f}")
         if self._frames >= self._video.most_frames:
             self._stopping = True
             self._finish(self._return)
 
-    def _end(self, batch: StepBatch, row: int, shot: Shot) -> None:
+    def _end(self, batch: StepBatch, row: int, frame: Frame) -> None:
         fault = bool(batch.faults[row])
         if not fault:
             self._return += float(batch.rewards[row])
-            if shot.mark is Mark.LAST:
-                self._add(shot, float(batch.rewards[row]), "the end")
+            if frame.label is FrameLabel.LAST:
+                self._add(frame, float(batch.rewards[row]), "the end")
         known = not fault and bool(batch.has_final[row])
         self._finish(float(batch.returns[row]) if known else self._return)
         self._slot = None
 
-    def _add(self, shot: Shot, reward: float, value: str) -> None:
-        if shot.picture is not None:
+    def _add(self, frame: Frame, reward: float, value: str) -> None:
+        if frame.picture is not None:
             words = (f"step {self._frames}  {value}", f"reward {reward:g}  return {self._return:g}")
-            self._writer.add(shot.picture, words)
+            self._writer.add(frame.picture, words)
         self._frames += 1
 
     def _finish(self, episode_return: float) -> None:
@@ -467,3 +467,7 @@ class FilmedPool:
         if self._filming:
             self._writer.end(None)
         self._filming, self._slot = False, None
+
+
+FilmedPool = RecordingPool
+"""The earlier name."""

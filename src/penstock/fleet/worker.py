@@ -46,7 +46,7 @@ _COUNTS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCondition:
+class WorkerStatus:
     """How a worker is.
 
     Attributes:
@@ -68,6 +68,10 @@ class WorkerCondition:
     failure: str = ""
 
 
+WorkerCondition = WorkerStatus
+"""The earlier name."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker tells whoever supervises it; plain values.
@@ -81,7 +85,7 @@ class WorkerReport:
         next_episode: The number to ask with next time.
     """
 
-    condition: WorkerCondition
+    condition: WorkerStatus
     account: StepAccount
     pipeline: PipelineReport
     gauges: dict[str, float] = field(default_factory=dict[str, float])
@@ -97,10 +101,10 @@ class RolloutWorkerWrapper:
         incarnation: Grows with every restart; ids of fragments hold it, so that none is used twice.
         config: Lengths, limits and policies.
         pool: Its simulators, not started; closed at the end.
-        runner: Its policy.
-        sink: Takes fragments.
+        runner: The policy that decides its actions.
+        sink: Receives the finished fragments.
         weights: Newer versions come from here; None: the runner keeps its own.
-        on_event: Told of ``worker_started``, ``worker_failed`` and ``worker_ended``.
+        on_event: Called with ``worker_started``, ``worker_failed`` and ``worker_ended``.
         on_batch: Further progress handlers.
         first_weights_timeout_s: Longest wait for the first version.
         clock: Monotonic seconds.
@@ -191,11 +195,11 @@ class RolloutWorkerWrapper:
         """The first error of any of its threads."""
         return self._failure
 
-    def condition(self) -> WorkerCondition:
+    def condition(self) -> WorkerStatus:
         """How it is now."""
         steps, failure = self._steps().started, self._failure
         words = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        return WorkerCondition(
+        return WorkerStatus(
             self.worker_id, self.incarnation, self._state(steps), self._runner.version, steps,
             self._clock() - self._moved, words,
         )  # fmt: skip
@@ -278,8 +282,8 @@ class RolloutWorkerWrapper:
         config, pool = self._config, self._pool
         self._tracker = EpisodeTracker(pool.tasks, config.discount)
         self._cutter = FragmentCutter(
-            pool.spaces, pool.tasks, pool.env_names, config.fragment_length, self.worker_id,
-            f"{self.worker_id}-{self.incarnation}", keep_states=config.max_staleness is not None, clock=self._stamp,
+            pool, config.fragment_length, self.worker_id, f"{self.worker_id}-{self.incarnation}",
+            keep_states=config.max_staleness is not None, clock=self._stamp,
         )  # fmt: skip
         return RolloutWorker(pool, self._runner, config, self._take_batch, self._monitor)
 

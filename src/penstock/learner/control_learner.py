@@ -27,15 +27,15 @@ from penstock.learner.control_step import (
     FEWEST_FINALS,
     BatchShape,
     FragmentArrays,
-    Outcome,
-    Reading,
+    FragmentReadOptions,
+    MinibatchResult,
     Summary,
     blank_arrays,
     minibatch_columns,
     stack_fragments,
 )
 from penstock.learner.learner import finite_only
-from penstock.learner.optimizer import Applied, from_named, initial_state, learning_rate, to_named
+from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
 from penstock.model.control import (
     ControlPolicy,
     load_control_policy,
@@ -177,7 +177,7 @@ def _trained_metrics(summary: Summary) -> dict[str, float]:
     }
 
 
-def optimisation_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def optimisation_metrics(outcomes: Sequence[MinibatchResult]) -> dict[str, float]:
     """``train/…`` numbers of the optimiser steps, means over them; fetched from the device.
 
     Minibatches of which no step is trained are counted, and nothing else of them is told.
@@ -190,7 +190,7 @@ def optimisation_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return counts | _step_metrics([each.terms for each in full], [each.applied for each in full]) if full else counts
 
 
-def _step_metrics(terms: Sequence[LossTerms], applied: Sequence[Applied]) -> dict[str, float]:
+def _step_metrics(terms: Sequence[LossTerms], applied: Sequence[AppliedUpdate]) -> dict[str, float]:
     names = [name for name in LossTerms._fields if name != "reference_kl" or any(each.reference_kl for each in terms)]
     metrics = {f"train/{name}": _mean([getattr(each, name) for each in terms]) for name in names}
     metrics["train/grad_norm"] = _mean([each.grad_norm for each in applied])
@@ -214,9 +214,9 @@ class ControlLearner:
 
     Args:
         policy: Initial parameters; never donated, never changed.
-        config: The learner's.
+        config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
-        seed: The run's.
+        seed: The run's seed; shuffles the minibatches.
 
     Raises:
         ConfigError: the configuration does not fit the policy; the message names the field and the remedy.
@@ -356,9 +356,9 @@ class ControlLearner:
                 "to train on: lower it, or raise fleet.fragment_length"
             )
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> FragmentReadOptions:
         beyond = self._config.vtrace.beyond_staleness
-        return Reading(self._policy.spaces, self._start_state, self._step, beyond)
+        return FragmentReadOptions(self._policy.spaces, self._start_state, self._step, beyond)
 
     def _arrays(self, fragments: Sequence[SampleFragment]) -> FragmentArrays:
         """The batch on the device."""
@@ -367,14 +367,14 @@ class ControlLearner:
         self._fragment_steps = shape.steps
         return jax.device_put(stack_fragments(fragments, shape, self._reading()))
 
-    def _optimisation(self, batch: compiled.Minibatches, count: int, rate: float) -> list[compiled.Outcome]:
+    def _optimisation(self, batch: compiled.Minibatches, count: int, rate: float) -> list[compiled.MinibatchResult]:
         """All optimiser steps; what came of each, on the host."""
         config, optimise = self._config, self._optimise
         rng = generator(fold(self._seed, "minibatches", self._step))
         scalars = np.float32(rate), np.float32(self._reference.coefficient(self._step))
-        outcomes: list[compiled.Outcome] = []
+        outcomes: list[compiled.MinibatchResult] = []
         for _ in range(config.epochs):
-            epoch: list[compiled.Outcome] = []
+            epoch: list[compiled.MinibatchResult] = []
             for columns in minibatch_columns(count, config.minibatches, count, rng):
                 self._policy, self._state, outcome = optimise(
                     self._policy, self._state, self._reference.policy, batch, columns, *scalars
@@ -386,7 +386,7 @@ class ControlLearner:
                 break
         return outcomes
 
-    def _count_skipped(self, outcomes: Sequence[compiled.Outcome]) -> None:
+    def _count_skipped(self, outcomes: Sequence[compiled.MinibatchResult]) -> None:
         """An update without a trained step is none of those in a row, and does not end their row."""
         applied = [outcome.applied for outcome in outcomes if not outcome.empty]
         if not applied:

@@ -169,7 +169,7 @@ def ppo_loss(
     return loss, jax.lax.stop_gradient(terms)
 
 
-class Chain(NamedTuple):
+class StepChain(NamedTuple):
     """T consecutive steps of one simulator and the values that its policy is judged by.
 
     Attributes:
@@ -209,7 +209,7 @@ class VTraceClips(NamedTuple):
     policy: float = 1.0
 
 
-def gae(chain: Chain, discount: float, gae_lambda: float) -> Estimates:
+def gae(chain: StepChain, discount: float, gae_lambda: float) -> Estimates:
     """Generalised advantage estimation, and advantage plus value as the value's target.
 
     δ_t = r_t + γ (1 − term_t) V(s'_t) − V(s_t); A_t = δ_t + γ λ (1 − term_t)(1 − trunc_t) A_{t+1}.
@@ -227,7 +227,7 @@ def gae(chain: Chain, discount: float, gae_lambda: float) -> Estimates:
 
 
 def vtrace(
-    chain: Chain, ratios: Float32[Array, " time"], discount: float, gae_lambda: float, clips: VTraceClips
+    chain: StepChain, ratios: Float32[Array, " time"], discount: float, gae_lambda: float, clips: VTraceClips
 ) -> Estimates:
     """V-trace: what GAE would be if the policy itself had acted, with bounded variance.
 
@@ -254,13 +254,13 @@ def vtrace(
     return Estimates(jnp.where(counted, advantages, 0.0), jnp.where(counted, chain.values + errors, 0.0))
 
 
-def _errors(chain: Chain, discount: float) -> Float32[Array, " time"]:
+def _errors(chain: StepChain, discount: float) -> Float32[Array, " time"]:
     """δ_t; 0 where a step is not counted."""
     bootstrap = jnp.where(chain.terminated, 0.0, chain.next_values)  # which may be anything after an end
     return jnp.where(chain.counted, chain.rewards + discount * bootstrap - chain.values, 0.0)
 
 
-def _linked(chain: Chain) -> Float32[Array, " time"]:
+def _linked(chain: StepChain) -> Float32[Array, " time"]:
     """1 where the next step belongs to the same episode and this one learns from it."""
     return (chain.counted & ~chain.terminated & ~chain.truncated).astype(jnp.float32)
 

@@ -24,9 +24,9 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from penstock.learner.config import PpoConfig
 from penstock.learner.control_losses import (
-    Chain,
     Estimates,
     LossTerms,
+    StepChain,
     StepOutputs,
     StepTargets,
     VTraceClips,
@@ -39,7 +39,7 @@ from penstock.learner.control_losses import (
     vtrace,
 )
 from penstock.learner.losses import correction_weight
-from penstock.learner.optimizer import Applied, OptimizerState, apply_gradients
+from penstock.learner.optimizer import AppliedUpdate, OptimizerState, apply_gradients
 from penstock.model.control import ControlPolicy, Distribution, named_arrays
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
@@ -117,7 +117,7 @@ class FragmentArrays(NamedTuple):
     initial_state: Arrays
 
 
-class Reading(NamedTuple):
+class FragmentReadOptions(NamedTuple):
     """What fragments are read as.
 
     Attributes:
@@ -133,7 +133,9 @@ class Reading(NamedTuple):
     old_beyond: int | None
 
 
-def stack_fragments(fragments: Sequence[SampleFragment], shape: BatchShape, reading: Reading) -> FragmentArrays:
+def stack_fragments(
+    fragments: Sequence[SampleFragment], shape: BatchShape, reading: FragmentReadOptions
+) -> FragmentArrays:
     """The arrays of a batch.
 
     Args:
@@ -170,7 +172,7 @@ def stack_fragments(fragments: Sequence[SampleFragment], shape: BatchShape, read
     return arrays._replace(own_version=own, old=_old(versions, arrays.counted, reading))
 
 
-def blank_arrays(shape: BatchShape, reading: Reading) -> FragmentArrays:
+def blank_arrays(shape: BatchShape, reading: FragmentReadOptions) -> FragmentArrays:
     """Arrays of that shape in which nothing is counted."""
     steps, fragments, finals = shape
 
@@ -206,7 +208,7 @@ def minibatch_columns(count: int, minibatches: int, blank: int, rng: np.random.G
         count: Fragments of the batch.
         minibatches: How many; no more than there are fragments are made, so that none is empty.
         blank: Column of a blank fragment, which fills those that are one short.
-        rng: Decides.
+        rng: Shuffles the fragments.
 
     Returns:
         int32 [minibatches, size].
@@ -252,7 +254,7 @@ def _place(fragment: SampleFragment, field: str, into: Arrays, index: Any) -> No
         array[index] = found
 
 
-def _check_names(fragment: SampleFragment, reading: Reading) -> None:
+def _check_names(fragment: SampleFragment, reading: FragmentReadOptions) -> None:
     expected = {
         "observations": {leaf.name for leaf in reading.spaces.observations},
         "actions": {leaf.name for leaf in reading.spaces.actions},
@@ -283,7 +285,7 @@ def _own_version(versions: np.ndarray, first: np.ndarray, version_step: int, rec
     return own
 
 
-def _old(versions: np.ndarray, counted: np.ndarray, reading: Reading) -> np.ndarray:
+def _old(versions: np.ndarray, counted: np.ndarray, reading: FragmentReadOptions) -> np.ndarray:
     if reading.old_beyond is None:
         return np.zeros(versions.shape[1], bool)
     oldest = np.where(counted, versions, reading.version_step).min(axis=0)
@@ -312,7 +314,7 @@ class Summary(NamedTuple):
     advantage_std: Float32[Array, ""]
 
 
-class Prepared(NamedTuple):
+class PreparedBatch(NamedTuple):
     """What the optimiser steps read, on the device, and what is told of it."""
 
     steps: StepTargets
@@ -331,7 +333,7 @@ class Minibatches(NamedTuple):
     steps: StepTargets
 
 
-class Outcome(NamedTuple):
+class MinibatchResult(NamedTuple):
     """What one minibatch came to.
 
     Attributes:
@@ -341,13 +343,13 @@ class Outcome(NamedTuple):
     """
 
     terms: LossTerms
-    applied: Applied
+    applied: AppliedUpdate
     empty: Bool[Array, ""]
 
 
 @cache
 def preparer(config: PpoConfig) -> Any:
-    """Compiled `prepare`: (policy, arrays) -> `Prepared`."""
+    """Compiled `prepare`: (policy, arrays) -> `PreparedBatch`."""
     return jax.jit(partial(prepare, config))
 
 
@@ -357,14 +359,14 @@ def optimiser(config: PpoConfig, values_only: bool) -> Any:
     return jax.jit(partial(optimise, config, values_only), donate_argnums=1)
 
 
-def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) -> Prepared:
+def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) -> PreparedBatch:
     """Values, advantages and log-probabilities before the update."""
     distribution, values, states = policy.unroll(arrays.observations, arrays.first, arrays.initial_state)
     logprobs = _without_last(distribution).log_prob(arrays.actions)
     following = _next_values(policy, arrays, values, states)
     log_ratio = jnp.where(arrays.counted, logprobs - arrays.logprobs, 0.0)
     rewards = arrays.rewards * config.reward_scale
-    chain = Chain(rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
+    chain = StepChain(rewards, values[:-1], following, arrays.terminated, arrays.truncated, arrays.counted)
     ratio = jnp.exp(log_ratio)
     estimates = _estimates(config, chain, ratio, arrays.old)
     bounded_ratio = correction_weight(config.correction, ratio.reshape(-1)).reshape(ratio.shape)
@@ -377,7 +379,7 @@ def prepare(config: PpoConfig, policy: ControlPolicy, arrays: FragmentArrays) ->
     before = jnp.where(arrays.counted, logprobs, 0.0)
     steps = StepTargets(advantages, estimates.targets, values[:-1], before, weights, trained)
     bounded = trained & ~arrays.old & (bounded_ratio != ratio) & (config.correction.kind != "none")
-    return Prepared(steps, _summary(arrays, estimates, values[:-1], log_ratio, trained, bounded))
+    return PreparedBatch(steps, _summary(arrays, estimates, values[:-1], log_ratio, trained, bounded))
 
 
 def optimise(
@@ -390,20 +392,20 @@ def optimise(
     columns: Int32[Array, " fragments"],
     rate: Float32[Array, ""],
     kl_coefficient: Float32[Array, ""],
-) -> tuple[ControlPolicy, OptimizerState, Outcome]:
+) -> tuple[ControlPolicy, OptimizerState, MinibatchResult]:
     """One optimiser step on some fragments; none where the loss or its gradient is not finite, or no step is trained.
 
     A gradient of 0 is no reason to stay: momentum and weight decay would move the parameters all the same.
 
     Args:
-        config: The learner's.
+        config: Losses and optimiser of the learner.
         values_only: Only `PpoConfig.value_arrays` train.
-        policy: Never donated.
-        state: Replaced.
+        policy: The parameters; never donated, since a rollout worker may be reading them.
+        state: The optimiser's state; donated.
         reference: Of the KL penalty; None without.
         minibatches: The whole batch.
-        columns: Which fragments.
-        rate: Learning rate.
+        columns: int32 [m], indices of the fragments of this minibatch.
+        rate: Learning rate of this step, a scalar.
         kl_coefficient: β.
     """
     part = _columns(minibatches, columns)
@@ -424,7 +426,7 @@ def optimise(
     updated, advanced, applied = apply_gradients(settings, policy, state, gradients, rate, loss)
     empty = ~jnp.any(flat.trained)
     kept = partial(jax.tree.map, partial(jnp.where, empty))
-    return kept(policy, updated), kept(state, advanced), Outcome(terms, applied, empty)
+    return kept(policy, updated), kept(state, advanced), MinibatchResult(terms, applied, empty)
 
 
 def _next_values(policy: ControlPolicy, arrays: FragmentArrays, values: Array, states: Any) -> Array:
@@ -436,7 +438,7 @@ def _next_values(policy: ControlPolicy, arrays: FragmentArrays, values: Array, s
     return values[1:].at[at].set(finals, mode="drop")  # rows without one name step T, which is none
 
 
-def _estimates(config: PpoConfig, chain: Chain, ratios: Array, old: Array) -> Estimates:
+def _estimates(config: PpoConfig, chain: StepChain, ratios: Array, old: Array) -> Estimates:
     """GAE, or V-trace for the old, of [T, B]."""
     own = jax.vmap(lambda c: gae(c, config.discount, config.gae_lambda), 1, 1)(chain)
     if config.vtrace.beyond_staleness is None:

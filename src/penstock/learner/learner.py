@@ -23,7 +23,7 @@ from penstock.batch import unpack
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.optimizer import (
-    Applied,
+    AppliedUpdate,
     OptimizerState,
     applier,
     from_named,
@@ -31,13 +31,13 @@ from penstock.learner.optimizer import (
     learning_rate,
     to_named,
 )
-from penstock.learner.step import Plan, Sums, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.types import ConfigError, MismatchError, NonFiniteError, RLExample, TrainingBatch, WeightsError
 
 
-def check_mismatch(sums: Sums, limit: float, step: int) -> None:
+def check_mismatch(sums: LossSums, limit: float, step: int) -> None:
     """Ends the run where same-version log-probabilities disagree.
 
     Args:
@@ -56,7 +56,7 @@ def check_mismatch(sums: Sums, limit: float, step: int) -> None:
         )
 
 
-def loss_metrics(sums: Sums) -> dict[str, float]:
+def loss_metrics(sums: LossSums) -> dict[str, float]:
     """``train/…`` numbers that the forward passes gave; sums are fetched from the device."""
     tokens = max(float(sums.tokens), 1.0)
     metrics = {
@@ -75,7 +75,7 @@ def loss_metrics(sums: Sums) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(applied: Applied, rate: float) -> dict[str, float]:
+def step_metrics(applied: AppliedUpdate, rate: float) -> dict[str, float]:
     """``train/…`` numbers of the optimiser step."""
     return {
         "train/grad_norm": float(applied.grad_norm),
@@ -131,7 +131,7 @@ class Learner:
 
     Args:
         decoder: Initial parameters; never donated, never changed.
-        config: The learner's.
+        config: Losses, optimiser and batch sizes of the learner.
         total_steps: Of the run, for the learning rate's course.
     """
 
@@ -279,10 +279,10 @@ class Learner:
         if not batch.examples:
             raise ConfigError(f"batch {batch.batch_id} holds no examples: replay must never hand out such a one")
 
-    def _plan(self, examples: Sequence[RLExample], loss: LossConfig) -> Plan:
+    def _plan(self, examples: Sequence[RLExample], loss: LossConfig) -> UpdatePlan:
         return plan_update(examples, loss, self._config.row_length, self._config.micro_batch_rows, self._step)
 
-    def _gradients(self, accumulate: Any, plan: Plan) -> tuple[Any, compiled.Sums]:
+    def _gradients(self, accumulate: Any, plan: UpdatePlan) -> tuple[Any, compiled.LossSums]:
         """Gradient (on the device) and sums (on the host) of all micro-batches."""
         so_far = self._zeros(self._decoder)
         for micro_batch in plan.micro_batches:
@@ -290,7 +290,7 @@ class Learner:
             so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
         return so_far.gradients, jax.device_get(so_far.sums)
 
-    def _count_skipped(self, applied: Applied) -> None:
+    def _count_skipped(self, applied: AppliedUpdate) -> None:
         self._skipped_in_a_row = 0 if applied.finite else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_non_finite_updates:
             raise NonFiniteError(

@@ -136,7 +136,7 @@ def policy_token_loss(
         config: Surrogate, clip and correction.
         logprobs: ℓ_θ, differentiated.
         behaviour_logprobs: ℓ_b, as the engine recorded them.
-        advantage: A.
+        advantage: A, one per token, not differentiated.
     """
     proximal_logprobs = jax.lax.stop_gradient(logprobs)
     off_policy = probability_ratio(proximal_logprobs, behaviour_logprobs)

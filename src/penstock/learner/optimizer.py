@@ -34,7 +34,7 @@ class OptimizerState(NamedTuple):
     master: PyTree | None
 
 
-class Applied(NamedTuple):
+class AppliedUpdate(NamedTuple):
     """What one optimiser step came to."""
 
     grad_norm: Float32[Array, ""]
@@ -102,15 +102,15 @@ def apply_gradients(
     gradients: PyTree,
     rate: Float32[Array, ""],
     loss: Float32[Array, ""],
-) -> tuple[PyTree, OptimizerState, Applied]:
+) -> tuple[PyTree, OptimizerState, AppliedUpdate]:
     """One optimiser step, or none where the loss or the gradient's norm is not finite.
 
     Args:
-        config: The optimiser's.
+        config: Coefficients, clipping and weight decay of the optimiser.
         parameters: Never donated: an engine may be reading them.
-        state: Replaced.
+        state: Moments and count before this step.
         gradients: float32, of the whole step.
-        rate: Learning rate.
+        rate: Learning rate of this step, a scalar.
         loss: Of the whole step.
     """
     gradients = _without_frozen(config, gradients, gradients, 0.0)
@@ -127,7 +127,7 @@ def apply_gradients(
     moved, adam = chosen(moved, master), chosen(adam, state.adam)
     updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, parameters)
     kept = OptimizerState(adam, None if state.master is None else moved)
-    return updated, kept, Applied(grad_norm, finite)
+    return updated, kept, AppliedUpdate(grad_norm, finite)
 
 
 def _without_frozen(config: OptimizerConfig, tree: PyTree, kept: PyTree, factor: float = 1.0) -> PyTree:

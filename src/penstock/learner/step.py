@@ -66,7 +66,7 @@ class MicroBatch(NamedTuple):
     count: Int32[Array, ""]
 
 
-class Plan(NamedTuple):
+class UpdatePlan(NamedTuple):
     """All micro-batches of one step, and where each example lies in their rows, end to end."""
 
     micro_batches: list[MicroBatch]
@@ -75,14 +75,14 @@ class Plan(NamedTuple):
 
 def plan_update(
     examples: Sequence[RLExample], loss: LossConfig, row_length: int, micro_rows: int, version_step: int
-) -> Plan:
+) -> UpdatePlan:
     """Micro-batches of a training step: the entries are the tokens under the loss mask.
 
     Args:
-        examples: Unpacked.
+        examples: The batch's examples, not yet packed into rows.
         loss: Decides the aggregation.
-        row_length: S.
-        micro_rows: R.
+        row_length: Tokens per row, S.
+        micro_rows: Rows per micro-batch, R.
         version_step: The learner's version.
     """
     sampled = [trainable_tokens(example) for example in examples]
@@ -91,7 +91,7 @@ def plan_update(
     return _plan(examples, weights, same, row_length, micro_rows, every_token=False)
 
 
-def plan_scoring(examples: Sequence[RLExample], row_length: int, micro_rows: int) -> Plan:
+def plan_scoring(examples: Sequence[RLExample], row_length: int, micro_rows: int) -> UpdatePlan:
     """Micro-batches for log-probabilities alone: the entries are all tokens but each sequence's first."""
     nothing = np.zeros(len(examples), np.float32)
     return _plan(examples, nothing, [False] * len(examples), row_length, micro_rows, every_token=True)
@@ -114,7 +114,7 @@ def _plan(
     row_length: int,
     micro_rows: int,
     every_token: bool,
-) -> Plan:
+) -> UpdatePlan:
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
     weight_rows = np.zeros((len(rows), row_length), np.float32)
@@ -128,7 +128,7 @@ def _plan(
         packed = stack(rows[chosen], micro_rows)
         wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
         micro_batches.append(_gather(packed, wanted, weight_rows[chosen], same_rows[chosen]))
-    return Plan(micro_batches, placements)
+    return UpdatePlan(micro_batches, placements)
 
 
 def _gather(
@@ -170,7 +170,7 @@ class ForwardOptions(NamedTuple):
     head_tile_tokens: int
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over the loss tokens seen so far in a step; `mismatch_max` is a maximum.
 
     `same_*` are over sequences wholly sampled under the learner's version, `stale_*` over the others; the KL
@@ -190,11 +190,11 @@ class Sums(NamedTuple):
     mismatch_max: Float32[Array, ""]
 
 
-class Accumulated(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradient and sums over the micro-batches so far; donated from one to the next."""
 
     gradients: PyTree
-    sums: Sums
+    sums: LossSums
 
 
 @cache
@@ -234,31 +234,31 @@ def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -
     return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens)
 
 
-def zeros(decoder: Decoder) -> Accumulated:
+def zeros(decoder: Decoder) -> GradientSums:
     """Before the first micro-batch."""
     gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), decoder)
-    return Accumulated(gradients, Sums(*[jnp.zeros((), jnp.float32)] * len(Sums._fields)))
+    return GradientSums(gradients, LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields)))
 
 
 def accumulate(
     token_loss: TokenLossFunction,
     options: ForwardOptions,
     decoder: Decoder,
-    so_far: Accumulated,
+    so_far: GradientSums,
     batch: MicroBatch,
-) -> Accumulated:
+) -> GradientSums:
     """Adds one micro-batch's gradient and sums."""
     gradient_of = jax.grad(partial(_loss, token_loss, options), has_aux=True)
     gradients, sums = gradient_of(decoder, batch)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
     totals = jax.tree.map(jnp.add, so_far.sums, sums)
     highest = jnp.maximum(so_far.sums.mismatch_max, sums.mismatch_max)
-    return Accumulated(added, totals._replace(mismatch_max=highest))
+    return GradientSums(added, totals._replace(mismatch_max=highest))
 
 
 def _loss(
     token_loss: TokenLossFunction, options: ForwardOptions, decoder: Decoder, batch: MicroBatch
-) -> tuple[Array, Sums]:
+) -> tuple[Array, LossSums]:
     outputs = head_outputs(decoder, batch, options)
     terms = token_loss(outputs.logprobs, batch.behaviour_logprobs, batch.advantage)
     real = jnp.arange(batch.labels.shape[0]) < batch.count
@@ -266,11 +266,11 @@ def _loss(
     return loss, jax.lax.stop_gradient(_sums(loss, terms, outputs, batch, real))
 
 
-def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> Sums:
+def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossSums:
     difference = outputs.logprobs - batch.behaviour_logprobs
     kl = jnp.expm1(difference) - difference
     same, stale = real & batch.same_version, real & ~batch.same_version
-    return Sums(
+    return LossSums(
         loss=loss,
         tokens=_count(real),
         clipped=_count(real & terms.clipped),

@@ -28,7 +28,7 @@ def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray]
 
     Args:
         network: Gives the shape.
-        arrays: By name.
+        arrays: The arrays to put in, by their name in the network.
         what: The network in words, for the error.
 
     Raises:

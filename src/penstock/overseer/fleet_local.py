@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.batch import FragmentBatchMaker
-from penstock.fleet import CountedSink, FleetReports, RolloutManager, RolloutWorkerWrapper
+from penstock.fleet import CountingSink, FleetReports, RolloutManager, RolloutWorkerWrapper
 from penstock.learner import ControlLearner
 from penstock.overseer.assembly import make_training_loop, open_replay, restore_parts
 from penstock.overseer.control.evaluator import FleetEvaluator
@@ -78,7 +78,7 @@ def wire_fleet(
     evaluator = FleetEvaluator(config, start.policy, log.metrics, on_event)
 
     reports = FleetReports(config.fleet.stats_window)
-    sink = CountedSink(buffer, reports.note_delivery)
+    sink = CountingSink(buffer, reports.note_delivery)
     make_worker = _WorkerMaker(config, directory, start.lineage, learner, sink, weights, on_event)
     manager = RolloutManager(
         config.fleet, make_worker, broadcaster=weights, on_event=on_event, reports=reports,
@@ -112,7 +112,7 @@ class _WorkerMaker:
     directory: RunDirectory
     lineage: int
     learner: ControlLearner
-    sink: CountedSink
+    sink: CountingSink
     weights: InProcessBroadcaster
     on_event: OnEvent
 

@@ -56,7 +56,7 @@ class RunLog:
         self.step = 0
         self.failures, self.last_failure = 0, ""
         self._bottleneck: str | None = None
-        self._of_nursery = ""
+        self._of_fork_server = ""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Appends one line of metrics."""
@@ -96,10 +96,10 @@ class RunLog:
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts a failure among the events of simulators, and shows what the user is to know at once."""
         words = failure_in_words(kind, fields)
-        if words and words != self._of_nursery:
+        if words and words != self._of_fork_server:
             self.progress.note(words)
         if kind == "nursery_ready":
-            self._of_nursery = words  # of one; those of the other workers say the same
+            self._of_fork_server = words  # of one; those of the other workers say the same
         if failures := failures_in(kind, fields):
             self.failures, self.last_failure = self.failures + failures, words
 

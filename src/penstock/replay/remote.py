@@ -17,7 +17,7 @@ from penstock.replay.messages import BatchMessage, in_messages
 from penstock.types import (
     Caller,
     NoProgressError,
-    PersistentCaller,
+    RetryingCaller,
     RolloutBatch,
     RolloutGroup,
     Ticket,
@@ -67,7 +67,7 @@ class RemoteTickets:
         limit_s: float = LIMIT_S,
     ) -> None:
         self.lineage = lineage
-        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._calls = RetryingCaller(caller, SERVICE, limit_s)
         self._worker = worker
         self._incarnation = incarnation
         self._lessons = None if lessons is None else tuple(lessons)
@@ -140,7 +140,7 @@ class RemoteSink:
         self.waiting = False
         self.blocked_s = 0.0
         self.sent_bytes = 0
-        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._calls = RetryingCaller(caller, SERVICE, limit_s)
         self._worker = worker
         self._incarnation = incarnation
         self._experience = experience
@@ -231,7 +231,7 @@ class RemoteBatches:
         limit_s: float = LIMIT_S,
         on_wait: Callable[[str], None] = lambda words: None,
     ) -> None:
-        self._calls = PersistentCaller(caller, SERVICE, limit_s)
+        self._calls = RetryingCaller(caller, SERVICE, limit_s)
         self._lineage = lineage
         self._on_wait = on_wait
 

@@ -47,7 +47,7 @@ class RolloutManager:
         environments: By lesson, where they are loaded already; the others are at their first use.
         set_weights: Gives the engine new weights; None where the engine's weights are fixed.
         stop_engine: Called by `shutdown`; None where somebody else owns the engine.
-        on_curriculum_event: Told of lessons that unlock, graduate or come back.
+        on_curriculum_event: Called with lessons that unlock, graduate or come back.
         clock: Unix seconds.
 
     Attributes:
@@ -109,13 +109,13 @@ class RolloutManager:
         """Generates groups of one lesson.
 
         Args:
-            lesson_id: Which lesson.
+            lesson_id: Id of the lesson, which names its environment.
             n_examples: Number of prompts.
             n_generations: Responses per prompt.
             mode: Which of the environment's disjoint example sets.
             rng: Seed that selects the examples and the sampling noise.
             weight_step: Stamp for rollouts whose environment did not pass on the engine's versions.
-            worker_id: Who generates.
+            worker_id: The rollout worker, for the rollouts' metadata.
             group_ids: One id per group; by default made from mode, lesson, `rng` and position.
             context: Instead of the manager's own.
             decoding: Instead of the lesson's.
@@ -180,7 +180,7 @@ class RolloutManager:
         Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it.
 
         Args:
-            lesson_id: Which lesson.
+            lesson_id: Id of the lesson, which names its environment.
             n_examples: Number of prompts; by default as the curriculum's configuration says for `eval_type`.
             eval_type: Full or micro evaluation.
             step: The weight step that is evaluated.

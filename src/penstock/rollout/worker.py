@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -52,7 +52,7 @@ from penstock.types import (
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _PendingCall:
     call: GenerationCall
     result: list[list[Completion]] | Exception | None = None
 
@@ -71,11 +71,11 @@ class Lockstep:
         self._timeout_s = timeout_s
         self._gate = threading.Condition()
         self._active = set(range(size))
-        self._waiting: dict[int, _Arrival] = {}
+        self._waiting: dict[int, _PendingCall] = {}
 
     def participant(self, index: int) -> InferenceContext:
         """The context that participant `index` generates with."""
-        return _Participant(self, index)
+        return _LockstepContext(self, index)
 
     @property
     def tokenizer(self) -> TextCodec:
@@ -89,7 +89,7 @@ class Lockstep:
             arrivals = self._complete_round()
         self._submit(arrivals)
 
-    def arrive(self, index: int, arrival: _Arrival) -> list[list[Completion]]:
+    def arrive(self, index: int, arrival: _PendingCall) -> list[list[Completion]]:
         """Waits for the round and returns this participant's share of its results."""
         with self._gate:
             self._waiting[index] = arrival
@@ -105,14 +105,14 @@ class Lockstep:
             raise arrival.result
         return arrival.result
 
-    def _complete_round(self) -> list[_Arrival]:
+    def _complete_round(self) -> list[_PendingCall]:
         if not self._waiting or self._active - self._waiting.keys():
             return []
         arrivals = [self._waiting[index] for index in sorted(self._waiting)]
         self._waiting = {}
         return arrivals
 
-    def _submit(self, arrivals: list[_Arrival]) -> None:
+    def _submit(self, arrivals: list[_PendingCall]) -> None:
         if not arrivals:
             return
         results: list[list[list[Completion]] | Exception]
@@ -126,7 +126,7 @@ class Lockstep:
             self._gate.notify_all()
 
 
-class _Participant:
+class _LockstepContext:
     def __init__(self, lockstep: Lockstep, index: int) -> None:
         self._lockstep = lockstep
         self._index = index
@@ -138,7 +138,7 @@ class _Participant:
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        return self._lockstep.arrive(self._index, _Arrival(GenerationCall(prompts, n, decoding, seeds)))
+        return self._lockstep.arrive(self._index, _PendingCall(GenerationCall(prompts, n, decoding, seeds)))
 
 
 POLL_S = 0.5
@@ -149,21 +149,13 @@ ContextOf = Callable[[Ticket], AbstractContextManager[InferenceContext | None]]
 _Outcome = RolloutBatch | EnvironmentFailure | InvalidRolloutError | Stopped
 
 
-class SampleLog(Protocol):
-    """Where sample conversations go."""
-
-    def __call__(self, batch: RolloutBatch) -> None:
-        """Logs a batch's conversations."""
-        ...
-
-
 class RolloutWorker:
     """Runs the rollout loops until stopped.
 
     Args:
         worker_id: Unique in the run.
         manager: Generates and evaluates.
-        tickets: Admission.
+        tickets: Source of the tickets; each admits one group.
         sink: Takes finished groups.
         weights: Newer versions come from here; None where engines fetch their own.
         config: See `RolloutConfig`.
@@ -171,7 +163,7 @@ class RolloutWorker:
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
-        on_failure: Told of every failed group and why.
+        on_failure: Called with every failed group and why.
         context_of: Gives the inference context in which a ticket's group is generated; by default the manager's own.
             Not used in lockstep.
 
@@ -191,7 +183,7 @@ class RolloutWorker:
         concurrency: int,
         lockstep: bool,
         evaluate: Callable[[WeightVersion], None] = lambda version: None,
-        log_samples: SampleLog,
+        log_samples: Callable[[RolloutBatch], None],
         on_failure: Callable[[Ticket, str], None] = lambda ticket, reason: None,
         context_of: ContextOf = lambda ticket: nullcontext(),
     ) -> None:

@@ -1,6 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-from penstock.types.calls import Caller, PersistentCaller
+from penstock.types.calls import Caller, PersistentCaller, RetryingCaller
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
@@ -72,9 +72,9 @@ __all__ = [
     "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample", "GenerationCall",
     "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser", "ManyInferenceContext",
     "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError",
-    "PersistentCaller", "RLExample", "RLLossModule", "Role", "Rollout", "RolloutBatch", "RolloutBatchStats",
-    "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError", "RunFailed",
-    "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
+    "PersistentCaller", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
+    "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
+    "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",
     "TrainingExample", "TransferError", "Turn", "UnreachableError", "WeightSink", "WeightSource", "WeightVersion",
     "WeightsError", "as_seed", "fold", "generator",

@@ -1,6 +1,6 @@
 """How one component calls another, wherever that runs, and calls that are repeated while the other side is silent.
 
-`Caller` is one attempt. `PersistentCaller` repeats it within a limit that has a name.
+`Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name.
 """
 
 import threading
@@ -33,7 +33,7 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
 
-class PersistentCaller:
+class RetryingCaller:
     """Repeats calls to one component until they succeed. Thread-safe; the other side must bear repeats.
 
     Args:
@@ -128,3 +128,7 @@ class PersistentCaller:
                 f"{self._name} has not answered for {silent_s:.0f} s (limit {self._limit_s:g} s), last asked for "
                 f"{method!r}: {error}"
             ) from error
+
+
+PersistentCaller = RetryingCaller
+"""The earlier name."""

@@ -68,12 +68,12 @@ class PackedRollout:
 
     @property
     def rollout_id(self) -> str:
-        """See `Rollout`."""
+        """Ticket id and index; empty before the metadata is attached."""
         return self._name if isinstance(self._name, str) else f"{self._shared.group_id}/{self._name}"
 
     @property
     def metadata(self) -> RolloutMetadata | None:
-        """See `Rollout`."""
+        """Worker, time and weight step; None until the generator attaches it."""
         origin = self._shared.origin
         if origin is None or self._timestamp is None or self._weight_step is None:
             return None
@@ -82,22 +82,22 @@ class PackedRollout:
 
     @property
     def env_name(self) -> str:
-        """See `Rollout`."""
+        """Name of the environment."""
         return self._shared.env_name
 
     @property
     def env_example_id(self) -> str:
-        """See `Rollout`."""
+        """Id of the problem, unique within the environment."""
         return self._shared.env_example_id
 
     @property
     def lesson_id(self) -> str:
-        """See `Rollout`."""
+        """Id of the lesson that the group belongs to."""
         return self._shared.lesson_id
 
     @property
     def decoding(self) -> Decoding:
-        """See `Rollout`."""
+        """Sampling parameters of the policy's turns."""
         return self._shared.decoding
 
     @property
@@ -139,22 +139,22 @@ class PackedRollout:
 
     @property
     def group_id(self) -> str:
-        """See `Rollout`."""
+        """Ticket id, the part of `rollout_id` before the slash."""
         return self._shared.group_id
 
     @property
     def sampled_tokens(self) -> int:
-        """See `Rollout`."""
+        """Number of response tokens that the policy sampled."""
         return self._block.count(1, len(self._block) - self.response_length)
 
     @property
     def newest_weight_step(self) -> int:
-        """See `Rollout`."""
+        """The newest version that sampled any token."""
         return newest_weight_step(self)
 
     @property
     def defect(self) -> str | None:
-        """See `Rollout`."""
+        """Why the rollout cannot be trained on; None: nothing is wrong."""
         return find_defect(self)
 
     def unpacked(self) -> Rollout:

@@ -209,7 +209,7 @@ class CurriculumRecord(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """See `Checkpointable.state`."""
+        """What a checkpoint keeps of it: plain values that `Checkpointable.restore` takes back."""
         ...
 
 

@@ -114,7 +114,7 @@ class Spaces:
 
     Attributes:
         observations: Leaves, sorted as the tree is walked; at least one.
-        actions: Likewise.
+        actions: Leaves, sorted in the same way.
     """
 
     observations: tuple[LeafSpace, ...]

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from penstock.model.control import ControlModelConfig
-from penstock.model.control.encoders import Embedding, Encoder, Numbers, OneHot, Text
+from penstock.model.control.encoders import Embedding, Encoder, NumberEncoder, OneHot, TextEncoder
 from penstock.types import ConfigError, LeafSpace
 
 IMAGE = LeafSpace("image", "box", (36, 36, 3), "uint8")
@@ -37,13 +37,13 @@ def test_embeddings_follow_each_other_in_one_table():
 
 
 def test_text_is_the_mean_of_its_code_points():
-    text = Text(jnp.array([[0.0, 1.0], [2.0, 3.0], [10.0, 20.0]]))
+    text = TextEncoder(jnp.array([[0.0, 1.0], [2.0, 3.0], [10.0, 20.0]]))
     codes = jnp.array([[0, 1, -1], [-1, -1, -1], [1, 7, -1]])  # 7 is beyond the table: its last row
     assert text(codes).tolist() == [[1, 2], [0, 0], [6, 11.5]]
 
 
 def test_bytes_are_scaled_and_other_numbers_are_not():
-    assert Numbers(2, 1 / 255)(jnp.array([[255, 51]], jnp.uint8)).tolist() == [[1.0, pytest.approx(0.2)]]
+    assert NumberEncoder(2, 1 / 255)(jnp.array([[255, 51]], jnp.uint8)).tolist() == [[1.0, pytest.approx(0.2)]]
     kinds = [encoder(LeafSpace("", "box", (2,), dtype)).flat[0].scale for dtype in ("uint8", "int32", "float32")]
     assert kinds == [1 / 255, 1, 1]
 

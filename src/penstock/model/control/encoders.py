@@ -177,14 +177,14 @@ class ResidualBlock(eqx.Module):
         return x + self.second(jax.nn.relu(self.first(jax.nn.relu(x))))
 
 
-class Section(eqx.Module):
+class ImpalaSection(eqx.Module):
     """A convolution, maxima over 3 x 3 with stride 2, two residual blocks."""
 
     convolution: Conv
     blocks: tuple[ResidualBlock, ...]
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, inputs: int, outputs: int) -> "Section":
+    def draw(cls, rng: np.random.Generator, inputs: int, outputs: int) -> "ImpalaSection":
         """From `inputs` to `outputs` channels."""
 
         def conv(channels: int) -> Conv:
@@ -205,14 +205,14 @@ class ImpalaCnn(ImageEncoder):
     """Sections of residual blocks and a dense layer: Espeholt et al. 2018, https://arxiv.org/abs/1802.01561."""
 
     form: ImageForm
-    sections: tuple[Section, ...]
+    sections: tuple[ImpalaSection, ...]
     dense: Dense
 
     @classmethod
     def draw(cls, rng: np.random.Generator, form: ImageForm, channels: tuple[int, ...], features: int) -> "ImpalaCnn":
         """For images of that form, with those channels in its sections."""
         widths = (form.channels, *channels)
-        sections = tuple(Section.draw(rng, ins, outs) for ins, outs in zip(widths[:-1], widths[1:], strict=True))
+        sections = tuple(ImpalaSection.draw(rng, ins, outs) for ins, outs in zip(widths[:-1], widths[1:], strict=True))
         high, wide = form.height, form.width
         for _ in channels:
             high, wide = -(-high // 2), -(-wide // 2)
@@ -254,7 +254,7 @@ class LeafEncoder(eqx.Module):
         """Encodes a batch."""
 
 
-class Numbers(LeafEncoder):
+class NumberEncoder(LeafEncoder):
     """The leaf's numbers as they are, times a constant; no parameters."""
 
     features: int = eqx.field(static=True)
@@ -296,7 +296,7 @@ class Embedding(LeafEncoder):
         return self.table[starts + jnp.clip(flat, 0, np.asarray(self.n, np.int32) - 1)].reshape(len(values), -1)
 
 
-class Text(LeafEncoder):
+class TextEncoder(LeafEncoder):
     """The mean of the code points' learned rows; an empty text is zero. Order is not seen."""
 
     table: Float[Array, "vocabulary width"]
@@ -318,7 +318,7 @@ class Encoder(eqx.Module):
         images: Encoders of the leaves that have features of their own.
         mlp: None where there is no flat leaf.
         flat_names: The leaves' names.
-        image_names: Likewise.
+        image_names: Names of the leaves in `images`, in its order.
     """
 
     flat: tuple[LeafEncoder | Pooling, ...]
@@ -385,12 +385,12 @@ def _flat(rng: np.random.Generator, config: ControlModelConfig, leaf: LeafSpace)
     """The encoder of a leaf that is no image, and the width of its rows."""
     elements = math.prod(leaf.shape)
     if leaf.kind == "text":
-        return Text(_table(rng, config.text_vocabulary, config.embedding_size)), config.embedding_size
+        return TextEncoder(_table(rng, config.text_vocabulary, config.embedding_size)), config.embedding_size
     choices = leaf.n
     if leaf.kind == "box" and config.grid_values is not None and np.issubdtype(np.dtype(leaf.dtype), np.integer):
         return OneHot((config.grid_values,) * elements), config.grid_values * elements
     if leaf.kind not in ("discrete", "multi_discrete"):
-        return Numbers(elements, 1 / 255 if leaf.dtype == "uint8" else 1.0), elements
+        return NumberEncoder(elements, 1 / 255 if leaf.dtype == "uint8" else 1.0), elements
     if max(choices) <= config.one_hot_limit:
         return OneHot(choices), sum(choices)
     return Embedding(_table(rng, sum(choices), config.embedding_size), choices), config.embedding_size * len(choices)

@@ -31,10 +31,10 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
     The folder is made where it is missing. It is not written atomically: write it aside and rename it.
 
     Args:
-        folder: Where to.
-        policy: Whose arrays.
+        folder: Path of the folder to write.
+        policy: The policy whose arrays are saved.
         config: The one that it was made with.
-        spaces: Likewise.
+        spaces: The observation and action spaces that it was made with.
 
     Raises:
         ConfigError: `config` or `spaces` are not the policy's own: the folder could not be read again.

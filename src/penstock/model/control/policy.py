@@ -198,7 +198,7 @@ def make_control_policy(config: ControlModelConfig, spaces: Spaces, seed: int) -
     """A policy with first weights drawn from the run's seed.
 
     Args:
-        config: Its network.
+        config: Sizes and kinds of its encoders, memory and heads.
         spaces: What it sees and does.
         seed: The run's; the same seed gives the same weights.
 

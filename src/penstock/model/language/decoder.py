@@ -57,7 +57,7 @@ def grouped_attention(
     Args:
         query: As `Layer.project` returns it.
         key: Keys by head, then position; entries the mask forbids may hold anything finite.
-        value: Likewise.
+        value: Values in the layout of `key`.
         mask: True where a query may see a key, for every head.
     """
     batch, queries, heads, head_dim = query.shape
@@ -169,7 +169,7 @@ class Layer(eqx.Module):
         Args:
             x: The residual stream.
             cos: From `rotary_tables` at x's positions.
-            sin: Likewise.
+            sin: Sines from the same tables.
         """
         config = self.config
         normed = rms_norm(x, self.input_norm, config.rms_norm_eps)

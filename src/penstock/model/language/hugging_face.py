@@ -116,7 +116,7 @@ def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> 
 
     Args:
         config: What a recipe says under ``model:``.
-        seed: The run's.
+        seed: The run's seed, for weights that are drawn.
         tokenizer: Loaded from `config.tokenizer_path`; gives a drawn model its vocabulary size.
 
     Raises:

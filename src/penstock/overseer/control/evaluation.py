@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.fleet.space_agreement import same_form
+from penstock.fleet.space_check import same_form
 from penstock.model.control import load_control_policy
 from penstock.overseer.control.evaluator import play_episodes
 from penstock.overseer.control.policies import make_evaluation_runner

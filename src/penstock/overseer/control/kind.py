@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from penstock.fleet.space_agreement import same_form
+from penstock.fleet.space_check import same_form
 from penstock.learner import Checkpoint, ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
 from penstock.overseer.component import Settings

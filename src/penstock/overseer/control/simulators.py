@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.fleet import FilmedPool, SimulatorPool
+from penstock.fleet import RecordingPool, SimulatorPool
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.video import require_film_packages
 from penstock.overseer.control_config import FleetRunConfig
@@ -43,7 +43,7 @@ def require_films(config: FleetRunConfig) -> None:
 
 def filmed_pool(
     pool: SimulatorPool, config: FleetRunConfig, directory: RunDirectory, name: str, on_event: OnEvent
-) -> FilmedPool | None:
+) -> RecordingPool | None:
     """The pool with a camera, where films are wanted; `name` is the worker's life, and begins the films' names.
 
     Raises:
@@ -58,7 +58,7 @@ def filmed_pool(
             f"{directory.path}: films would be lost there; set it to 0, or share the directory among the machines"
         )
     require_films(config)
-    return FilmedPool(pool, config.fleet.video, directory.videos, name, on_event)
+    return RecordingPool(pool, config.fleet.video, directory.videos, name, on_event)
 
 
 def evaluation_fleet(config: FleetRunConfig) -> FleetConfig:

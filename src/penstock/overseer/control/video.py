@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.fleet import FilmedPool, JaxPolicyRunner, RolloutWorker, SimulatorPool
+from penstock.fleet import JaxPolicyRunner, RecordingPool, RolloutWorker, SimulatorPool
 from penstock.fleet.config import FleetConfig
 from penstock.fleet.steps import StepBatch
 from penstock.fleet.video import MOST_WAITING_BYTES, VideoWriter, require_film_packages
@@ -81,7 +81,7 @@ def _film(policy: ControlPolicy, config: FleetRunConfig, task: str, path: Path) 
     take = _EpisodeRecorder(path)
     writer = VideoWriter(path.parent, path.stem, fleet.video.fps, take.on_event)
     pool = SimulatorPool(fleet, "film", fold(config.seed, "simulators", EVALUATOR_ID))
-    filmed = FilmedPool(pool, fleet.video, path.parent, path.stem, take.on_event, writer)
+    filmed = RecordingPool(pool, fleet.video, path.parent, path.stem, take.on_event, writer)
     runner = JaxPolicyRunner(
         policy, 1, 1, fold(config.seed, "actions", "film"), deterministic=config.evaluation.deterministic
     )
@@ -111,7 +111,7 @@ def _film_fleet(fleet: FleetConfig, task: str) -> FleetConfig:
     return fleet.model_copy(update=changes)
 
 
-def _note(take: "_EpisodeRecorder", filmed: FilmedPool, batch: StepBatch) -> None:
+def _note(take: "_EpisodeRecorder", filmed: RecordingPool, batch: StepBatch) -> None:
     take.note(batch)
     filmed.note(batch)
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from penstock.fleet.shared_block import MOST_PICTURE_BYTES, Block, Mark, block_bytes, create_memory
+from penstock.fleet.shared_block import MOST_PICTURE_BYTES, FrameLabel, SharedBlock, block_bytes, create_memory
 from penstock.types import LeafSpace, Spaces
 
 _SPACES = Spaces((LeafSpace("", "box", (3,), "uint8"),), (LeafSpace("", "discrete", (), "int64", n=(2,)),))
@@ -14,7 +14,7 @@ _SPACES = Spaces((LeafSpace("", "box", (3,), "uint8"),), (LeafSpace("", "discret
 @pytest.fixture
 def sides():
     fd = create_memory(block_bytes(_SPACES, 2, True))
-    blocks = Block(fd, _SPACES, 2, True), Block(fd, _SPACES, 2, True)
+    blocks = SharedBlock(fd, _SPACES, 2, True), SharedBlock(fd, _SPACES, 2, True)
     yield blocks[0].film, blocks[1].film, fd
     os.close(fd)
 
@@ -22,11 +22,11 @@ def sides():
 def test_a_picture_arrives_once_and_is_a_copy(sides):
     mine, other, _ = sides
     picture = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    mine.put(Mark.NEXT, picture)
-    shot = other.take()
-    mine.put(Mark.LAST, None)
-    assert shot.mark is Mark.NEXT and (shot.picture == picture).all()
-    assert (other.take().mark, other.take().mark) == (Mark.LAST, Mark.NOTHING)
+    mine.put(FrameLabel.NEXT, picture)
+    frame = other.take()
+    mine.put(FrameLabel.LAST, None)
+    assert frame.label is FrameLabel.NEXT and (frame.picture == picture).all()
+    assert (other.take().label, other.take().label) == (FrameLabel.LAST, FrameLabel.NOTHING)
 
 
 def test_a_row_is_asked_for_and_failure_takes_the_request_back(sides):
@@ -35,14 +35,19 @@ def test_a_row_is_asked_for_and_failure_takes_the_request_back(sides):
     other.ask(1)
     assert mine.asked == 1
     mine.fail("the brush is löst")
-    shot = other.take()
-    assert (shot.mark, shot.picture, shot.trouble, other.asked) == (Mark.FAILED, None, "the brush is löst", None)
+    frame = other.take()
+    assert (frame.label, frame.picture, frame.trouble, other.asked) == (
+        FrameLabel.FAILED,
+        None,
+        "the brush is löst",
+        None,
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 1), (3, 5, 4)])
 def test_pictures_of_other_channels_become_three(sides, shape):
     mine, other, _ = sides
-    mine.put(Mark.FIRST, np.full(shape, 9, np.uint8))
+    mine.put(FrameLabel.FIRST, np.full(shape, 9, np.uint8))
     picture = other.take().picture
     assert picture.shape == (3, 5, 3) and (picture == 9).all()
 
@@ -51,7 +56,7 @@ def test_a_picture_that_is_too_large_is_thinned_out(sides):
     mine, other, _ = sides
     large = np.zeros((2160, 3840, 3), np.uint8)
     large[::3, ::3] = 200
-    mine.put(Mark.FIRST, large)
+    mine.put(FrameLabel.FIRST, large)
     picture = other.take().picture
     assert picture.shape == (720, 1280, 3) and picture.nbytes <= MOST_PICTURE_BYTES and (picture == 200).all()
 
@@ -61,4 +66,4 @@ def test_room_for_pictures_takes_memory_only_when_used_and_there_is_none_without
     assert os.fstat(fd).st_blocks * 512 < 3 * 4096 < MOST_PICTURE_BYTES
     assert block_bytes(_SPACES, 2) < 4096
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
-        mine.put(Mark.FIRST, np.zeros(3, np.uint8))
+        mine.put(FrameLabel.FIRST, np.zeros(3, np.uint8))

@@ -6,7 +6,7 @@ from typing import Any
 from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
 
 
-class SpaceAgreement:
+class SpaceCheck:
     """The spaces of the first simulator that was made, and which tasks agreed so far.
 
     Bounds of 64-bit integers are the widest of all tasks.

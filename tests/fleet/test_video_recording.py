@@ -9,9 +9,9 @@ import pytest
 from tests.fleet.painted import COLOURS, LENGTH
 from tests.fleet.test_video import read
 
-from penstock.fleet import FilmedPool, FleetConfig, RolloutWorker, SimulatorPool
+from penstock.fleet import FleetConfig, RecordingPool, RolloutWorker, SimulatorPool
 from penstock.fleet.config import SimulatorLimits, VideoConfig
-from penstock.fleet.steps import Decision
+from penstock.fleet.steps import ActionBatch
 from penstock.types import WeightVersion
 
 
@@ -31,7 +31,7 @@ class _Valuing:
 
     def result(self):
         n = self._slots
-        return Decision(
+        return ActionBatch(
             {"": np.zeros(n, np.int64)}, np.zeros(n, np.float32), np.full(n, 7.25, np.float32), self.version
         )
 
@@ -47,7 +47,7 @@ class _Fleet:
             envs_per_process=rows, batch_size=rows, video=video, limits=limits,
         )  # fmt: skip
         told = lambda kind, fields: self.told.append((kind, fields))  # noqa: E731
-        self.pool = FilmedPool(SimulatorPool(config, "w0", 1, told), video, folder, "w0-0", told)
+        self.pool = RecordingPool(SimulatorPool(config, "w0", 1, told), video, folder, "w0-0", told)
         self._config, self._rows = config, rows
 
     def __enter__(self):

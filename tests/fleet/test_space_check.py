@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.fleet.space_agreement import SpaceAgreement, same_form
+from penstock.fleet.space_check import SpaceCheck, same_form
 from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
 
 _SPACES = Spaces((LeafSpace("x", "box", (2,), "float32", low=0.0),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
 
 
 def test_bounds_and_starts_may_differ_but_no_array():
-    agreed = SpaceAgreement()
+    agreed = SpaceCheck()
     with pytest.raises(RunFailed, match="start the pool first"):
         _ = agreed.spaces
     agreed.adopt("a", _SPACES)
@@ -32,13 +32,13 @@ def test_bounds_of_64_bit_integers_are_those_of_all_tasks(order):
     def of(low, high, dtype="int64"):
         return replace(_SPACES, observations=(LeafSpace("x", "box", (2,), dtype, low=low, high=high),))
 
-    tasks, agreed = (of(0, 9), of(-1, 5)), SpaceAgreement()
+    tasks, agreed = (of(0, 9), of(-1, 5)), SpaceCheck()
     for number in order:
         agreed.adopt(f"task {number}", tasks[number])
     assert agreed.spaces == of(-1, 9)
     agreed.adopt("unbounded", of(None, 5))
     assert agreed.spaces == of(None, None)
-    others = SpaceAgreement()
+    others = SpaceCheck()
     others.adopt("a", of(0, 9, "int32"))
     others.adopt("b", of(-1, 5, "int32"))
     assert others.spaces == of(0, 9, "int32"), "others need none"
