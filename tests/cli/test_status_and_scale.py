@@ -64,10 +64,10 @@ def test_an_overseer_that_does_not_answer_is_not_waited_for_forever(make_run, tm
 def test_the_overseers_answer_is_printed(make_run, tmp_path, capsys):
     import threading
 
-    from penstock.overseer.supervisor.scaling import ScaleDesk
+    from penstock.overseer.supervisor.scaling import ScaleRequests
 
     taken: list[tuple[str, int]] = []
-    desk = ScaleDesk(tmp_path, lambda role, count: taken.append((role, count)))
+    desk = ScaleRequests(tmp_path, lambda role, count: taken.append((role, count)))
     done = threading.Event()
 
     def serve() -> None:

@@ -151,6 +151,7 @@ def test_a_worker_whose_machine_goes_finishes_what_it_began_and_is_replaced(run_
     assert all(gate.begun.count(ticket) == 1 for ticket in gate.held)
 
 
+@pytest.mark.slow
 def test_nothing_is_generated_with_weights_that_an_evaluation_holds_back(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -159,13 +160,13 @@ def test_nothing_is_generated_with_weights_that_an_evaluation_holds_back(
     evaluate = Evaluator.__call__
 
     def evaluate_for_three_updates(self: Evaluator, version: WeightVersion) -> None:
-        run.until(lambda: run.conductor.step >= min(version.step + 3, 9), "updates during an evaluation")
+        run.until(lambda: run.conductor.step >= min(version.step + 3, 23), "updates during an evaluation")
         evaluate(self, version)
 
     monkeypatch.setattr(Evaluator, "__call__", evaluate_for_three_updates)
-    with running(run_dir, {"steps": 10}) as run:
+    with running(run_dir, {"steps": 24}) as run:
         run.end()
-    check_all_is_trained_once(run, 10)
+    check_all_is_trained_once(run, 24)
     ledger, numbers = run.conductor.status()["ledger"], run.conductor.status()["numbers"]
     assert ledger["stale_step"] == 0 and numbers["inference_client/retries_total"] > 0
 

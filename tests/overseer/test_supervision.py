@@ -54,10 +54,10 @@ def test_silence_past_the_limit_names_who_owes_progress_and_dumps_every_stack(tm
     assert "test_silence_past_the_limit" in stacks.read_text()
 
 
-def test_the_last_resort_ends_a_process_whose_supervisor_hangs(tmp_path):
+def test_the_abort_when_hung_ends_a_process_whose_supervisor_hangs(tmp_path):
     program = (
-        "import sys, threading; from pathlib import Path; from penstock.overseer.supervision import last_resort\n"
-        "with last_resort(0.2, Path(sys.argv[1])):\n"
+        "import sys, threading; from pathlib import Path; from penstock.overseer.supervision import abort_when_hung\n"
+        "with abort_when_hung(0.2, Path(sys.argv[1])):\n"
         "    lock = threading.Lock(); lock.acquire(); lock.acquire()\n"
     )
     stacks = tmp_path / "stacks.txt"
@@ -66,7 +66,7 @@ def test_the_last_resort_ends_a_process_whose_supervisor_hangs(tmp_path):
     assert "line 3" in stacks.read_text()
 
 
-def test_the_last_resort_leaves_no_trace_of_a_run_that_ended_by_itself(tmp_path):
+def test_the_abort_when_hung_leaves_no_trace_of_a_run_that_ended_by_itself(tmp_path):
     with abort_when_hung(60.0, tmp_path / "stacks.txt") as alive:
         alive()
     assert list(tmp_path.iterdir()) == []
