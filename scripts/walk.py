@@ -35,7 +35,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 WAY: dict[str, tuple[tuple[str, str], ...]] = {
-    "engine turn": (("inference/", "InferenceEngine._turn"),),
+    "engine turn": (("inference/", "InferenceEngine._step"),),
     "group on a worker": (("rollout/", "RolloutWorker._run_group"),),
     "receiver": (("replay/", "RolloutReceiver.run"),),
     "batch loader": (("replay/", "ReplayDataLoader._run"),),
