@@ -12,8 +12,9 @@ import psutil
 import pytest
 from benchmarks.chaos.invariants import violations
 
+from penstock.overseer.config import RayConfig
 from penstock.rundir import RunDirectory, read_events, read_status
-from penstock.types import RunFailed
+from penstock.types import ConfigError, RunFailed
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.attack, pytest.mark.timeout(500)]
@@ -34,6 +35,20 @@ def control_service(address: str, own: bool):
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def test_daemons_of_ray_that_do_not_start_are_one_line(monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    from penstock.overseer.ray_connection import connect
+
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because ...")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"^Ray could not start a cluster here: .*timed out during startup") as raised:
+        connect(RayConfig(), "a test")
+    assert "\n" not in str(raised.value)
 
 
 def test_a_control_service_of_our_own_that_is_gone_is_given_up_at_once():
