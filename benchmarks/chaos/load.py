@@ -15,10 +15,10 @@ from benchmarks.chaos import clocks
 from penstock.overseer import RunConfig, load_config
 from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.overseer import Overseer
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import ThreadGroup
+from penstock.overseer.supervised import SupervisedTasks
+from penstock.overseer.supervision import Overseer, ThreadGroup
 from penstock.overseer.supervisor.supervisor import Supervisor
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory
@@ -70,6 +70,7 @@ class Run:
         directory: Its files.
         config: Its own.
         conductor: Takes it through its phases.
+        supervisor: Knows who lives.
         progress: What the terminal would show; a reward for every update that was ever made.
         oversee: Runs it to its end; in the main thread.
         ended: Set when that returned, or raised.
@@ -78,6 +79,7 @@ class Run:
     directory: RunDirectory
     config: RunConfig
     conductor: TrainingRun
+    supervisor: Supervisor
     progress: Progress
     oversee: Callable[[], None]
     ended: threading.Event = field(default_factory=threading.Event)
@@ -86,11 +88,6 @@ class Run:
     def over(self) -> bool:
         """Whether it came to its end, whatever that was."""
         return self.ended.is_set()
-
-    @property
-    def supervisor(self) -> Supervisor:
-        """Knows who lives."""
-        return self.conductor.supervisor
 
     @property
     def updates(self) -> int:
@@ -115,10 +112,12 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
         settings = Settings(config, directory, secrets.token_hex(32))
         factories: Mapping[str, Any] = clocks.components(clock_folder)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-        conductor = TrainingRun(LanguageKind(factories=factories), settings, None, launcher, log)
+        kind = LanguageKind(factories=factories)
+        tasks = SupervisedTasks(kind, settings, None, launcher, log)
+        conductor = TrainingRun(kind, tasks, log)
         view = TerminalView(progress, quiet=True)
         overseer = Overseer(conductor, crew, directory, log, view, config.overseer)
         try:
-            yield Run(directory, config, conductor, progress, overseer.run)
+            yield Run(directory, config, conductor, tasks.supervisor, progress, overseer.run)
         finally:
             log.close()

@@ -5,7 +5,7 @@ import pytest
 from tests.fuzz.fuzzing import COUNTS, ODD, damaged, fuzz, json_bytes
 
 from penstock.inference.codec import requests_of
-from penstock.inference.connection import HttpReply, RetryableFailure, ServerFault, result_of
+from penstock.inference.server_pool import HttpReply, RetryableFailure, ServerFault, result_of
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, EnvironmentFailure, GenerationCall
 

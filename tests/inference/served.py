@@ -27,6 +27,8 @@ ANSWER_S = 60.0
 """No answer may take longer, on a machine with other work."""
 HEALTH_S = 0.25
 """99 of 100 answers to `/health` beside an attack are there within this, and what the bystander takes meanwhile."""
+REFERENCE_S = 0.06
+"""What a million additions take on the machine that the limit was measured on."""
 GROWTH_BYTES = 100 << 20
 """What an attack may add to the server's resident memory."""
 POLL_S = 0.02
@@ -162,6 +164,15 @@ class Watch:
         return self._most - self._before
 
 
+def slowness() -> float:
+    """How much slower than the machine that the limits are for this one computes at this moment; 1 where it is not."""
+    began = time.perf_counter()
+    total = 0
+    for number in range(1_000_000):
+        total += number
+    return max(1.0, (time.perf_counter() - began) / REFERENCE_S)
+
+
 def p99(waits_s: list[float]) -> float:
     return sorted(waits_s)[int(0.99 * (len(waits_s) - 1))]
 
@@ -194,7 +205,7 @@ def withstands(server: Served, attack: Callable[[], Any], at_least_s: float = 0.
         with Watch(server) as watch:
             result = attack()
             time.sleep(max(0.0, at_least_s - (time.monotonic() - began)))
-        took_s, limit_s = p99(watch.waits_s), HEALTH_S + p99(watch.bystander_s)
+        took_s, limit_s = p99(watch.waits_s), HEALTH_S * slowness() + p99(watch.bystander_s)
         if took_s <= limit_s or last:
             break
     assert took_s <= limit_s, f"/health took {took_s:.2f} s (p99 of {len(watch.waits_s)}), at most {limit_s:.2f} s"

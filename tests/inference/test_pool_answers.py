@@ -4,7 +4,7 @@ import pytest
 from tests.inference.fake_servers import answer, refusal, serving
 from tests.inference.pools import metric, pools, read, request
 
-from penstock.inference import connection as module
+from penstock.inference import server_pool as module
 from penstock.inference.codec import MalformedAnswer, ServerRequest
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 

@@ -135,6 +135,36 @@ def test_many_calls_are_served_beside_one_that_cannot_be(remote, local):
     assert nothing == [] and remote.generate_many([]) == []
 
 
+def test_an_ordered_context_asks_for_one_thing_at_a_time_and_for_as_much_as_fits(remote, monkeypatch):
+    """So that the engine of a server that nobody else asks sees the same batches in every run."""
+    asked: list[list[tuple[int, ...]]] = []
+    ask = remote._pool.ask
+
+    def noted(requests):
+        asked.append([tuple(len(prompt) for prompt in request.read.prompts) for request in requests])
+        return ask(requests)
+
+    monkeypatch.setattr(remote._pool, "ask", noted)
+    monkeypatch.setattr(module, "REQUEST_TOKENS", 20)
+    ordered = RemoteContext(remote._pool, remote.tokenizer, ordered=True)
+    short, long = Decoding(max_output_tokens=3), Decoding(max_output_tokens=4)
+    calls = [
+        GenerationCall(prompts("a"), 2, short, [1]),
+        GenerationCall(prompts("bc", "def"), 2, short, [2, 3]),
+        GenerationCall(prompts("g"), 2, long, [4]),
+    ]
+    answers = ordered.for_session("one").generate_many(calls)
+    assert asked == [[(1, 2)], [(3,)], [(1,)]]
+    for answer, expected in zip(answers, remote.generate_many(calls), strict=True):
+        for group, other in zip(answer, expected, strict=True):
+            for completion, same in zip(group, other, strict=True):
+                assert_same(completion, same)
+    beside = [calls[0], GenerationCall(prompts("x" * 64), 2, short, [1]), calls[1]]
+    first, failed, last = ordered.generate_many(beside)
+    assert isinstance(failed, EnvironmentFailure) and [len(answer) for answer in (first, last)] == [1, 2]
+    assert ordered.generate_many([]) == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "said"), [("", "prompt is empty"), ("x" * 64, "leaves no room"), ("é", None)]
 )  # fmt: skip

@@ -13,7 +13,7 @@ from tests.inference.pools import WAIT_S, in_threads, metric, pools, request
 from tests.waiting import wait_until
 
 from penstock.inference import HttpServer, ServerPool
-from penstock.inference import connection as module
+from penstock.inference import server_pool as module
 from penstock.inference.routing import PinnedServer, Server
 from penstock.types import (
     ConfigError,

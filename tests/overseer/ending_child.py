@@ -11,18 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.learner import checkpoints
-from penstock.overseer import opening, train
-from penstock.overseer.conductor import Conductor
-from penstock.overseer.fleet_conductor import FleetConductor
+from penstock.overseer import train, training
+from penstock.overseer.run import Run
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny as tiny_language
 from tests.overseer.test_fleet_training import tiny as tiny_control
 
 POINTS: dict[str, tuple[Any, str]] = {
     "before the config": (RunDirectory, "write_config"),
-    "before the log": (opening, "RunLog"),
-    "in the first evaluation of a language policy": (Conductor, "_evaluate"),
-    "in the first evaluation of a control policy": (FleetConductor, "_evaluate"),
+    "before the log": (training, "RunLog"),
+    "in the first evaluation of a language policy": (Run, "evaluate"),
+    "in the first evaluation of a control policy": (Run, "evaluate"),
     "in the first checkpoint": (checkpoints, "_settle"),
 }
 

@@ -17,11 +17,12 @@ from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind
-from penstock.overseer.opening import DamageList, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervised import SupervisedTasks
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.terminal import CONTROL_LABELS, Progress
+from penstock.overseer.training import DamageList, resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import merged
@@ -71,7 +72,9 @@ class Run:
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, 8, wording=CONTROL_LABELS))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
-        self.conductor = TrainingRun(ControlKind.of(config), settings, states, self.launcher, self.log)
+        kind = ControlKind.of(config)
+        self.tasks = SupervisedTasks(kind, settings, states, self.launcher, self.log)
+        self.conductor = TrainingRun(kind, self.tasks, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
         self._thread.start()
@@ -124,7 +127,7 @@ class Run:
 
     def worker_step(self, name: str) -> int:
         """Steps of its newest incarnation, as last heard."""
-        report = self.conductor.supervisor.reports.get(name)
+        report = self.tasks.supervisor.reports.get(name)
         newest = self.launcher.incarnations(name)[-1]
         return report.condition.facts.get("steps", 0) if report and report.identity.incarnation == newest else 0
 

@@ -12,8 +12,9 @@ import safetensors.numpy
 from rich.console import Console
 
 from penstock.dashboard import print_status, read_run_status
-from penstock.overseer import FleetRunConfig, evaluate_fleet, fleet_conductor, print_summary, train
+from penstock.overseer import FleetRunConfig, evaluate_fleet, print_summary, train
 from penstock.overseer.config_loading import build_config
+from penstock.overseer.run import Run
 from penstock.rundir import (
     fragments_from_table,
     read_events,
@@ -61,14 +62,29 @@ def stored_fragments(run_dir: Path) -> list[SampleFragment]:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    original = fleet_conductor.FleetConductor._on_step
+    original = Run.on_metrics
 
-    def stopping(self, reached, metrics):
-        original(self, reached, metrics)
-        if reached == step:
+    def stopping(self, role, reached, values):
+        original(self, role, reached, values)
+        if (role, reached) == ("learner", step):
             self.stop()
 
-    monkeypatch.setattr(fleet_conductor.FleetConductor, "_on_step", stopping)
+    monkeypatch.setattr(Run, "on_metrics", stopping)
+
+
+def test_rollout_workers_are_components_of_a_run_while_they_live(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict] = []
+    original = Run.on_metrics
+
+    def looking(self, role, step, values):
+        original(self, role, step, values)
+        seen.append(self.status()["components"])
+
+    monkeypatch.setattr(Run, "on_metrics", looking)
+    train(tiny({"evaluation": {"before": False}}), run_dir, quiet=True)
+    worker = seen[0]["fleet-0"]
+    assert (worker["version"][0], worker["state"], worker["doing"].endswith(" steps")) == (0, "running", True)
+    assert "fleet-0" not in read_status(run_dir / "status.json")["components"]
 
 
 def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
@@ -82,6 +98,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert status["bottleneck"].startswith("learner ")
     said = [event["words"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "bottleneck"]
     assert said and said[0].startswith("learner ")
+    assert {"learner-0", "replay-0", "rollout-0", "evaluator-0"} <= status["components"].keys()
     account = status["account"]
     assert account["started"] == sum(count for place, count in account.items() if place != "started")
     assert account["acting"] == account["buffered"] == account["waiting"] == 0

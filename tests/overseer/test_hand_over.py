@@ -69,7 +69,7 @@ def test_a_share_of_one_group_slows_the_worker_but_loses_nothing(run_dir: Path, 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_receiver_that_is_gone_ends_the_run_by_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
-    import penstock.overseer.local as local
+    import penstock.overseer.language.local as local
 
     monkeypatch.setattr(local.RolloutReceiver, "run", lambda self: None)
     storage = {"kind": kind, "capacity_groups": 1, "write_timeout_s": 0.5}
@@ -79,7 +79,7 @@ def test_a_receiver_that_is_gone_ends_the_run_by_name(run_dir: Path, monkeypatch
 
 
 def test_an_error_in_the_receiver_ends_the_run_with_that_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.local as local
+    import penstock.overseer.language.local as local
 
     def broken(self, batches) -> None:
         raise OSError("no space left on device")

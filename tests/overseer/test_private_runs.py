@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from penstock.overseer.opening import DamageList, create_run, open_log
 from penstock.overseer.terminal import Progress
+from penstock.overseer.training import DamageList, create_run, open_log
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny
 

@@ -214,3 +214,16 @@ def test_a_fleet_on_two_machines_shares_nothing_but_sockets_and_learns(tmp_path:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_staleness_zero_reproduces_itself_to_the_last_bit_with_one_worker_and_one_server(tmp_path: Path):
+    alone = ["async=false", "steps=3", "rollout.workers=1", "inference.servers=1", "overseer.checkpoint_every=1"]
+    for name in ("first", "second"):
+        with driver(tmp_path / name, "cats", "--run-dir", str(tmp_path / name), *QUICK, *alone) as run:
+            assert run.end() == 0, run.output()
+    first, second = (
+        [path.read_bytes() for path in sorted((tmp_path / name / "checkpoints").glob("step-*/model/*.safetensors"))]
+        for name in ("first", "second")
+    )
+    assert first == second and len(set(first)) > 1

@@ -13,16 +13,17 @@ import safetensors.numpy
 from transformers import PreTrainedTokenizerFast
 
 from penstock.learner import read_states
-from penstock.overseer import run as running_module
+from penstock.overseer import supervised
 from penstock.overseer.component import Settings
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.opening import DamageList, resume_point
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervised import SupervisedTasks
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.terminal import Progress
+from penstock.overseer.training import DamageList, resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
 from penstock.types import ConfigError, RunFailed
 from tests.overseer.conftest import merged, tiny
@@ -53,7 +54,8 @@ class Run:
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, config.replay.staleness_budget))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
-        self.conductor = TrainingRun(LanguageKind(), settings, states, self.launcher, self.log)
+        self.tasks = SupervisedTasks(LanguageKind(), settings, states, self.launcher, self.log)
+        self.conductor = TrainingRun(LanguageKind(), self.tasks, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
 
@@ -179,7 +181,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
 def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     run_dir: Path, look_s: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(running_module, "LOOK_S", look_s)
+    monkeypatch.setattr(supervised, "LOOK_S", look_s)
     with running(run_dir, {"steps": 1000, "overseer": {"max_restarts": 1, "checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
         for incarnations in ([0], [0, 1]):
@@ -289,7 +291,7 @@ def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pyte
     def served(*servers: dict[str, Any]) -> bool | None:
         peers = [Peer(Identity("inference", i, 0), {**held, **server}) for i, server in enumerate(servers)]
         learner = Peer(Identity("learner", 0, 0), {"weights": {"incarnation": "one"}})
-        monkeypatch.setattr(conductor.supervisor, "_view", Membership(1, 0, (learner, *peers)))
+        monkeypatch.setattr(run.tasks.supervisor, "_view", Membership(1, 0, (learner, *peers)))
         return LanguageKind().served(conductor)
 
     assert served({"step": 3}, {"step": 2}) is None

@@ -103,5 +103,5 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
     monkeypatch.setattr(Lonely, "call", call)
     monkeypatch.setattr(trainer, "save_checkpoint", lambda *args: asked.append("save"))
     begin(role)
-    role._save(0)
+    role.save(0)
     assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from penstock.overseer import RunConfig, print_summary, train
 from penstock.overseer.config_loading import build_config
+from penstock.overseer.run import Run
 from penstock.rundir import read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, MismatchError, NoProgressError, RunDirectoryError, RunFailed
 from tests.overseer.conftest import TINY, merged, tiny
@@ -114,9 +115,9 @@ def train_results(run: Path):
 
 
 def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.local as local
+    import penstock.overseer.language.kind as kind
 
-    original = local.Learner
+    original = kind.Learner
 
     class Perturbed(original):
         def __init__(self, decoder, config, total_steps):
@@ -127,7 +128,7 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
                 total_steps,
             )
 
-    monkeypatch.setattr(local, "Learner", Perturbed)
+    monkeypatch.setattr(kind, "Learner", Perturbed)
     with pytest.raises(MismatchError, match="disagree about log-probabilities by up to .* at start-up"):
         train(tiny(), run_dir, quiet=True)
     assert read_status(run_dir / "status.json")["state"] == "failed"
@@ -135,15 +136,15 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
 
 
 def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.local as local
+    import penstock.overseer.language.kind as kind
 
-    original = local.named_arrays
+    original = kind.named_arrays
 
     def perturbed(decoder):
         arrays = original(decoder)
         return {**arrays, "final_norm": arrays["final_norm"].at[0].add(0.5)}
 
-    monkeypatch.setattr(local, "named_arrays", perturbed)
+    monkeypatch.setattr(kind, "named_arrays", perturbed)
     with pytest.raises(MismatchError, match="learner.mismatch_limit"):
         train(tiny({"async": False}), run_dir, quiet=True)
 
@@ -183,7 +184,7 @@ def test_an_environment_that_raises_now_and_then_is_counted_and_the_run_complete
 def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import penstock.overseer.local as local
+    import penstock.overseer.language.local as local
 
     def broken(self) -> None:
         raise OSError("no space left on device")
@@ -205,17 +206,15 @@ def test_a_hanging_environment_ends_the_run_naming_what_is_waited_for(run_dir: P
 
 
 def test_a_stop_request_checkpoints_the_last_update_and_can_be_resumed(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.conductor as conductor
+    original = Run.on_metrics
 
-    original = conductor.Conductor._on_step
-
-    def stopping(self, step, metrics):
-        original(self, step, metrics)
-        if step == 2:
+    def stopping(self, role, step, values):
+        original(self, role, step, values)
+        if (role, step) == ("learner", 2):
             self.stop()
 
     with monkeypatch.context() as patched:
-        patched.setattr(conductor.Conductor, "_on_step", stopping)
+        patched.setattr(Run, "on_metrics", stopping)
         summary = train(tiny({"steps": 50}), run_dir, quiet=True)
     assert (summary.step, summary.complete, summary.after) == (2, False, {})
     assert read_status(run_dir / "status.json")["state"] == "stopped"
@@ -243,19 +242,17 @@ def test_a_failing_environment_leaves_a_checkpoint_of_the_last_update(run_dir: P
 
 
 def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    import penstock.overseer.conductor as conductor
+    original = Run.on_event
 
-    original = conductor.Conductor._save
-
-    def stopping(self, step):  # with tickets of both lessons outstanding
-        original(self, step)
-        if step == 2:
+    def stopping(self, kind, step, fields):  # with tickets of both lessons outstanding
+        original(self, kind, step, fields)
+        if (kind, step) == ("checkpoint", 2):
             self.stop()
 
     lesson = TINY["curriculum"]["lessons"]["cats"]
     pace = {"replay": {"staleness_budget": 2}, "overseer": {"checkpoint_every": 2}}
     with monkeypatch.context() as patched:
-        patched.setattr(conductor.Conductor, "_save", stopping)
+        patched.setattr(Run, "on_event", stopping)
         train(tiny({"steps": 9, **pace, "curriculum": {"lessons": {"dogs": lesson}}}), run_dir, quiet=True)
     state = json.loads((run_dir / "checkpoints" / "step-2" / "state.json").read_text())["states"]
     assert "cats" in {ticket[1] for ticket in state["issuer"]["outstanding"]}
@@ -275,17 +272,15 @@ def test_lessons_may_be_added_and_removed_on_resume(run_dir: Path, monkeypatch: 
 def test_a_stop_before_the_last_evaluation_leaves_a_run_that_a_resume_completes(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import penstock.overseer.conductor as conductor
+    original = Run.on_metrics
 
-    original = conductor.Conductor._on_step
-
-    def stopping(self, step, metrics):
-        original(self, step, metrics)
-        if step == 3:
+    def stopping(self, role, step, values):
+        original(self, role, step, values)
+        if (role, step) == ("learner", 3):
             self.stop()
 
     with monkeypatch.context() as patched:
-        patched.setattr(conductor.Conductor, "_on_step", stopping)
+        patched.setattr(Run, "on_metrics", stopping)
         stopped = train(tiny(), run_dir, quiet=True)
     assert (stopped.step, stopped.complete, stopped.after) == (3, False, {})
     resumed = train(tiny(), run_dir, resume=True, quiet=True)

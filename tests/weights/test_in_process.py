@@ -65,3 +65,14 @@ def test_a_waiting_client_wakes_at_the_publication():
     broadcaster.publish(WeightVersion(0, 1), arrays(2.0))
     waiter.join(timeout=30)
     assert seen == [WeightVersion(0, 1)]
+
+
+def test_one_that_is_opened_anew_takes_any_version_and_is_known_by_another_incarnation():
+    weights = InProcessBroadcaster()
+    weights.publish(WeightVersion(0, 1), {"a": np.zeros(2, np.float32)})
+    before = weights.endpoint()
+    weights.close()
+    weights.reopen()
+    assert weights.latest() is None and weights.endpoint() != before
+    weights.publish(WeightVersion(0, 1), {"a": np.ones(3, np.float32)})
+    np.testing.assert_equal(weights.fetch(WeightVersion(0, 1))["a"], np.ones(3, np.float32))

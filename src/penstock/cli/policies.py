@@ -93,7 +93,7 @@ def evaluate(
 
     _refuse_run_directory(checkpoint)
     if recipe is None:
-        from penstock.overseer.named_code import EVALUATED
+        from penstock.overseer.config_loading import EVALUATED
 
         config = _recorded(_run_of(checkpoint), overrides or [], trust, EVALUATED)
     else:
@@ -208,7 +208,7 @@ def _run_of(checkpoint: Path) -> Path:
 def _recorded(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
     """The config of a run, after the code that it names is said."""
     from penstock.dashboard.tokens import printable
-    from penstock.overseer.named_code import load_recorded_config
+    from penstock.overseer.config_loading import load_recorded_config
     from penstock.rundir import RunDirectory
 
     directory = RunDirectory(run_dir)

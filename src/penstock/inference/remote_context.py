@@ -2,10 +2,12 @@
 
 For the same seeds and weights the completions are those of an `EngineContext`, up to the rounding that neighbours in a
 batch cause. Calls of one `generate_many` are asked for at the same time, but not in one atomic submission: several
-servers have none. Imports no JAX.
+servers have none. A context that is `ordered` asks for one thing after another instead, as much as fits at a time, so
+that one server that nobody else asks sees the same batches in every run. Imports no JAX.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -24,6 +26,7 @@ class RemoteContext:
         session: Its requests are one conversation, which stays with its server while that is alive and accepts.
         target: Its requests go to this server only.
         least: Servers with an older version of the same lineage do not answer its requests.
+        ordered: Asks one request at a time.
     """
 
     def __init__(
@@ -33,9 +36,12 @@ class RemoteContext:
         session: str | None = None,
         target: PinnedServer | None = None,
         least: WeightVersion | None = None,
+        *,
+        ordered: bool = False,
     ) -> None:
         self._pool, self._tokenizer = pool, tokenizer
         self._session, self._target, self._least = session, target, least
+        self._ordered = ordered
 
     @property
     def tokenizer(self) -> TextCodec:
@@ -44,7 +50,7 @@ class RemoteContext:
 
     def for_session(self, session: str, least: WeightVersion | None = None) -> "RemoteContext":
         """The context of one conversation, or of one group, with no older weights than these."""
-        return RemoteContext(self._pool, self._tokenizer, session, self._target, least)
+        return RemoteContext(self._pool, self._tokenizer, session, self._target, least, ordered=self._ordered)
 
     def only(self, name: str, incarnation: int | None = None) -> "RemoteContext":
         """A context that asks one server only, also one that accepts nothing from others.
@@ -54,7 +60,8 @@ class RemoteContext:
             incarnation: Where it is given and not alive (any more), calls raise `UnreachableError` at once.
                 Otherwise they wait for another of that name, within the limit of a request.
         """
-        return RemoteContext(self._pool, self._tokenizer, self._session, PinnedServer(name, incarnation), self._least)
+        target = PinnedServer(name, incarnation)
+        return RemoteContext(self._pool, self._tokenizer, self._session, target, self._least, ordered=self._ordered)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
@@ -79,6 +86,9 @@ class RemoteContext:
 
         A call with an unusable prompt has its failure in its place; the others are served.
         """
+        if self._ordered:
+            alike = groupby(calls, lambda call: (call.n, call.decoding))
+            return [result for _, some in alike for result in self._one_by_one(list(some))]
         asked = [self._requests(call) for call in calls]
         sent = [request for requests in asked if isinstance(requests, list) for request in requests]
         answers = iter(self._pool.ask(sent))
@@ -86,6 +96,24 @@ class RemoteContext:
             requests if isinstance(requests, EnvironmentFailure) else _joined([next(answers) for _ in requests])
             for requests in asked
         ]
+
+    def _one_by_one(self, calls: Sequence[GenerationCall]) -> list[list[list[Completion]] | EnvironmentFailure]:
+        """Calls that differ in prompts and seeds alone, as one call in as few requests as hold it."""
+        whole = GenerationCall(
+            [prompt for call in calls for prompt in call.prompts],
+            calls[0].n,
+            calls[0].decoding,
+            [seed for call in calls for seed in call.seeds],
+        )
+        requests = self._requests(whole)
+        if isinstance(requests, EnvironmentFailure):
+            answer = requests
+        else:
+            answer = _joined([part for request in requests for part in self._pool.ask([request])])
+        if isinstance(answer, EnvironmentFailure):  # of one prompt, whose call fails alone
+            return [answer] if len(calls) == 1 else [result for call in calls for result in self._one_by_one([call])]
+        groups = iter(answer)
+        return [[next(groups) for _ in call.prompts] for call in calls]
 
     def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
         try:

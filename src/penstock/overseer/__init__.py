@@ -7,8 +7,7 @@ if TYPE_CHECKING:
     from penstock.overseer.config import OverseerConfig, RunConfig
     from penstock.overseer.config_loading import load_config
     from penstock.overseer.control.autotune import AutotuneReport, autotune
-    from penstock.overseer.control.evaluation import evaluate_fleet
-    from penstock.overseer.control.report import FleetEvaluationReport
+    from penstock.overseer.control.evaluation import FleetEvaluationReport, evaluate_fleet
     from penstock.overseer.control_config import FleetRunConfig
     from penstock.overseer.evaluation_report import EvaluationReport
     from penstock.overseer.language.evaluation import evaluate
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AutotuneReport": "control.autotune",
     "EvaluationReport": "evaluation_report",
-    "FleetEvaluationReport": "control.report",
+    "FleetEvaluationReport": "control.evaluation",
     "FleetRunConfig": "control_config",
     "OverseerConfig": "config",
     "RunConfig": "config",

@@ -1,8 +1,8 @@
-"""Wires what every run has, whatever it trains and wherever its components run: replay and the training loop.
+"""Wires what every run has, whatever it trains and wherever its components run: replay, and its checkpoints.
 
-The only place where a store, its ledger, a buffer and a training loop are made; pure wiring, nothing is started, and
-JAX is not loaded. A place that cannot be written to is an error that names its key. Not covered: what makes
-experience, and what one kind of policy has beside that.
+The only place where a store, its ledger and a buffer are made (the training loop is made in `trainer`). Pure wiring:
+nothing is started, and JAX is not loaded. A place that cannot be written to is an error that names its key. Not
+covered: what makes experience, and what one kind of policy has beside that.
 """
 
 import time
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.batch import BatchMaker, make_batch_maker
-from penstock.overseer.config import OverseerConfig, RunConfig
+from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import when_there_is_room
-from penstock.overseer.training_loop import Commit, TrainingLoop, UpdatingLearner
 from penstock.replay import (
     Ledger,
     OpenAdmission,
@@ -29,7 +28,7 @@ from penstock.replay import (
 )
 from penstock.replay.history import ExperienceFormat
 from penstock.rundir import RunDirectory
-from penstock.types import BatchSource, Clock, ConfigError, LessonChooser, RolloutGroup, WeightSink, fold
+from penstock.types import Clock, ConfigError, LessonChooser, RolloutGroup, fold
 
 
 def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[BatchMaker]:
@@ -114,6 +113,37 @@ class Replay:
             self.batches.stop(timeout_s)
 
 
+class LocalBatches:
+    """The learner's side of replay in its own process, as `penstock.replay.RemoteBatches` is in another.
+
+    Implements `penstock.types.BatchSource`, and what a training loop commits to.
+
+    Args:
+        replay: Gives batches, and hears of updates.
+        states: Gives what else belongs into the checkpoint, by name; called while the buffer stands still.
+    """
+
+    def __init__(self, replay: Replay, states: Callable[[], Mapping[str, Any]]) -> None:
+        self._replay = replay
+        self._states = states
+        self.next_batch = replay.batches.next_batch
+        self.finish_update = replay.buffer.finish_update
+        self.set_current_step = replay.buffer.set_current_step
+
+    def checkpoint_states(self, step: int, timeout_s: float) -> dict[str, Any]:
+        """Of the boundary before update `step`: ``replay``, and what else there is."""
+        with self._replay.buffer.boundary():
+            return {**self._states(), "replay": self._replay.buffer.state()}
+
+    def checkpoint_saved(self, step: int) -> None:
+        """That checkpoint is there."""
+        self._replay.buffer.checkpoint_saved()
+
+    def stop(self) -> None:
+        """Ends every wait with `Stopped`."""
+        self._replay.buffer.close()
+
+
 def open_replay(
     limits: ReplayBufferConfig,
     directory: RunDirectory,
@@ -161,37 +191,6 @@ def open_replay(
     paced = PacedReplayBuffer(limits, store, makers, issuer, **common)
     batches = ReplayDataLoader(paced, 0 if limits.synchronous else limits.prefetch, steps)
     return Replay(store, ledger, paced, batches, issuer)
-
-
-def make_training_loop(
-    config: OverseerConfig,
-    learner: UpdatingLearner,
-    arrays: Callable[[], Mapping[str, Any]],
-    source: BatchSource,
-    commit: Commit,
-    weights: WeightSink,
-    *,
-    lineage: int,
-    steps: int,
-    progress: Callable[[], object],
-    on_step: Callable[[int, Mapping[str, float]], None],
-    save: Callable[[int], None],
-) -> TrainingLoop:
-    """The loop of one learner, with the run's limits; arguments as of `TrainingLoop`."""
-    return TrainingLoop(
-        learner,
-        arrays,
-        source,
-        commit,
-        weights,
-        lineage=lineage,
-        steps=steps,
-        batch_timeout_s=config.no_progress_s,
-        progress=progress,
-        on_step=on_step,
-        checkpoint=save,
-        checkpoint_every=config.checkpoint_every,
-    )
 
 
 def restore_parts(

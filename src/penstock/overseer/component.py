@@ -275,7 +275,7 @@ class ThreadedComponent(Generic[AnyConfig]):
 
     Args:
         around: What its host gives it.
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
     """
 
     def __init__(self, ctx: ComponentContext, settings: Settings[AnyConfig]) -> None:

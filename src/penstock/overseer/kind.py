@@ -4,6 +4,7 @@
 else in a run asks which of them it has.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,21 +15,22 @@ from penstock.overseer.component import Settings
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.launch.launcher import ComponentContext, Factory
 from penstock.overseer.metrics import ClusterSnapshot
-from penstock.overseer.overseer import OverseenRun
 from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import ComponentMessage, Membership
+from penstock.overseer.supervisor.messages import Membership
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import UpdatingLearner
-from penstock.rundir import RunDirectory
+from penstock.types import ConfigError
 
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
+    from penstock.overseer.assembly import LocalBatches
+    from penstock.overseer.direct import LocalComponent
     from penstock.overseer.run import PhaseSteps, Run
     from penstock.overseer.trainer import LearnerComponent
+    from penstock.weights import InProcessBroadcaster
 
 Factories = Mapping[str, Factory]
 ESSENTIAL = ("learner", "replay")
@@ -64,19 +66,34 @@ class UpdateLog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a life of a run in one process begins with.
+    """What a learner, and every component that shares its process, begins with.
 
     Attributes:
         policy: As initialised, as loaded, or the checkpoint's.
-        codec: The tokenizer of a language policy; the spaces of a control policy.
-        lineage: Number of this life.
+        codec: The tokenizer of a language policy; a control policy knows its spaces itself.
         checkpoint: Where it resumes from; None for a new run.
     """
 
     policy: Any
-    codec: Any
-    lineage: int = 0
+    codec: Any = None
     checkpoint: "Checkpoint | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What the components of a run in one process have by reference.
+
+    Attributes:
+        start: The policy, or the checkpoint.
+        weights: Where the learner publishes, and everybody else fetches.
+        batches: The learner's side of replay.
+        manager: The `penstock.rollout.RolloutManager` of a language policy, which generates in this process.
+    """
+
+    start: RunStart
+    weights: "InProcessBroadcaster"
+    batches: "LocalBatches"
+    manager: Any = None
 
 
 def _nothing(*_: object) -> None:
@@ -116,15 +133,15 @@ class PolicyKind(Protocol):
         ...
 
     def begin(self, config: Any) -> RunStart:
-        """Makes the policy that a new run in one process begins with.
+        """Makes the policy that a new run begins with.
 
         Raises:
             ConfigError: it cannot be made.
         """
         ...
 
-    def resume(self, config: Any, lineage: int, checkpoint: Path) -> RunStart:
-        """What a run in one process goes on with.
+    def resume(self, config: Any, checkpoint: Path) -> RunStart:
+        """What a run goes on with.
 
         Raises:
             ConfigError: another policy is asked for than the checkpoint's.
@@ -145,16 +162,20 @@ class PolicyKind(Protocol):
         """By key of the config, the addresses that the run's servers listen on."""
         ...
 
-    def make_local_run(
-        self, config: Any, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
-    ) -> OverseenRun:
-        """A run whose components are threads of this process."""
-        ...
-
     # --- components ----------------------------------------------------------------------------------------------
 
     def components(self, settings: Settings[Any], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
         """All of them, those first that others wait for; `states` are the checkpoint's."""
+        ...
+
+    def local_components(
+        self,
+        settings: Settings[Any],
+        start: RunStart,
+        context: Callable[[str], ComponentContext],
+        log: RunLog,
+    ) -> Mapping[str, "LocalComponent"]:
+        """All of a run in this process, by name, in the order in which they are ended; `context` is by name, too."""
         ...
 
     def scalable(self, settings: Settings[Any]) -> list[tuple[str, SpecMaker, int]]:
@@ -163,7 +184,7 @@ class PolicyKind(Protocol):
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
-    def make_learner(self, settings: Settings[Any], checkpoint: "Checkpoint | None") -> UpdatingLearner:
+    def make_learner(self, config: Any, start: RunStart) -> UpdatingLearner:
         """Anew, or as the checkpoint has it."""
         ...
 
@@ -173,10 +194,6 @@ class PolicyKind(Protocol):
 
     def arrays(self, learner: Any) -> Mapping[str, Any]:
         """Its parameters by name."""
-        ...
-
-    def codec(self, settings: Settings[Any]) -> Any:
-        """What a checkpoint's folder ``model/`` is written with, beside the learner."""
         ...
 
     def learner_tasks(self, ctx: ComponentContext, component: "LearnerComponent") -> LearnerTasks:
@@ -219,7 +236,7 @@ class PolicyKind(Protocol):
         """The speed that the view shows; None where it is not known yet."""
         ...
 
-    def on_event(self, run: "Run", message: ComponentMessage) -> None:
+    def on_event(self, run: "Run", kind: str, fields: Mapping[str, Any]) -> None:
         """An event of a component was logged."""
         ...
 
@@ -254,7 +271,7 @@ def make_spec(
     """A component of a role.
 
     Args:
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
         factories: By role.
         role: Its own.
         index: Which of the role's components.
@@ -267,3 +284,41 @@ def make_spec(
         resources = resources.model_copy(update={"env": {**processor_environment(resources), **resources.env}})
     values = {**settings.dump(), **more}
     return ComponentSpec(role, index, factories[role], values, resources, role in ESSENTIAL, peer_group)
+
+
+VALUES = "give these values"
+
+
+def check_kept(
+    asked: Mapping[str, Any],
+    trained: Mapping[str, Any],
+    checkpoint: Path,
+    key: Callable[[str], str],
+    remedy: str = VALUES,
+) -> None:
+    """Refuses values that are not those of the checkpoint.
+
+    Args:
+        asked: By name, as JSON values.
+        trained: The checkpoint's, by name.
+        checkpoint: Named in the error.
+        key: A name's place in the configuration.
+        remedy: What to do, but for beginning a new run.
+
+    Raises:
+        ConfigError: naming every value that differs, both of it, and the remedy.
+    """
+    others = [name for name in asked if asked[name] != trained[name]]
+    if not others:
+        return
+    differences = ", ".join(f"{key(name)} is {json.dumps(asked[name])}" for name in others)
+    values = " ".join(f"{key(name)}={_as_word(trained[name])}" for name in others)
+    raise ConfigError(
+        f"{differences}, but {checkpoint} was trained with {values}: a resumed run keeps its model; {remedy}, or "
+        "begin a new run"
+    )
+
+
+def _as_word(value: object) -> str:
+    """As an override is written on the command line; JSON is YAML."""
+    return json.dumps(value, separators=(",", ":"))

@@ -15,7 +15,7 @@ from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
-from penstock.types import RolloutBatch, RolloutGroup
+from penstock.types import RolloutGroup
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -106,11 +106,6 @@ class RunLog:
     def damage(self, place: str, reason: str) -> None:
         """A file of the run could not be read, and lies in `place` now."""
         self.event("files_damaged", path=place, reason=reason)
-
-    def samples(self, batch: RolloutBatch) -> None:
-        """Tracks sample conversations."""
-        rollouts = list(batch.rollouts())[: self._samples_per_log]
-        self._tracker.log_samples(self.step, [conversation_of(rollout) for rollout in rollouts])
 
     def group(self, group: RolloutGroup) -> None:
         """Counts a training group into the next step's ``rollout/…`` metrics, and shows one of its answers."""

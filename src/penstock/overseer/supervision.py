@@ -4,23 +4,44 @@ A thread that hangs cannot be killed. When progress stops for longer than the li
 thread's stack to a file and raises an error that names who owes the progress. Should the supervising thread itself
 hang, on a lock that another one never releases, `abort_when_hung` ends the process: `faulthandler` needs no cooperation
 of any Python thread.
+
+`Overseer` has a run in a thread of its own. The main thread only supervises: it raises the first failure of any thread,
+runs the watchdog, writes status.json, draws the view, and hears Ctrl-C, SIGTERM and SIGHUP. A stop request ends the run
+at the next update boundary with a checkpoint; a second one ends the process.
 """
 
 import faulthandler
+import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from penstock.rundir import RunDirectory
 from penstock.rundir.logs import open_unlinked
-from penstock.types import NoProgressError
+from penstock.rundir.storage import is_full_disk
+from penstock.types import NoProgressError, RunFailed
+
+if TYPE_CHECKING:
+    from penstock.overseer.config import OverseerConfig
+    from penstock.overseer.run import Run
+    from penstock.overseer.run_log import RunLog
+    from penstock.overseer.terminal import TerminalView
 
 
 class ThreadGroup:
-    """The threads of a run. The first exception of any of them is kept and re-raised by `raise_if_failed`."""
+    """The threads of a run. The first exception of any of them is kept and re-raised by `raise_if_failed`.
 
-    def __init__(self) -> None:
+    Args:
+        whole: Of which this is a part: its first failure is that one's, too.
+    """
+
+    def __init__(self, whole: "ThreadGroup | None" = None) -> None:
+        self._whole = whole
         self._threads: dict[str, threading.Thread] = {}
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -33,14 +54,21 @@ class ThreadGroup:
             try:
                 target()
             except BaseException as error:  # kept, and raised where the run is supervised
-                with self._lock:
-                    self._failure = self._failure or error
+                self.fail(error)
             finally:
                 self.wake.set()
 
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         self._threads[name] = thread
         thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all with an error, unless there was one before."""
+        with self._lock:
+            self._failure = self._failure or error
+        if self._whole is not None:
+            self._whole.fail(error)
+            self._whole.wake.set()
 
     @property
     def failure(self) -> BaseException | None:
@@ -132,3 +160,124 @@ def abort_when_hung(limit_s: float, stacks_path: Path) -> Iterator[Callable[[], 
     with suppress(FileNotFoundError):  # somebody deleted the run directory
         if stacks_path.stat().st_size == 0:
             stacks_path.unlink()
+
+
+SUPERVISION_S = 0.2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Overseer:
+    """Supervises one run in one process.
+
+    Args:
+        run: What it watches.
+        crew: Its threads.
+        directory: Where it is written.
+        log: Its single writer.
+        view: What the user sees.
+        config: Limits and intervals.
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        crew: ThreadGroup,
+        directory: RunDirectory,
+        log: "RunLog",
+        view: "TerminalView",
+        config: "OverseerConfig",
+    ) -> None:
+        self._run = run
+        self._crew = crew
+        self._directory = directory
+        self._log = log
+        self._view = view
+        self._config = config
+
+    def run(self) -> None:
+        """Runs to the last step, to a stop request, or to the first failure.
+
+        Raises:
+            PenstockError: the run failed; whatever any thread raised, unchanged.
+        """
+        self._log.event("start", pid=os.getpid(), lineage=self._run.lineage)
+        stacks_path = self._directory.path / "stacks.txt"
+        limit_s = self._config.no_progress_s + self._config.stop_timeout_s + LAST_RESORT_S
+        with self._interrupts():
+            with abort_when_hung(limit_s, stacks_path) as alive:
+                try:
+                    with self._view:
+                        self._crew.start("run", self._run.run)
+                        self._supervise(stacks_path, alive)
+                except BaseException as error:
+                    self._fail(error)
+                    if isinstance(error, Exception):
+                        self._directory.check_is_there()  # otherwise that is what failed
+                    raise
+            left = self._crew.join(self._run.stop_limit_s)
+            self._log.event("end", still_running=left)
+            self._write_status("finished" if self._run.complete else "stopped")
+
+    def _fail(self, error: BaseException) -> None:
+        """Lets the threads that still work save the last update boundary before the run's files are closed."""
+        self._run.stop()
+        if isinstance(error, KeyboardInterrupt):  # a second stop request waits for nobody
+            self._log.event("interrupted")
+            self._write_status("stopped")
+            return
+        self._log.event("failure", error=type(error).__name__, message=str(error))
+        try:
+            self._crew.join(self._run.stop_limit_s)
+        finally:
+            with suppress(RunFailed):  # the directory is gone, which is told by whoever failed
+                self._write_status("failed")
+
+    def _supervise(self, stacks_path: Path, alive: Callable[[], None]) -> None:
+        watchdog = Watchdog(self._config.no_progress_s, self._run.counters, self._run.stalled_components, stacks_path)
+        status_due = 0.0
+        while self._crew.alive("run"):
+            self._crew.wake.wait(SUPERVISION_S)
+            self._crew.wake.clear()
+            self._crew.raise_if_failed()
+            watchdog.check()
+            alive()
+            self._run.refresh()
+            self._view.tick()
+            if time.monotonic() >= status_due:
+                self._write_status("running")
+                status_due = time.monotonic() + self._config.status_s
+        self._crew.raise_if_failed()
+        self._view.tick()
+
+    def _write_status(self, state: str) -> None:
+        """One may be left out where the disk is full, and has been since before room could be kept: others follow."""
+        self._directory.check_is_there()
+        told = {"state": state, "time": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        try:
+            self._directory.write_status(told | self._run.status())
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            self._log.progress.note(f"status.json could not be written: {error}")
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set[int]()  # as by nohup
+        heard = [number for number in STOP_SIGNALS if number not in ignored]
+        previous = {number: signal.signal(number, self._interrupted) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _interrupted(self, number: int, frame: object) -> None:
+        if self._run.stopping:
+            if number == signal.SIGHUP:  # a terminal that closes sends it, and its shell once more
+                return
+            raise KeyboardInterrupt
+        self._log.progress.note("stopping at the next update with a checkpoint; once more ends at once")
+        self._run.stop()

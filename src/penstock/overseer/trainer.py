@@ -6,17 +6,16 @@ the update boundary. Not covered: what is trained, which is the `PolicyKind`'s.
 """
 
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
 from typing_extensions import override
 
-from penstock.learner import load_checkpoint, save_checkpoint
-from penstock.overseer.assembly import make_training_loop, save_when_there_is_room
+from penstock.learner import save_checkpoint
+from penstock.overseer.assembly import save_when_there_is_room
 from penstock.overseer.component import Settings, ThreadedComponent
-from penstock.overseer.kind import PolicyKind
+from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
@@ -34,23 +33,33 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     Args:
         around: What its host gives it.
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
         kind: What it trains.
+        shared: What it has by reference, where all components are in one process.
+
+    Attributes:
+        shared: As given.
     """
 
-    def __init__(self, ctx: ComponentContext, settings: Settings[Any], kind: PolicyKind) -> None:
+    def __init__(
+        self, ctx: ComponentContext, settings: Settings[Any], kind: PolicyKind, shared: SharedParts | None = None
+    ) -> None:
         super().__init__(ctx, settings)
+        self.shared = shared
         self._kind = kind
-        self._codec = kind.codec(settings)
+        self._codec: Any = None
         self._replay = ctx.caller("replay-0")
-        self._batches = RemoteBatches(self._replay, settings.lineage)  # stopped first: nobody waits for a batch then
-        self._commits = RemoteBatches(self._replay, settings.lineage)
+        # Those that give batches are stopped first: nobody waits for one then.
+        self._batches = RemoteBatches(self._replay, settings.lineage) if shared is None else shared.batches
+        self._commits = RemoteBatches(self._replay, settings.lineage) if shared is None else shared.batches
+        self._finishing = threading.Event()
         self._learner: UpdatingLearner | None = None
         self._loop: TrainingLoop | None = None
         self._broadcaster: Broadcaster | None = None
         self._publishing = threading.Lock()
         self._published: tuple[WeightVersion, Mapping[str, Any]] | None = None
-        self._training = self._waiting_for_room = False
+        self._training = False
+        self._no_room = ""  # for a checkpoint
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
         self._steps_done = 0
@@ -70,6 +79,11 @@ class LearnerComponent(ThreadedComponent[Any]):
             raise PenstockError("the learner is not loaded yet: wait until it runs")
         return self._learner
 
+    @property
+    def finishing(self) -> bool:
+        """Whether it was asked to end what it does."""
+        return self._finishing.is_set()
+
     def note_step(self) -> None:
         """Counts a step of a task other than training."""
         self._steps_done += 1
@@ -82,17 +96,23 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def _load(self) -> None:
         self.doing = "loading"
-        path = self.settings.checkpoint
-        checkpoint = None if path is None else load_checkpoint(path)
-        if checkpoint is not None:
-            self._evaluator_state = checkpoint.states["evaluator"]
-            self._results = checkpoint.states["run"]["results"]
-        self._learner = self._kind.make_learner(self.settings, checkpoint)
+        start = self._loaded() if self.shared is None else self.shared.start
+        self._codec = start.codec
+        if start.checkpoint is not None:
+            self._evaluator_state = start.checkpoint.states["evaluator"]
+            self._results = start.checkpoint.states["run"]["results"]
+        self._learner = self._kind.make_learner(self.config, start)
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"
         self._kind.compile_learner(self._learner, self.config)
         self.doing, self.state = "waiting to be told what to do", "running"
+
+    def _loaded(self) -> RunStart:
+        settings = self.settings
+        if settings.checkpoint is None:
+            return self._kind.begin(settings.config)
+        return self._kind.resume(settings.config, settings.checkpoint)
 
     def look(self, view: Membership) -> None:
         """Takes a new view."""
@@ -104,11 +124,20 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _open_broadcaster(self) -> None:
         """A new server; it offers what was published last, or else the learner's present version."""
         settings = self.settings
-        version, arrays = self._published or (self._version(), self._kind.arrays(self.learner))
-        default_url = str(settings.directory.path / "weights")
-        broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
+        version, arrays = self._published or (self._version(), self.arrays())
+        broadcaster: Broadcaster
+        if self.shared is not None:
+            broadcaster = self.shared.weights
+            broadcaster.reopen()
+        else:
+            default_url = str(settings.directory.path / "weights")
+            broadcaster = open_broadcaster(self.config.weights, settings.job, settings.token, default_url)
         broadcaster.publish(version, self._travelling(arrays))
         self._broadcaster, self._published = broadcaster, (version, arrays)
+
+    def arrays(self) -> Mapping[str, Any]:
+        """The learner's parameters by name."""
+        return self._kind.arrays(self.learner)
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Offers a version to whoever fetches; what is published already is not published again."""
@@ -119,6 +148,8 @@ class LearnerComponent(ThreadedComponent[Any]):
                 self._published = version, arrays
 
     def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.shared is not None:
+            return arrays
         return trained_arrays(arrays, self.config.learner.optimizer.frozen)
 
     def publish_anew(self) -> None:
@@ -144,26 +175,21 @@ class LearnerComponent(ThreadedComponent[Any]):
         """
         self._results = dict(results)
         learner = self.learner
-        loop = make_training_loop(
-            self.config.overseer,
+        loop = TrainingLoop(
             learner,
-            lambda: self._kind.arrays(learner),
             self._batches,
             self._commits,
             self,
-            lineage=self.settings.lineage,
-            steps=self.config.steps,
-            progress=time.monotonic,  # who owes progress is seen by the overseer alone
-            on_step=self._on_step,
-            save=self._save,
+            WeightVersion(self.settings.lineage, self.config.steps),
+            self.config.overseer.checkpoint_every,
         )
         if self.settings.checkpoint is None:
-            self._save(learner.step)
+            self.save(learner.step)
         else:
             threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
         self._replay.call("admit", timeout_s=STATES_S)
         self._loop, self._training = loop, True
-        if self.stopping.is_set():
+        if self._finishing.is_set():
             loop.stop()
         try:
             loop.run()
@@ -174,10 +200,11 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def publish_last(self) -> None:
         """The version that training reached, for the last evaluation; a task after `train`."""
-        self.publish(self._version(), self._kind.arrays(self.learner))
+        self.publish(self._version(), self.arrays())
 
     def finish(self) -> None:
-        """Training ends at the next update boundary, with a checkpoint."""
+        """Training ends at the next update boundary, with a checkpoint; one that has not begun ends at once."""
+        self._finishing.set()
         if self._loop is not None:
             self._loop.stop()
         self._batches.stop()
@@ -201,7 +228,8 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
-    def _save(self, step: int) -> None:
+    def save(self, step: int) -> None:
+        """Writes a checkpoint as soon as there is room."""
         settings = self.settings
         folder, keep = settings.directory.checkpoints, self.config.overseer.keep_checkpoints
         path = save_when_there_is_room(
@@ -232,12 +260,13 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def _wait_for_room(self, seconds: float, why: str) -> None:
         self.ctx.event("disk_full", reason=why)
-        self._waiting_for_room = True
+        self._no_room = why
         if self.stopping.wait(seconds):
             raise Stopped(why)
-        self._waiting_for_room = False
+        self._no_room = ""
 
-    def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of an update."""
         self._steps_done += 1
         self._seconds["idle"] += metrics["time/wait_for_batch"]
         self._seconds["busy"] += metrics["time/update"] + metrics["time/checkpoint"]
@@ -247,7 +276,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
-        owes_none = self.state == "starting" or self._waiting_for_room or doing.startswith(("waiting", "done"))
+        owes_none = self.state == "starting" or bool(self._no_room) or doing.startswith(("waiting", "done"))
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
         return ComponentStatus(
@@ -257,5 +286,5 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._seconds["busy"],
             self._seconds["idle"],
             address,
-            facts=self._facts(step=step, training=training),
+            facts=self._facts(step=step, training=training, no_room=self._no_room),
         )

@@ -1,16 +1,36 @@
-"""`penstock.train`: from a validated config to a finished run directory, whatever kind of policy it trains."""
+"""`penstock.train`: from a validated config to a finished run directory, whatever kind of policy it trains.
 
+Opens the directory, the log and the checkpoint to go on from, and has the run overseen.
+"""
+
+import os
+import secrets
+import shutil
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.inference.config import is_loopback
+from penstock.learner import newest_good_checkpoint, read_states
+from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
+from penstock.overseer.direct import DirectTasks
 from penstock.overseer.kind import PolicyKind
-from penstock.overseer.opening import open_run
-from penstock.overseer.terminal import RunSummary
+from penstock.overseer.run import Run, step_of
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervision import Overseer, ThreadGroup
+from penstock.overseer.terminal import Progress, RunSummary, TerminalView
+from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
+from penstock.rundir import RunDirectory, read_json_lines
+from penstock.types import ConfigError, PenstockError, RunDirectoryError
+from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
+    from penstock.overseer.ray import RayLauncher
 
 
 def train(
@@ -62,3 +82,278 @@ def _kind(config: Any) -> PolicyKind:
     from penstock.overseer.control.kind import ControlKind
 
     return ControlKind.of(config)
+
+
+_LEAST_TOKEN = 16  # characters
+
+PACKAGES = ("penstock", "jax", "jaxlib", "equinox", "optax", "numpy", "pyarrow", "gymnasium")
+"""Whose versions are recorded."""
+
+
+class DamageList(list[tuple[str, str]]):
+    """Where damaged files lie now, and what is wrong with them: told before there is a log to tell."""
+
+    def add(self, place: str, reason: str) -> None:
+        """One more."""
+        self.append((place, reason))
+
+
+def open_run(
+    kind: PolicyKind, config: Any, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+) -> tuple[RunDirectory, Run]:
+    """Opens a run and has it overseen to its end.
+
+    All that bad input can break is tried before the run directory is made, so that a mistake costs nothing and leaves
+    nothing behind.
+
+    Args:
+        kind: What it trains.
+        config: The run's.
+        run_dir: As of `penstock.train`, like what follows.
+        resume: Whether it goes on.
+        recipe: Its name or path.
+        quiet: Whether nothing is printed.
+
+    Raises:
+        ConfigError: bad input; nothing was written.
+    """
+    local = config.runtime == "local"
+    fresh = kind.begin(config) if local and not resume else None
+    token = "" if local else _checked(kind, config)
+    directory = _existing_run(run_dir) if resume else create_run(config, run_dir, recipe)
+    with directory.locked():
+        damages = DamageList()
+        lineage, checkpoint = resume_point(directory, damages) if resume else (0, None)
+        check_goal(config.steps, checkpoint)
+        opened = partial(
+            open_log, config, directory, kind.progress(config, recipe), damages if resume else None, checkpoint
+        )
+        crew = ThreadGroup()
+        settings = Settings(config, directory, token, lineage, checkpoint)
+        if local:
+            if fresh is None:
+                fresh = kind.begin(config) if checkpoint is None else kind.resume(config, checkpoint)
+            log = opened()
+            run = Run(kind, DirectTasks(kind, settings, fresh, crew, log), log)
+        else:
+            log, run = _under_ray(kind, settings, crew, opened, resume)
+        oversee(run, crew, log, config, directory, quiet)
+    return directory, run
+
+
+def _checked(kind: PolicyKind, config: Any) -> str:
+    """The token of a run in many processes, whose input is tried here."""
+    kind.check(config)
+    return run_token()
+
+
+def _under_ray(
+    kind: PolicyKind, settings: Settings[Any], crew: ThreadGroup, opened: Callable[[], RunLog], resume: bool
+) -> tuple[RunLog, Run]:
+    config, directory, checkpoint = settings.config, settings.directory, settings.checkpoint
+    if checkpoint is not None:
+        kind.check_resume(config, checkpoint)
+    states = None if checkpoint is None else read_states(checkpoint)
+    try:
+        launcher = _joined(config, directory, kind.hosts(config))
+    except PenstockError:
+        if not resume:
+            shutil.rmtree(directory.path)  # nothing of a run is in it
+        raise
+    from penstock.overseer.supervised import SupervisedTasks  # what a run in one process does without
+
+    try:
+        log = opened()
+        run = Run(kind, SupervisedTasks(kind, settings, states, launcher, log), log)
+    except BaseException:
+        launcher.close(config.overseer.stop_timeout_s)
+        raise
+    crew.start("cluster", launcher.watch)
+    return log, run
+
+
+def open_log(
+    config: "RunConfig | FleetRunConfig",
+    directory: RunDirectory,
+    progress: Progress,
+    resumed: DamageList | None,
+    checkpoint: Path | None = None,
+) -> RunLog:
+    """The run's log; with `resumed`, what the config changed and what is damaged or missing stands in it already.
+
+    Args:
+        config: The run's.
+        directory: Where it is written.
+        progress: What the view shows.
+        resumed: What was damaged, of a run that is resumed; None for a new one.
+        checkpoint: What a run goes on from; its first events are of that version.
+    """
+    log = RunLog(directory, config, progress)
+    log.step = progress.step = step_of(checkpoint)
+    if resumed is not None:
+        _record_changes(directory, config, log)
+        for place, reason in resumed:
+            log.damage(place, reason)
+        if checkpoint is None:
+            log.event("started_anew", reason=f"{directory.path} ended before its first checkpoint")
+        elif log.step and config.replay.store.url is None and config.replay.store.max_bytes is None:
+            _note_missing(directory, config, log)
+    return log
+
+
+def _note_missing(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
+    """Folders without a file although the run has trained: somebody deleted them."""
+    folder = (LANGUAGE if isinstance(config, RunConfig) else FRAGMENTS).folder
+    lost = {
+        folder: "what was trained stays trained, but can no longer be looked at; what waited is generated anew",
+        "batches": "which rollouts made which update can no longer be looked at",
+    }
+    for name, reason in lost.items():
+        path = directory.path / name
+        if next(path.glob("*.parquet"), None) is None:
+            log.event("files_missing", path=str(path), reason=f"it is empty: {reason}")
+
+
+def oversee(
+    conductor: Run,
+    crew: ThreadGroup,
+    log: RunLog,
+    config: "RunConfig | FleetRunConfig",
+    directory: RunDirectory,
+    quiet: bool,
+) -> None:
+    """Runs it to its end; closes the log. Memory that killed runs left on this machine is freed before."""
+    try:
+        for found in free_abandoned():
+            log.event("memory_freed", path=str(found.path), bytes=found.nbytes)
+        Overseer(conductor, crew, directory, log, TerminalView(log.progress, quiet=quiet), config.overseer).run()
+    except Exception as error:
+        if directory.events_path.exists():
+            error.add_note(f"the story is in {directory.events_path}")
+        raise
+    finally:
+        log.close()
+
+
+def resume_point(directory: RunDirectory, damages: DamageList) -> tuple[int, Path | None]:
+    """The lineage to begin, and the newest checkpoint that is whole; None where the run ended before its first.
+
+    The run is locked, so that no other process makes a newer one meanwhile.
+
+    Raises:
+        RunDirectoryError: the run has trained, but none of its checkpoints is left.
+    """
+    path = newest_good_checkpoint(directory.checkpoints, damages.add)
+    if path is None and (any(directory.checkpoints.glob("damaged-*")) or any(directory.batches.iterdir())):
+        raise RunDirectoryError(
+            f"{directory.path} has no checkpoint that is whole, though it has trained: restore one from a copy, or "
+            "start another run" + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
+        )
+    salvage_logs(directory, damages.add)
+    lineages = [Lineages(directory.lineages_path).newest, *_lineages_of_tickets(directory)]
+    if path is not None:
+        lineages.append(int(read_states(path)["run"]["lineage"]))
+    return max(lineages) + 1, path
+
+
+def _lineages_of_tickets(directory: RunDirectory) -> set[int]:
+    """Of lives that began anew, or ended before their first checkpoint: nothing else may name them."""
+    return {int(row.get("lineage", 0)) for row in read_json_lines(directory.tickets_path)}
+
+
+def check_goal(steps: int, checkpoint: Path | None) -> None:
+    """Whether a run that goes on from a checkpoint has anywhere to go.
+
+    Raises:
+        ConfigError: the checkpoint is beyond the goal.
+    """
+    if steps < (reached := step_of(checkpoint)):
+        raise ConfigError(f"steps is {steps}, and {checkpoint} is at {reached} already: give at least that many")
+
+
+def create_run(config: "RunConfig | FleetRunConfig", run_dir: Path | str | None, recipe: str) -> RunDirectory:
+    """The directory of a new run."""
+    name = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    resolved = config.dump() | {"versions": _versions()}
+    return RunDirectory.create(run_dir or Path("runs") / name, resolved, config.overseer.private)
+
+
+def _record_changes(directory: RunDirectory, config: "RunConfig | FleetRunConfig", log: RunLog) -> None:
+    """Puts what differs from the recorded config into the event log, and the new config in its place."""
+    url = directory.read_config().get("replay", {}).get("store", {}).get("url")
+    if url != config.replay.store.url:
+        raise ConfigError(
+            f"replay.store.url is {config.replay.store.url}, but the rollouts of {directory.path} are at "
+            f"{url or 'its own folder'}: leave it out, a run stays where it began"
+        )
+    old, new = _flat(directory.read_config()), _flat(config.dump() | {"versions": _versions()})
+    changes = {key: [old.get(key), new.get(key)] for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    log.event("resume", changes=changes)
+    if config.overseer.private:
+        directory.make_private()
+    directory.write_config(config.dump() | {"versions": _versions()})
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+def _existing_run(run_dir: Path | str | None) -> RunDirectory:
+    """The directory of a run to go on with."""
+    if run_dir is None:
+        raise RunDirectoryError("resume needs the run directory to go on with: pass run_dir")
+    return RunDirectory.open_existing(run_dir)
+
+
+def run_token() -> str:
+    """What the run's servers ask for: `PENSTOCK_TOKEN` of the environment, or else a new secret that nobody else has.
+
+    Raises:
+        ConfigError: the environment's is too short.
+    """
+    given = os.environ.get("PENSTOCK_TOKEN")
+    if given is None:
+        return secrets.token_hex(32)
+    if len(given) < _LEAST_TOKEN:
+        raise ConfigError(
+            f"PENSTOCK_TOKEN has {len(given)} characters, and a run's token has at least {_LEAST_TOKEN}: set a longer "
+            "one, or unset it for one that the run makes itself"
+        )
+    return given
+
+
+def _joined(config: Any, directory: RunDirectory, hosts: Mapping[str, str]) -> "RayLauncher":
+    """A launcher on the cluster of the config, whose machines reach one another."""
+    from penstock.overseer.ray import RayLauncher  # an extra, which takes a moment to load
+
+    launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
+    try:
+        _check_reach(launcher.machines, config.weights.transport, hosts)
+    except ConfigError:
+        launcher.close(config.overseer.stop_timeout_s)
+        raise
+    return launcher
+
+
+def _check_reach(machines: int, transport: str, hosts: Mapping[str, str]) -> None:
+    """Memory and servers that only their own machine can reach are of no use to others."""
+    if machines < 2:
+        return
+    if transport == "shared_memory":
+        raise ConfigError(
+            f"weights.transport is shared_memory, which no other machine can reach, and the cluster has {machines}: "
+            "set it to arrow_flight, with weights.host=0.0.0.0, or to checkpoint, with a folder that all reach"
+        )
+    for name, host in hosts.items():
+        if is_loopback(host) and (name != "weights.host" or transport == "arrow_flight"):
+            raise ConfigError(
+                f"{name} is {host}, which no other machine can reach, and the cluster has {machines}: set it to "
+                "0.0.0.0 (the run's servers ask for a token that it makes itself; docs/security.md)"
+            )

@@ -9,11 +9,12 @@ not published: nothing would be trained on what it generates.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from penstock.learner.checkpoints import SavedLearner
-from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightSink, WeightVersion
+from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
 
 
 class Commit(Protocol):
@@ -41,51 +42,56 @@ class UpdatingLearner(SavedLearner, Protocol):
         ...
 
 
+class LoopOwner(Protocol):
+    """Whose loop it is."""
+
+    def arrays(self) -> Mapping[str, Any]:
+        """The learner's current parameters by name, as they are published."""
+        ...
+
+    def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        """Offers a version to whoever generates."""
+        ...
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint of the update boundary; returns when it is durable."""
+        ...
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An update was made; `step` is the version reached."""
+        ...
+
+
+WAIT_S = 60.0
+"""Seconds of one wait for a batch. There is always another: who owes progress is seen by the overseer alone."""
+
+
 class TrainingLoop:
     """Runs updates until the last step or a stop request.
 
     Args:
         learner: Holds parameters and optimiser.
-        arrays: Gives the learner's current parameters by name, as they are published.
-        source: Gives batches.
-        commit: The replay buffer.
-        sink: Where new weights go.
-        lineage: Of this life of the run.
-        steps: Version to reach.
-        batch_timeout_s: Longest wait for a batch in which nothing moves.
-        progress: Changes while somebody works towards the next batch.
-        on_step: Called after each update with the version reached and its metrics.
-        checkpoint: Called with a version where one is due; must return when it is durable.
+        source: Where batches come from.
+        commit: The replay buffer, which hears of updates.
+        owner: Publishes, saves, and takes metrics.
+        goal: Version to reach, of this life of the run.
         checkpoint_every: Updates between checkpoints.
     """
 
     def __init__(
         self,
         learner: UpdatingLearner,
-        arrays: Callable[[], Mapping[str, Any]],
         source: BatchSource,
         commit: Commit,
-        sink: WeightSink,
-        *,
-        lineage: int,
-        steps: int,
-        batch_timeout_s: float,
-        progress: Callable[[], object],
-        on_step: Callable[[int, Mapping[str, float]], None],
-        checkpoint: Callable[[int], None],
+        owner: LoopOwner,
+        goal: WeightVersion,
         checkpoint_every: int,
     ) -> None:
         self._learner = learner
-        self._arrays = arrays
         self._source = source
         self._commit = commit
-        self._sink = sink
-        self._lineage = lineage
-        self._steps = steps
-        self._batch_timeout_s = batch_timeout_s
-        self._progress = progress
-        self._on_step = on_step
-        self._checkpoint = checkpoint
+        self._owner = owner
+        self._goal = goal
         self._checkpoint_every = checkpoint_every
         self._stopping = threading.Event()
         self._saved_step = learner.step
@@ -96,14 +102,9 @@ class TrainingLoop:
         """Asks the loop to end at the next update boundary, with a checkpoint."""
         self._stopping.set()
 
-    @property
-    def version(self) -> WeightVersion:
-        """The version that the learner holds."""
-        return WeightVersion(self._lineage, self._learner.step)
-
     def run(self) -> None:
         """Trains; on return, and when no batch can come, the last version is checkpointed."""
-        while self._learner.step < self._steps and not self._stopping.is_set():
+        while self._learner.step < self._goal.step and not self._stopping.is_set():
             self._publish()
             started = time.perf_counter()
             try:
@@ -119,7 +120,7 @@ class TrainingLoop:
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        self._sink.publish(self.version, self._arrays())
+        self._owner.publish(WeightVersion(self._goal.lineage, self._learner.step), self._owner.arrays())
         self._publish_s = time.perf_counter() - started
 
     def _update(self, batch: TrainingBatch, started: float) -> None:
@@ -138,18 +139,13 @@ class TrainingLoop:
             "time/checkpoint": time.perf_counter() - updated,
             "weights/publish_s": self._publish_s,
         }
-        self._on_step(step + 1, metrics)
+        self._owner.on_step(step + 1, metrics)
 
     def _next_batch(self, step: int) -> TrainingBatch:
-        """Waits on while the run moves elsewhere: a long evaluation or slow groups are no standstill."""
         self.doing = f"waiting for the batch of update {step}"
         while True:
-            before = self._progress()
-            try:
-                return self._source.next_batch(step, self._batch_timeout_s)
-            except NoProgressError:
-                if self._progress() == before:
-                    raise
+            with suppress(NoProgressError):
+                return self._source.next_batch(step, WAIT_S)
 
     def _save_after(self, error: Exception) -> None:
         try:
@@ -161,5 +157,5 @@ class TrainingLoop:
         if step == self._saved_step:
             return
         self.doing = f"saving the checkpoint of step {step}"
-        self._checkpoint(step)
+        self._owner.save(step)
         self._saved_step = step

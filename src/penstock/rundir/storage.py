@@ -31,6 +31,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from penstock.rundir.store_urls import is_remote, local_root, shown_url
 from penstock.types import Clock, ConfigError
 
@@ -229,7 +231,7 @@ class Storage(Protocol):
         ...
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Files under a local folder.
 
     Args:
@@ -239,8 +241,8 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @override
     def files(self, folder: str) -> list[StoredFile]:
-        """See `Storage.files`."""
         found: list[StoredFile] = []
         try:
             entries = list(os.scandir(self.root / folder))
@@ -258,40 +260,40 @@ class LocalStorage:
         return sorted(found)
 
     @contextmanager
+    @override
     def writing(self, name: str) -> Generator[Path, None, None]:
-        """See `Storage.writing`."""
         with replaced_atomically(self.root / name) as temporary:
             yield temporary
 
     @contextmanager
+    @override
     def opened(self, name: str) -> Generator[Path, None, None]:
-        """See `Storage.opened`."""
         yield self.root / name
 
+    @override
     def delete(self, name: str) -> None:
-        """See `Storage.delete`."""
         (self.root / name).unlink(missing_ok=True)
 
+    @override
     def set_aside(self, name: str) -> str:
-        """See `Storage.set_aside`."""
         target = self.root / DAMAGED / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.root / name, target)
         return str(target)
 
+    @override
     def prepare(self, folders: Sequence[str]) -> None:
-        """See `Storage.prepare`."""
         for folder in folders:
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
+    @override
     def remove_unfinished(self, folders: Sequence[str]) -> None:
-        """See `Storage.remove_unfinished`."""
         for folder in folders:
             for path in (self.root / folder).glob(UNFINISHED_PATTERN):
                 path.unlink(missing_ok=True)
 
+    @override
     def locate(self, name: str) -> str:
-        """See `Storage.locate`."""
         return str(self.root / name)
 
 
@@ -339,7 +341,7 @@ _ATOMIC_UPLOAD = frozenset("s3 s3a gs gcs abfs abfss az adl oss obs tos memory".
 """Protocols on which an upload appears under its key when it is complete, and not before."""
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """Files under an fsspec URL.
 
     Args:
@@ -356,8 +358,8 @@ class RemoteStorage:
         self.root = root.rstrip("/")
         self._protocol = url.partition("://")[0]
 
+    @override
     def files(self, folder: str) -> list[StoredFile]:
-        """See `Storage.files`."""
         path = f"{self.root}/{folder}"
         self.filesystem.invalidate_cache(path)
         try:
@@ -372,35 +374,35 @@ class RemoteStorage:
         )
 
     @contextmanager
+    @override
     def writing(self, name: str) -> Generator[Path, None, None]:
-        """See `Storage.writing`."""
         with tempfile.TemporaryDirectory(prefix="penstock-upload-") as folder:
             path = Path(folder) / "file"
             yield path
             self._upload(path, name)
 
     @contextmanager
+    @override
     def opened(self, name: str) -> Generator[BinaryIO, None, None]:
-        """See `Storage.opened`."""
         with self.filesystem.open(f"{self.root}/{name}", "rb") as file:
             yield file
 
+    @override
     def delete(self, name: str) -> None:
-        """See `Storage.delete`."""
         try:
             self.filesystem.rm_file(f"{self.root}/{name}")
         except FileNotFoundError:
             return
 
+    @override
     def set_aside(self, name: str) -> str:
-        """See `Storage.set_aside`."""
         target = f"{DAMAGED}/{name}"
         self._make_folder(target.rpartition("/")[0])
         self.filesystem.mv(f"{self.root}/{name}", f"{self.root}/{target}")
         return self.locate(target)
 
+    @override
     def prepare(self, folders: Sequence[str]) -> None:
-        """See `Storage.prepare`."""
         probe = f"{folders[0]}/.probe"
         try:
             for folder in folders:
@@ -413,8 +415,8 @@ class RemoteStorage:
                 f"replay.store.url is {self._url!r}, which cannot be written: {type(error).__name__}: {error}"
             ) from error
 
+    @override
     def remove_unfinished(self, folders: Sequence[str]) -> None:
-        """See `Storage.remove_unfinished`."""
         if self._protocol in _ATOMIC_UPLOAD:
             return
         for folder in folders:
@@ -423,8 +425,8 @@ class RemoteStorage:
                 if base.startswith(".") and base.endswith(".tmp"):
                     self.filesystem.rm_file(entry)
 
+    @override
     def locate(self, name: str) -> str:
-        """See `Storage.locate`."""
         return f"{self._url}/{name}"
 
     def _upload(self, path: Path, name: str) -> None:

@@ -30,6 +30,13 @@ class InProcessBroadcaster(Broadcaster, WeightClient):
         self._layout: Layout | None = None
         self._publish_s = 0.0
         self._closed = False
+        self._openings = 0
+
+    def reopen(self) -> None:
+        """Begins anew: forgets the version that it holds, and takes any."""
+        with self._changed:
+            self._version, self._arrays, self._layout, self._closed = None, {}, None, False
+            self._openings += 1
 
     @override
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
@@ -82,7 +89,7 @@ class InProcessBroadcaster(Broadcaster, WeightClient):
     @override
     def endpoint(self) -> dict[str, Any]:
         """Nothing that another process could use."""
-        return {"transport": "local", "job": "local", "incarnation": "local"}
+        return {"transport": "local", "job": "local", "incarnation": f"local-{self._openings}"}
 
     @override
     def connect(self, endpoint: Mapping[str, Any]) -> None:

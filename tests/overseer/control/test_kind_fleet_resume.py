@@ -7,18 +7,18 @@ import pytest
 
 from penstock.model.control import make_control_policy, save_control_policy
 from penstock.overseer import FleetRunConfig, train
+from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
-from penstock.overseer.control.kind import check_resume
+from penstock.overseer.control.kind import ControlKind, FleetUpdates, check_resume
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
-from penstock.overseer.control.updates import FleetUpdates
-from penstock.overseer.fleet_conductor import FleetConductor
+from penstock.overseer.direct import DirectTasks
 from penstock.overseer.kind import RunStart
-from penstock.overseer.opening import DamageList, open_log
 from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.terminal import CONTROL_LABELS, Progress
+from penstock.overseer.training import DamageList, open_log
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CheckpointError, ConfigError, LeafSpace, Spaces
 from tests.overseer.conftest import merged
@@ -116,7 +116,7 @@ def test_a_resume_under_either_runtime_with_another_network_or_task_changes_noth
 def test_a_run_in_many_processes_is_resumed_at_the_step_of_its_checkpoint(
     trained: Path, launchers: list[object], monkeypatch: pytest.MonkeyPatch
 ):
-    def begin(self: object, kind: object, settings: object, states: object, launcher: object, log: RunLog) -> None:
+    def begin(self: object, kind: object, tasks: object, log: RunLog) -> None:
         assert (log.step, log.progress.step) == (1, 1)
         raise Launched
 
@@ -143,7 +143,7 @@ def test_before_it_is_loaded_a_resumed_run_says_its_step(run_dir: Path, guess: S
     checkpoint.mkdir()
     (checkpoint / "state.json").write_text('{"format_version": 1, "step": 5, "states": {}}')
     log = open_log(config, directory, Progress("test", 9, 8, wording=CONTROL_LABELS), DamageList(), checkpoint)
-    start = RunStart(make_policy(config, guess), guess, 1)
-    conductor = FleetConductor(config, directory, ThreadGroup(), log, start)
+    kind, settings = ControlKind(guess), Settings(config, directory, "", 1, checkpoint)
+    run = Run(kind, DirectTasks(kind, settings, RunStart(make_policy(config, guess)), ThreadGroup(), log), log)
     log.close()
-    assert conductor.step == conductor.status()["step"] == FleetUpdates(log, ["guess"]).step == 5
+    assert run.step == run.status()["step"] == FleetUpdates(log, ["guess"]).step == 5

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.overseer.control.kind import ReportedUpdates
+from penstock.overseer.control.kind import FleetUpdates
 from penstock.overseer.language.kind import Updates
 from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.run_log import RunLog
@@ -54,7 +54,7 @@ def test_a_bottleneck_is_an_event_where_it_changes_and_a_sentence_at_every_updat
 
 
 def test_the_idle_shares_of_a_fleets_components_are_in_its_metrics(log: RunLog, run_dir: Path):
-    updates: Any = ReportedUpdates(log, ["guess"])
+    updates: Any = FleetUpdates(log, ["guess"])
     updates._idle = Shares()
     updates._idle.of_roles = {"replay": 0.75, "rollout": 0.5}
     updates.add(1, TIMES, ClusterSnapshot(), {})

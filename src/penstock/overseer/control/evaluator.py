@@ -252,7 +252,7 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 
     Args:
         around: What its host gives it.
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
         spaces: What the policy sees and does.
         state: Checkpointed; None for a run that begins.
     """

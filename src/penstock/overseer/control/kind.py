@@ -4,41 +4,228 @@ load → evaluate untrained → train → evaluate trained. Rollout workers star
 while the learner trains, and are drained when it has reached its last step; where the run goes back after that, there
 are as many again. A resumed run keeps the policy of its checkpoint, so a network or simulators that it was not trained
 with are refused before anything is started.
+
+How fast the fleet goes, and what sets its pace: rollout workers in processes of their own report their counters now and
+then, and updates may come far more often. Rates are therefore over the last seconds and not over an update, and from
+one report to another. The learner is the goal of all others: while it is busy it sets the pace itself. While it waits,
+inference does where it is busy; otherwise the simulators do.
 """
 
-from collections.abc import Collection, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from penstock.fleet.space_check import same_form
-from penstock.learner import Checkpoint, ControlLearner, load_checkpoint
+from penstock.learner import ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
 from penstock.overseer.component import Settings
 from penstock.overseer.control.evaluator import make_fleet_evaluator, metrics_of
+from penstock.overseer.control.local import local_components
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.replay import make_fleet_replay
 from penstock.overseer.control.rollout import make_fleet_rollout
 from penstock.overseer.control.simulators import probe_spaces, require_films
-from penstock.overseer.control.updates import FleetUpdates
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.fleet_conductor import FleetConductor
-from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
+from penstock.overseer.direct import LocalComponent
+from penstock.overseer.kind import Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import ClusterSnapshot, IdleShares
+from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares
 from penstock.overseer.results import Results
-from penstock.overseer.resume import check_kept
+from penstock.overseer.run import PhaseSteps, Run
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import ComponentMessage
 from penstock.overseer.supervisor.scaling import SpecMaker
-from penstock.overseer.terminal import CONTROL_LABELS, Progress
+from penstock.overseer.terminal import CONTROL_LABELS, Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
-from penstock.rundir import RunDirectory
-from penstock.types import ConfigError, Spaces
+from penstock.types import ConfigError, Spaces, Stopped
 
-if TYPE_CHECKING:
-    from penstock.overseer.run import PhaseSteps, Run
+COUNTERS = ("fleet/steps_total", "fleet/blocked_s")
+"""What only grows, but where the replay buffer of many processes is begun anew, and counts from there."""
+
+
+WINDOW_S = 5.0
+"""Rates are over so long, or over the time between the last two tellings where that is longer."""
+
+
+class ThroughputTrend:
+    """Compares updates with those before.
+
+    Args:
+        clock: Monotonic seconds.
+
+    Attributes:
+        bottleneck: Of the last update.
+        steps_per_s: Of all simulators, lately; None where it is not known yet.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rates = {name: _Rate() for name in COUNTERS}
+        self.bottleneck = Bottleneck()
+        self.steps_per_s: float | None = None
+
+    def note(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Takes an update in.
+
+        Args:
+            metrics: Its own, with its times, and the fleet's.
+
+        Returns:
+            ``fleet/steps_per_s``, where it is known; ``time/idle/<role>``: shares between 0 and 1, the learner's of
+            the update, inference's lately. Empty where the update took no time.
+        """
+        waited_s = metrics.get("time/wait_for_batch", 0.0)
+        worked = ("time/update", "time/checkpoint", "weights/publish_s")
+        whole_s = waited_s + sum(metrics.get(name, 0.0) for name in worked)
+        now_s = self._clock()
+        rates = {name: rate.note(metrics.get(name, 0.0), now_s, whole_s) for name, rate in self._rates.items()}
+        if whole_s <= 0:
+            return {}
+        self.steps_per_s = rates["fleet/steps_total"]
+        batches_per_s = (self.steps_per_s or 0.0) / max(metrics.get("fleet/batch_slots_mean", 1.0), 1.0)
+        workers = max(metrics.get("fleet/workers", 1.0), 1.0)
+        inference = min(1.0, batches_per_s * metrics.get("fleet/inference_p50_s", 0.0) / workers)
+        idle = waited_s / whole_s
+        self.bottleneck = find_bottleneck(idle, inference, metrics.get("fleet/step_p50_s", 0.0))
+        known = {} if self.steps_per_s is None else {"fleet/steps_per_s": self.steps_per_s}
+        return known | {
+            "time/idle/learner": idle,
+            "time/idle/inference": 1.0 - inference,
+            "fleet/blocked_fraction": min(1.0, (rates["fleet/blocked_s"] or 0.0) / workers),
+        }
+
+
+class _Rate:
+    """Of a counter that is told of now and then."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[float, float]] = deque()  # when, and how much: each time that it had grown
+        self._rate: float | None = None
+
+    def note(self, total: float, now_s: float, since_s: float) -> float | None:
+        """Takes a value of the counter in, that may have been told before.
+
+        Args:
+            total: The counter, as it was told last.
+            now_s: On a monotonic clock.
+            since_s: So long ago it was zero, where this is the first value.
+
+        Returns:
+            Its growth per second: between the oldest telling of the window and the newest. Where nothing was told for
+            a whole window, until now. None: it has not grown yet.
+        """
+        told = self._told
+        if not told:
+            told.append((now_s - since_s, 0.0))
+        if total < told[-1][1]:  # it begins anew; what it was is the best guess for a moment
+            told.clear()
+            told.append((now_s, total))
+        elif total > told[-1][1]:
+            told.append((now_s, total))
+        while len(told) > 2 and told[1][0] <= now_s - WINDOW_S:
+            told.popleft()
+        (first_s, first), (last_s, last) = told[0], told[-1]
+        until_s = last_s if now_s - last_s <= WINDOW_S else now_s
+        if until_s > first_s and (len(told) > 1 or self._rate is not None):
+            self._rate = (last - first) / (until_s - first_s)
+        return self._rate
+
+
+def find_bottleneck(learner_idle: float, inference_busy: float, step_s: float) -> Bottleneck:
+    """Which part sets the pace, and what helps.
+
+    Args:
+        learner_idle: Share of an update in which the learner waited.
+        inference_busy: Share of it in which a worker's policy decided.
+        step_s: Median seconds that a process takes for its simulators' step.
+    """
+    if learner_idle < BUSY:
+        words = (
+            f"learner busy {1 - learner_idle:.0%}: it sets the pace: train fewer epochs (learner.epochs), a smaller "
+            "network, or on a faster device"
+        )
+        return Bottleneck("learner", words)
+    if inference_busy > 1 - BUSY_SUPPLIER:
+        words = (
+            f"learner idle {learner_idle:.0%}: inference is busy {inference_busy:.0%}: raise fleet.batch_size, or "
+            "shrink the network (model)"
+        )
+        return Bottleneck("inference", words)
+    words = (
+        f"learner idle {learner_idle:.0%}: simulators set the pace, {1000 * step_s:.3g} ms for a process's step: more "
+        "of them (fleet.envs_per_worker) or more cores"
+    )
+    return Bottleneck("simulators", words)
+
+
+class FleetUpdates:
+    """Writes one line per update.
+
+    Args:
+        log: The run's single writer.
+        tasks: Of the fleet.
+        local: Whether all runs in one process, whose components have no idle times of their own.
+
+    Attributes:
+        step: The learner's version, as far as it was told.
+    """
+
+    def __init__(self, log: RunLog, tasks: Collection[str], local: bool = False) -> None:
+        self.step = log.step
+        self._idle = None if local else IdleShares()
+        self._log = log
+        self._tasks = tasks
+        self._pace = ThroughputTrend()
+
+    @property
+    def bottleneck(self) -> str:
+        """What set the pace lately, in words."""
+        return self._pace.bottleneck.words
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Simulator steps per second, lately; None where that is not known yet."""
+        return self._pace.steps_per_s
+
+    def begin_at(self, step: int) -> None:
+        """The learner begins with that version."""
+        self.step = self._log.step = step
+
+    def add(
+        self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
+    ) -> None:
+        """One update.
+
+        Args:
+            step: The version reached.
+            metrics: The learner's.
+            look: The others, as they were last seen.
+            overseer: The overseer's own numbers.
+        """
+        values = {**look.numbers(), **self._idle_shares(look), **overseer, **metrics}
+        values |= self._pace.note(values)
+        self._log.step = step
+        self._log.bottleneck(self._pace.bottleneck.part, self._pace.bottleneck.words)
+        self._log.metrics(step, values)
+        self.step = step  # whoever sees it finds its metrics
+        rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
+        progress = self._log.progress
+        progress.step = step
+        progress.reward = rewards
+        if rewards:
+            progress.rewards.append(sum(rewards.values()) / len(rewards))
+        progress.units_per_s = self._pace.steps_per_s
+        progress.staleness = values.get("train/step_staleness_mean", 0.0)
+        progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
+        progress.lines.append(step_line(progress))
+
+    def _idle_shares(self, look: ClusterSnapshot) -> dict[str, float]:
+        if self._idle is None:
+            return {}
+        self._idle.look(look.reports.values())
+        return {f"time/idle/{name}": s for name, s in {**self._idle.of_roles, **self._idle.of_components}.items()}
 
 
 def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> None:
@@ -82,7 +269,7 @@ class ControlKind:
         self.spaces = spaces
         self._factories = {**FACTORIES, **(factories or {})}
         self._workers: int | None = None  # when they were drained
-        self._updates: ReportedUpdates | None = None
+        self._updates: FleetUpdates | None = None
 
     @classmethod
     def of(cls, config: FleetRunConfig) -> Self:
@@ -107,13 +294,13 @@ class ControlKind:
 
     def begin(self, config: FleetRunConfig) -> RunStart:
         """A network for the spaces."""
-        return RunStart(make_policy(config, self.spaces), self.spaces)
+        return RunStart(make_policy(config, self.spaces))
 
-    def resume(self, config: FleetRunConfig, lineage: int, checkpoint: Path) -> RunStart:
+    def resume(self, config: FleetRunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's network."""
         self.check_resume(config, checkpoint)
         loaded = load_checkpoint(checkpoint)
-        return RunStart(loaded.policy, self.spaces, lineage, loaded)
+        return RunStart(loaded.policy, None, loaded)
 
     def check_resume(self, config: FleetRunConfig, checkpoint: Path) -> None:
         """Network and spaces."""
@@ -122,12 +309,6 @@ class ControlKind:
     def hosts(self, config: FleetRunConfig) -> Mapping[str, str]:
         """The learner's weights."""
         return {"weights.host": config.weights.host} if config.weights.transport == "arrow_flight" else {}
-
-    def make_local_run(
-        self, config: FleetRunConfig, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
-    ) -> FleetConductor:
-        """Learner and rollout workers are threads; simulators are processes."""
-        return FleetConductor(config, directory, crew, log, start)
 
     # --- components ----------------------------------------------------------------------------------------------
 
@@ -140,6 +321,16 @@ class ControlKind:
             self._spec(settings, "evaluator", 0, state=state),
         ]
 
+    def local_components(
+        self,
+        settings: Settings[FleetRunConfig],
+        start: RunStart,
+        context: Callable[[str], ComponentContext],
+        log: RunLog,
+    ) -> dict[str, LocalComponent]:
+        """One learner, and a fleet whose workers are threads; simulators are processes."""
+        return local_components(self, settings, start, context)
+
     def scalable(self, settings: Settings[FleetRunConfig]) -> list[tuple[str, SpecMaker, int]]:
         """Workers, each with simulators of its own."""
         return [("rollout", lambda index: self._spec(settings, "rollout", index), 1)]
@@ -150,13 +341,11 @@ class ControlKind:
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
-    def make_learner(self, settings: Settings[FleetRunConfig], checkpoint: Checkpoint | None) -> ControlLearner:
+    def make_learner(self, config: FleetRunConfig, start: RunStart) -> ControlLearner:
         """A `ControlLearner` of a network."""
-        config = settings.config
-        policy = make_policy(config, self.spaces) if checkpoint is None else checkpoint.policy
-        learner = ControlLearner(policy, config.learner, config.steps, config.seed)
-        if checkpoint is not None:
-            learner.restore_arrays(checkpoint.learner_arrays)
+        learner = ControlLearner(start.policy, config.learner, config.steps, config.seed)
+        if start.checkpoint is not None:
+            learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
     def compile_learner(self, learner: ControlLearner, config: FleetRunConfig) -> None:
@@ -167,94 +356,76 @@ class ControlKind:
         """The network's."""
         return learner.named_arrays()
 
-    def codec(self, settings: Settings[FleetRunConfig]) -> None:
-        """None: the policy knows its spaces."""
-
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """None."""
         return LearnerTasks({})
 
     # --- phases --------------------------------------------------------------------------------------------------
 
-    def prepared(self, run: "Run") -> "PhaseSteps":
+    def prepared(self, run: Run) -> PhaseSteps:
         """As many workers as before, where the run went back after they were drained."""
-        if not run.supervisor.names("rollout"):
-            run.supervisor.scale("rollout", self._workers or run.config.fleet.workers)
+        if not run.tasks.names("rollout"):
+            run.tasks.scale("rollout", self._workers or run.config.fleet.workers)
         yield
 
-    def before_training(self, run: "Run") -> "PhaseSteps":
+    def before_training(self, run: Run) -> PhaseSteps:
         """The evaluation of the untrained policy, where it is wanted."""
         if run.config.evaluation.before:
             run.phase("evaluating the untrained policy")
             run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
 
-    def checked(self, run: "Run") -> "PhaseSteps":
+    def checked(self, run: Run) -> PhaseSteps:
         """Nothing."""
         yield from ()
 
-    def after_training(self, run: "Run") -> "PhaseSteps":
+    def after_training(self, run: Run) -> PhaseSteps:
         """Nobody acts any more, so that the account of steps closes."""
         yield from run.tasks.call("learner-0", "publish_last")
-        names = run.supervisor.names("rollout")
+        names = run.tasks.names("rollout")
         self._workers = len(names) or self._workers
         for name in names:
-            run.supervisor.drain(name, "the training is over")
-        yield from run.until_stopped(run.tasks.until(lambda: self._all_are_drained(run)))
+            run.tasks.drain(name, "the training is over")
+        while run.tasks.any_left("rollout"):
+            if run.stopping:
+                raise Stopped("waiting for rollout workers")
+            yield
 
-    def _all_are_drained(self, run: "Run") -> bool | None:
-        return None if any(name.startswith("rollout-") for name in run.supervisor.describe()) else True
-
-    def goal_reached(self, run: "Run") -> bool:
+    def goal_reached(self, run: Run) -> bool:
         """Never: tasks do not graduate."""
         return False
 
     # --- what a run reports --------------------------------------------------------------------------------------
 
-    def make_update_log(self, config: FleetRunConfig, log: RunLog) -> "ReportedUpdates":
+    def make_update_log(self, config: FleetRunConfig, log: RunLog) -> FleetUpdates:
         """Names the bottleneck by the fleet's pace."""
-        self._updates = ReportedUpdates(log, config.fleet.tasks)
+        self._updates = FleetUpdates(log, config.fleet.tasks, config.runtime == "local")
         return self._updates
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<task>/…``."""
         return metrics_of(results)
 
-    def units_per_s(self, run: "Run") -> float | None:
+    def units_per_s(self, run: Run) -> float | None:
         """Simulator steps."""
         return None if self._updates is None else self._updates.steps_per_s
 
-    def on_event(self, run: "Run", message: ComponentMessage) -> None:
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts failures of simulators."""
-        run.log.simulators_event(message.name, message.fields)
+        run.log.simulators_event(kind, fields)
 
-    def failures(self, run: "Run") -> tuple[int, str]:
+    def failures(self, run: Run) -> tuple[int, str]:
         """Of simulators; they are restarted or given up, and no group fails."""
         return run.log.failures, run.log.last_failure
 
-    def status(self, run: "Run") -> dict[str, Any]:
-        """Steps by what became of them, and failed simulators."""
+    def status(self, run: Run) -> dict[str, Any]:
+        """Steps by what became of them, how fast they come, and failed simulators."""
         failed, last_failure = self.failures(run)
+        pace = self.units_per_s(run)
         return {
             "account": run.seen.facts("replay-0").get("account", {}),
             "simulators": {"failed": failed, "last_failure": last_failure},
+            "numbers": {**run.seen.numbers(), **({} if pace is None else {"fleet/steps_per_s": pace})},
         }
-
-
-class ReportedUpdates(FleetUpdates):
-    """Updates whose other numbers come from the components' last reports."""
-
-    def __init__(self, log: RunLog, tasks: Collection[str]) -> None:
-        super().__init__(log, tasks)
-        self._idle = IdleShares()
-
-    def add(
-        self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
-    ) -> None:
-        """One update, with the numbers of the components' last reports."""
-        self._idle.look(look.reports.values())
-        idle = {**self._idle.of_roles, **self._idle.of_components}
-        shares = {f"time/idle/{name}": share for name, share in idle.items()}
-        self.note(step, {**look.numbers(), **shares, **overseer, **metrics})
 
 
 def make_learner(ctx: ComponentContext, settings: Mapping[str, Any]) -> LearnerComponent:

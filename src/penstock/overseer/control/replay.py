@@ -33,7 +33,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         clock = SteadyClock()
         self.now = clock.now
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
-        opened = self._opened = open_replay(
+        opened = self.opened = open_replay(
             replay.buffer_config(),
             settings.directory,
             settings.lineage,
@@ -45,17 +45,17 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             on_damage=self._on_damage,
             writing=self.activity.busy,
         )
-        self._reports = FleetReports(config.fleet.stats_window)
+        self.reports = FleetReports(config.fleet.stats_window)
         self._service = ReplayService(
             opened.buffer,
             opened.batches,
             FRAGMENTS,
             lineage=settings.lineage,
-            states=lambda: {"statistics": self._reports.statistics.state()},
+            states=self.states,
             on_refusal=lambda worker, reason: ctx.event("fragments_refused", worker=worker, reason=reason),
-            on_delivery=self._reports.note_delivery,
+            on_delivery=self.reports.note_delivery,
         )
-        parts = {"replay": opened.buffer, "statistics": self._reports.statistics}
+        parts = {"replay": opened.buffer, "statistics": self.reports.statistics}
         states = None if settings.checkpoint is None else read_states(settings.checkpoint)
         restore_parts(parts, opened.buffer, states, settings.lineage)
         self._workers: dict[str, Identity] = {}
@@ -64,6 +64,10 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
             setattr(self, method, self._handling.of(getattr(self._service, method)))
         self.deliver = self._receiving.of(self._service.deliver)
         self.next_batch = self._service.next_batch  # its caller waits in it: no work
+
+    def states(self) -> dict[str, Any]:
+        """What belongs into a checkpoint beside the buffer's state."""
+        return {"statistics": self.reports.statistics.state()}
 
     @override
     def start(self) -> None:
@@ -75,9 +79,9 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
         alive = {peer.identity.name: peer.identity for peer in view.of("rollout")}
         for name, identity in self._workers.items():
             if alive.get(name) != identity:
-                self._reports.end(name, identity.incarnation)
+                self.reports.end(name, identity.incarnation)
                 self._ended.add(name)
-        self._reports.restarts += sum(
+        self.reports.restarts += sum(
             name in self._ended for name, identity in alive.items() if self._workers.get(name) != identity
         )
         self._workers = alive
@@ -90,7 +94,7 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
 
     def take_report(self, worker: str, incarnation: int, report: WorkerReport) -> None:
         """A rollout worker tells how it is, and which episodes ended since its last report that was answered."""
-        self._reports.take(worker, incarnation, report)
+        self.reports.take(worker, incarnation, report)
 
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
@@ -98,31 +102,34 @@ class FleetReplayRole(ThreadedComponent[FleetRunConfig]):
     @override
     def stop(self, timeout_s: float) -> None:
         super().stop(timeout_s)
-        self._opened.buffer.close()
-        self._opened.store.close()
+        self.opened.buffer.close()
+        self.opened.store.close()
 
     def _on_damage(self, place: str, reason: str) -> None:
         self.ctx.event("files_damaged", path=place, reason=reason)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        statistics, tasks = self._reports.statistics, self.config.fleet.tasks
-        metrics = {**self._service.metrics(), **self._reports.metrics()}
-        owes = self._receiving.under_way > 0 or metrics["replay/overdue_groups"] > 0
+        statistics, tasks = self.reports.statistics, self.config.fleet.tasks
+        owes = self._receiving.under_way > 0 or self.opened.buffer.metrics()["replay/overdue_groups"] > 0
         return ComponentStatus(
             self.state,
             self.doing,
             float(self._receiving.done) if owes else None,
             busy_s,
             idle_s,
-            metrics=metrics,
+            metrics=self.numbers(),
             facts=self._facts(
                 lineage=self.settings.lineage,
-                ledger=self._opened.ledger.snapshot(),
-                account=self._reports.account().to_values(),
+                ledger=self.opened.ledger.snapshot(),
+                account=self.reports.account().to_values(),
                 lessons={name: f"{task.id}, {statistics.count(name):,} episodes" for name, task in tasks.items()},
                 waiting_for=self._service.waiting_for(),
             ),
         )
+
+    def numbers(self) -> dict[str, float]:
+        """Of the buffer, of messages, and of all workers together."""
+        return {**self._service.metrics(), **self.reports.metrics()}
 
 
 def make_fleet_replay(ctx: ComponentContext, settings: Mapping[str, Any]) -> FleetReplayRole:

@@ -33,7 +33,7 @@ class FollowedWeights:
 
     Args:
         around: Knows the view.
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
         base: All arrays of the policy, as JAX has them. What is fetched gets their dtypes, and those that do not travel
             since they do not train are taken from here.
         in_training: Nothing is there unless the learner trains: a worker begins with the training.
@@ -137,7 +137,7 @@ class FleetRolloutRole(ThreadedComponent[FleetRunConfig]):
 
     Args:
         around: What its host gives it.
-        settings: The run.
+        settings: The run, with its config, directory and lineage.
         spaces: What the policy sees and does.
     """
 

@@ -22,7 +22,14 @@ from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, e
 from penstock.inference import RemoteContext
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.language.rollout import InterruptedEvaluation, PinnedContext, make_pool, servers_of, serving
+from penstock.overseer.language.rollout import (
+    InterruptedEvaluation,
+    PinnedContext,
+    make_pool,
+    reproducible,
+    servers_of,
+    serving,
+)
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
@@ -152,7 +159,7 @@ class EvaluatorRole(ThreadedComponent):
         super().__init__(ctx, settings)
         config = settings.config
         self._pool = make_pool(settings)
-        self._contexts = RemoteContext(self._pool, settings.tokenizer())
+        self._contexts = RemoteContext(self._pool, settings.tokenizer(), ordered=reproducible(settings.config))
         self._context = PinnedContext(self._contexts, self.activity)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, ctx.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)

@@ -3,39 +3,77 @@
 load → evaluate untrained → warm start → evaluate before → parity probe → train → evaluate after.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from penstock.environments import Environment, load_environment
-from penstock.learner import Checkpoint, Learner, load_checkpoint
+from penstock.learner import Learner, load_checkpoint
+from penstock.learner.checkpoints import read_state
 from penstock.model.language import load_policy, named_arrays
+from penstock.model.language.config import ModelConfig
 from penstock.overseer.component import Settings
-from penstock.overseer.conductor import Conductor
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
+from penstock.overseer.direct import LocalComponent
 from penstock.overseer.estimate import model_shape
-from penstock.overseer.kind import Factories, LearnerTasks, RunStart, make_spec
+from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
 from penstock.overseer.language.inference import make_inference
+from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay
 from penstock.overseer.language.rollout import make_rollout
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import ClusterSnapshot, IdleShares, find_bottleneck
+from penstock.overseer.metrics import Bottleneck, ClusterSnapshot, IdleShares, find_bottleneck, idle_shares
 from penstock.overseer.results import Results
-from penstock.overseer.resume import check_language_resume
+from penstock.overseer.run import PhaseSteps, Run, until
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.member import ComponentSpec
-from penstock.overseer.supervisor.messages import ComponentMessage
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
-from penstock.rundir import RunDirectory
-from penstock.text import Tokenizer
+from penstock.text import Tokenizer, same_tokenizer
+from penstock.types import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from penstock.overseer.run import PhaseSteps, Run
+
+def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
+    """Compares the language model and tokenizer that are asked for with those of the checkpoint to go on from.
+
+    What they were made of may have gone meanwhile: the checkpoint holds all that is needed. Whoever needs the source
+    all the same says so.
+
+    Raises:
+        ConfigError: the model's shape or dtype differs (the message names every field with both values), or the
+            tokenizer does; with the remedy.
+        CheckpointError: the checkpoint holds no language model.
+    """
+    asked, folder = config.model, checkpoint / "model"
+    if same_tokenizer(asked.tokenizer_path, folder) is False:
+        raise ConfigError(
+            f"the tokenizer in {asked.tokenizer_path} is another than that of {checkpoint}: a resumed run keeps its "
+            "tokenizer; leave model.tokenizer and model.path as they were, or begin a new run"
+        )
+    try:
+        shape = model_shape(asked)
+    except ConfigError:
+        return
+    path = folder / "config.json"
+    try:
+        trained = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), asked.dtype)
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path} is not the config of a language model: {error}") from error
+    theirs = trained.model_dump(mode="json") | {"dtype": read_state(checkpoint)["dtype"]}
+    place, remedy = "model.init.", VALUES
+    if asked.init is None:
+        place, remedy = f"{asked.path}: ", "leave model.path as it was"
+    check_kept(
+        shape.model_dump(mode="json"),
+        theirs,
+        checkpoint,
+        lambda name: "model.dtype" if name == "dtype" else f"{place}{name}",
+        remedy,
+    )
 
 
 class Updates:
@@ -44,18 +82,20 @@ class Updates:
     Args:
         log: The run's single writer.
         staleness_budget: The run's.
+        local: Whether all runs in one process.
 
     Attributes:
         step: The learner's version, as far as it was told.
         bottleneck: What set the pace lately, in words.
     """
 
-    def __init__(self, log: RunLog, staleness_budget: int) -> None:
+    def __init__(self, log: RunLog, staleness_budget: int, local: bool = False) -> None:
         self.step = log.step
         self.bottleneck = ""
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}
         self._idle = IdleShares()
+        self._local, self._engine_busy_s = local, 0.0
 
     def begin_at(self, step: int) -> None:
         """The learner begins with that version."""
@@ -72,13 +112,12 @@ class Updates:
             look: The others, as they were last seen.
             overseer: The overseer's own numbers.
         """
-        self._idle.look(look.reports.values())
-        found, shares = find_bottleneck(self._idle.of_roles, self._gauges)
-        shares |= {f"time/idle/{name}": share for name, share in sorted(self._idle.of_components.items())}
+        rollouts = self._log.take_rollout_metrics()
+        found, shares = self._bottleneck_of(metrics, look)
         self.bottleneck = found.words
         self._log.step = step
         self._log.bottleneck(found.part, found.words)
-        values = {**look.numbers(), **shares, **overseer, **metrics}
+        values = {**look.numbers(), **shares, **overseer, **rollouts, **metrics}
         self._log.metrics(step, values)
         self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
@@ -87,6 +126,17 @@ class Updates:
         progress.staleness = values.get("replay/staleness_mean", 0.0)
         progress.step_s = values["time/wait_for_batch"] + values["time/update"]
         progress.lines.append(step_line(progress))
+
+    def _bottleneck_of(
+        self, metrics: Mapping[str, float], look: ClusterSnapshot
+    ) -> tuple[Bottleneck, dict[str, float]]:
+        """Of this update in one process; of the last seconds where components are asked now and then."""
+        if self._local:
+            before, self._engine_busy_s = self._engine_busy_s, look.reports["inference-0"].condition.busy_s
+            return find_bottleneck(idle_shares(metrics, self._engine_busy_s - before), self._gauges, local=True)
+        self._idle.look(look.reports.values())
+        found, shares = find_bottleneck(self._idle.of_roles, self._gauges)
+        return found, shares | {f"time/idle/{name}": s for name, s in sorted(self._idle.of_components.items())}
 
 
 ACCELERATED = ("learner", "inference")
@@ -135,11 +185,11 @@ class LanguageKind:
         tokenizer = Tokenizer.load(config.model.tokenizer_path)
         return RunStart(load_policy(config.model, config.seed, tokenizer), tokenizer)
 
-    def resume(self, config: RunConfig, lineage: int, checkpoint: Path) -> RunStart:
+    def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
         loaded = load_checkpoint(checkpoint)
-        return RunStart(loaded.decoder, Tokenizer.load(checkpoint / "model"), lineage, loaded)
+        return RunStart(loaded.decoder, Tokenizer.load(checkpoint / "model"), loaded)
 
     def check_resume(self, config: RunConfig, checkpoint: Path) -> None:
         """Shape, dtype and tokenizer."""
@@ -148,12 +198,6 @@ class LanguageKind:
     def hosts(self, config: RunConfig) -> Mapping[str, str]:
         """Inference servers, and the learner's weights."""
         return {"inference.host": config.inference.host, "weights.host": config.weights.host}
-
-    def make_local_run(
-        self, config: RunConfig, directory: RunDirectory, crew: ThreadGroup, log: RunLog, start: RunStart
-    ) -> Conductor:
-        """Threads around one engine and one learner."""
-        return Conductor(config, directory, crew, log, start, self._environments)
 
     # --- components ----------------------------------------------------------------------------------------------
 
@@ -166,6 +210,16 @@ class LanguageKind:
             *(self._rollout(settings, index) for index in range(rollout_workers(config))),
             self._spec(settings, "evaluator", 0, state=state),
         ]
+
+    def local_components(
+        self,
+        settings: Settings[RunConfig],
+        start: RunStart,
+        context: Callable[[str], ComponentContext],
+        log: RunLog,
+    ) -> dict[str, LocalComponent]:
+        """One engine, one rollout worker, one learner."""
+        return local_components(self, settings, start, self._environments, context, log)
 
     def scalable(self, settings: Settings[RunConfig]) -> list[tuple[str, SpecMaker, int]]:
         """Workers and servers."""
@@ -190,14 +244,11 @@ class LanguageKind:
 
     # --- the learner ---------------------------------------------------------------------------------------------
 
-    def make_learner(self, settings: Settings[RunConfig], checkpoint: Checkpoint | None) -> Learner:
+    def make_learner(self, config: RunConfig, start: RunStart) -> Learner:
         """A `Learner` of a decoder."""
-        config = settings.config
-        if checkpoint is None:
-            policy = load_policy(config.model, config.seed, settings.tokenizer())
-            return Learner(policy, config.learner, config.steps)
-        learner = Learner(checkpoint.decoder, config.learner, config.steps)
-        learner.restore_arrays(checkpoint.learner_arrays)
+        learner = Learner(start.policy, config.learner, config.steps)
+        if start.checkpoint is not None:
+            learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
     def compile_learner(self, learner: Learner, config: RunConfig) -> None:
@@ -207,10 +258,6 @@ class LanguageKind:
     def arrays(self, learner: Learner) -> Mapping[str, Any]:
         """The decoder's."""
         return named_arrays(learner.decoder)
-
-    def codec(self, settings: Settings[RunConfig]) -> Tokenizer:
-        """The tokenizer."""
-        return settings.tokenizer()
 
     def learner_tasks(self, ctx: ComponentContext, component: LearnerComponent) -> LearnerTasks:
         """Warm start and parity probe."""
@@ -223,11 +270,11 @@ class LanguageKind:
 
     # --- phases --------------------------------------------------------------------------------------------------
 
-    def prepared(self, run: "Run") -> "PhaseSteps":
+    def prepared(self, run: Run) -> PhaseSteps:
         """Servers have the learner's weights."""
         yield from self._until_served(run)
 
-    def before_training(self, run: "Run") -> "PhaseSteps":
+    def before_training(self, run: Run) -> PhaseSteps:
         """Evaluations before and after the warm start."""
         run.phase("evaluating the untrained policy")
         run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
@@ -238,27 +285,27 @@ class LanguageKind:
             run.phase("evaluating the warm start")
             run.results["before"] = yield from run.evaluate("before")
 
-    def checked(self, run: "Run") -> "PhaseSteps":
+    def checked(self, run: Run) -> PhaseSteps:
         """Engines and learner agree."""
         run.phase("checking that engines and learner agree")
         yield from run.until_stopped(run.tasks.task("learner-0", "probe"))
 
-    def after_training(self, run: "Run") -> "PhaseSteps":
+    def after_training(self, run: Run) -> PhaseSteps:
         """Servers have the last weights."""
         yield from run.tasks.call("learner-0", "publish_last")
         yield from self._until_served(run)
 
-    def goal_reached(self, run: "Run") -> bool:
+    def goal_reached(self, run: Run) -> bool:
         """Every lesson has graduated, where the run stops for that."""
         return run.config.curriculum.when_complete == "stop" and bool(run.seen.facts("replay-0").get("complete"))
 
-    def _until_served(self, run: "Run") -> "PhaseSteps":
+    def _until_served(self, run: Run) -> PhaseSteps:
         """Waits until every inference server holds the learner's present version."""
-        return run.until_stopped(run.tasks.until(lambda: self.served(run)))
+        return run.until_stopped(until(lambda: self.served(run)))
 
-    def served(self, run: "Run") -> bool | None:
+    def served(self, run: Run) -> bool | None:
         """Whether every inference server holds the learner's present version; None where not."""
-        view = run.supervisor.view
+        view = run.tasks.view
         learner = view.peer("learner-0")
         servers = [peer for peer in view.of("inference") if not peer.address.get("draining")]
         if learner is None or "weights" not in learner.address or not servers:
@@ -271,24 +318,24 @@ class LanguageKind:
 
     def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
         """Names the bottleneck by idle shares."""
-        return Updates(log, config.replay.staleness_budget)
+        return Updates(log, config.replay.staleness_budget, config.runtime == "local")
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<lesson>/…``."""
         return metrics_of(results, "eval")
 
-    def units_per_s(self, run: "Run") -> float:
+    def units_per_s(self, run: Run) -> float:
         """Tokens of all servers."""
         return run.seen.numbers().get("inference/tokens_per_s", 0.0)
 
-    def on_event(self, run: "Run", message: ComponentMessage) -> None:
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Nothing more."""
 
-    def failures(self, run: "Run") -> tuple[int, str]:
+    def failures(self, run: Run) -> tuple[int, str]:
         """Groups whose environment or reward function failed."""
         return run.seen.failed_groups, run.seen.last_failure
 
-    def status(self, run: "Run") -> dict[str, Any]:
+    def status(self, run: Run) -> dict[str, Any]:
         """Failed groups."""
         failed, last_failure = self.failures(run)
         return {"groups": {"failed": failed, "last_failure": last_failure}}

@@ -19,7 +19,7 @@ from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
 from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
-from penstock.overseer.language.rollout import make_pool, servers_of
+from penstock.overseer.language.rollout import make_pool, reproducible, servers_of
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import Membership
 from penstock.rollout import RolloutManager
@@ -99,7 +99,7 @@ def warm_start(learner: Learner, manager: RolloutManager, config: WarmStartConfi
 
 @final
 class Preparation:
-    """Tasks of a learner's component that ask inference servers and environments.
+    """Tasks of a learner's component that ask inference servers, or the engine of its process, and environments.
 
     Args:
         ctx: The component's.
@@ -109,15 +109,17 @@ class Preparation:
     def __init__(self, ctx: ComponentContext, component: "LearnerComponent") -> None:
         self._ctx = ctx
         self._component = component
-        self._pool = make_pool(component.settings)
+        self._pool = make_pool(component.settings) if component.shared is None else None
 
     def on_view(self, view: Membership) -> None:
         """Follows the inference servers."""
-        self._pool.set_servers(servers_of(view))
+        if self._pool is not None:
+            self._pool.set_servers(servers_of(view))
 
     def close(self) -> None:
         """Ends its connections."""
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def warm_start(self) -> None:
         """Supervised steps on the environments' reference solutions; then version 0 is published anew."""
@@ -125,7 +127,7 @@ class Preparation:
         assert config.learner.warm_start is not None  # or nobody asks for it
 
         def on_step(done: int, total: int, metrics: Mapping[str, float]) -> None:
-            if component.stopping.is_set():
+            if component.finishing:
                 raise Stopped("warm start")
             component.note_step()
             component.doing = f"warm start {done}/{total}"
@@ -156,7 +158,10 @@ class Preparation:
         return cast(Learner, self._component.learner)
 
     def _manager(self) -> RolloutManager:
+        if self._pool is None:
+            assert self._component.shared is not None
+            return self._component.shared.manager
         settings = self._component.settings
         curriculum = Curriculum(settings.config.curriculum)  # names the lessons; nothing is recorded in it
-        context = RemoteContext(self._pool, settings.tokenizer())
+        context = RemoteContext(self._pool, settings.tokenizer(), ordered=reproducible(settings.config))
         return RolloutManager(curriculum, context, settings.config.seed, settings.lineage)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext, Server, ServerPool
 from penstock.overseer.component import POLL_S, BusyTime, RunClock, Settings, ThreadedComponent
-from penstock.overseer.config import RunConfig
+from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership, Peer
 from penstock.replay import RemoteSink, RemoteTickets
@@ -100,6 +100,11 @@ def make_pool(settings: Settings) -> ServerPool:
     return ServerPool(settings.token, request_timeout_s=config.request_timeout_s, certificate_authority=authority)
 
 
+def reproducible(config: RunConfig) -> bool:
+    """Whether a run in many processes is to go the same way every time: at staleness zero, by one worker and server."""
+    return config.replay.synchronous and config.inference.servers == rollout_workers(config) == 1
+
+
 def reachable(url: str) -> str:
     """The URL by which other machines reach a server that listens on all of this machine's addresses."""
     parts = urlsplit(url)
@@ -146,7 +151,7 @@ class RolloutRole(ThreadedComponent):
         tokenizer = settings.tokenizer()
         self.answers = 0
         self._pool = make_pool(settings)
-        self._contexts = RemoteContext(self._pool, tokenizer)
+        self._contexts = RemoteContext(self._pool, tokenizer, ordered=reproducible(config))
         replay = ctx.caller("replay-0")
         self._clock = RunClock(replay)
         curriculum = Curriculum(config.curriculum)
@@ -161,7 +166,7 @@ class RolloutRole(ThreadedComponent):
             None,
             config.rollout,
             concurrency=config.concurrency,
-            lockstep=False,
+            lockstep=reproducible(config),
             log_samples=self._log_samples,
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
             context_of=self._context_of,

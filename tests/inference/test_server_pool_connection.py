@@ -5,8 +5,8 @@ import time
 import pytest
 from tests.inference.fake_servers import HANG_UP, serving
 
-from penstock.inference import connection as module
-from penstock.inference.connection import ConnectionFailed, ServerConnection
+from penstock.inference import server_pool as module
+from penstock.inference.server_pool import ConnectionFailed, ServerConnection
 
 LIMIT_S = 20.0
 

@@ -27,7 +27,7 @@ LIMIT_S = 240.0
 
 
 def control_service(address: str, own: bool):
-    from penstock.overseer.ray_connection import ControlService
+    from penstock.overseer.ray import ControlService
 
     return ControlService(address, own)
 
@@ -40,7 +40,7 @@ def closed_port() -> int:
 def test_daemons_of_ray_that_do_not_start_are_one_line(monkeypatch: pytest.MonkeyPatch):
     import ray
 
-    from penstock.overseer.ray_connection import connect
+    from penstock.overseer.ray import connect
 
     def init(*_: object, **__: object) -> None:
         raise Exception("The current node timed out during startup.\nThis could happen because ...")
@@ -63,10 +63,10 @@ def test_a_control_service_of_our_own_that_is_gone_is_given_up_at_once():
 
 
 def test_that_of_another_cluster_may_come_back_within_its_time(monkeypatch):
-    from penstock.overseer import ray_connection
+    from penstock.overseer import ray as ray_launcher
 
-    monkeypatch.setattr(ray_connection, "_LOOK_S", 0.02)
-    monkeypatch.setattr(ray_connection, "_JOINED_PATIENCE_S", 2.0)
+    monkeypatch.setattr(ray_launcher, "_LOOK_S", 0.02)
+    monkeypatch.setattr(ray_launcher, "_JOINED_PATIENCE_S", 2.0)
     port = closed_port()
     service, failures = control_service(f"127.0.0.1:{port}", own=False), []
 

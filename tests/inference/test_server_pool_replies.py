@@ -3,7 +3,8 @@ import json
 import pytest
 
 from penstock.inference.codec import MalformedAnswer, ServerRequest
-from penstock.inference.connection import (
+from penstock.inference.routing import Server
+from penstock.inference.server_pool import (
     LONGEST_MESSAGE,
     MOST_SERVER_FAULTS,
     HttpReply,
@@ -13,7 +14,6 @@ from penstock.inference.connection import (
     ServerFault,
     result_of,
 )
-from penstock.inference.routing import Server
 from penstock.types import ConfigError, EnvironmentFailure, RunFailed
 
 A, B = (Server(f"inference-{i}", 0, f"http://h:{i}") for i in range(2))

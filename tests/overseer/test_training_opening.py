@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.overseer import evaluate, train
-from penstock.overseer.opening import DamageList, resume_point
+from penstock.overseer.training import DamageList, resume_point
 from penstock.replay import RolloutStore
 from penstock.rundir import JsonLinesLog, RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import ConfigError, EnvironmentFailure, RunDirectoryError, RunFailed

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.overseer.control.updates import ThroughputTrend, find_bottleneck
+from penstock.overseer.control.kind import ThroughputTrend, find_bottleneck
 
 
 def update(steps: float, blocked_s: float = 0.0, wait_s: float = 1.0, update_s: float = 1.0) -> dict[str, float]:

@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.overseer.config_loading import apply_overrides, build_config, load_config, recipe_summaries
+from penstock.overseer.config_loading import (
+    EVALUATED,
+    apply_overrides,
+    build_config,
+    load_config,
+    named_code,
+    recipe_summaries,
+)
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.named_code import EVALUATED, named_code
 
 CATS = "curriculum.lessons.cats.environment"
 

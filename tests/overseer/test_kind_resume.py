@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock import train
-from penstock.overseer.resume import check_kept, check_language_resume
+from penstock.overseer.kind import check_kept
+from penstock.overseer.language.kind import check_language_resume
 from penstock.types import CheckpointError, ConfigError
 
 from .conftest import tiny

@@ -8,8 +8,8 @@ import pytest
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.language.kind import LanguageKind
-from penstock.overseer.opening import open_run, run_token
 from penstock.overseer.run import Run
+from penstock.overseer.training import open_run, run_token
 from penstock.types import ConfigError
 
 HOSTS = {"inference.host": "0.0.0.0", "weights.host": "127.0.0.1"}

@@ -1,0 +1,410 @@
+"""A run of a language policy in one process: what its components share, and those that are of this process alone.
+
+One engine, one curriculum and one rollout worker, by reference: weights are handed over as they are, rollouts go
+through the rollout storage and its receiver. The worker evaluates, too: at staleness zero nothing else is generated
+meanwhile, and a version is evaluated before anything is generated with it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, final
+
+from typing_extensions import override
+
+from penstock.curriculum import Curriculum, CurriculumEvent
+from penstock.environments import Environment
+from penstock.inference import EngineContext, InferenceEngine
+from penstock.model.language import with_named_arrays
+from penstock.overseer.assembly import (
+    LocalBatches,
+    TicketRules,
+    config_error_for,
+    make_batch_makers,
+    open_replay,
+    restore_parts,
+)
+from penstock.overseer.component import Settings, ThreadedComponent
+from penstock.overseer.config import RunConfig
+from penstock.overseer.direct import LocalComponent
+from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
+from penstock.overseer.language.evaluator import Evaluator
+from penstock.overseer.launch.launcher import ComponentContext
+from penstock.overseer.results import write_stats
+from penstock.overseer.run import step_of
+from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervisor.messages import ComponentStatus, Membership
+from penstock.overseer.trainer import LearnerComponent
+from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, open_rollout_storage
+from penstock.rollout import RolloutManager, RolloutWorker
+from penstock.tracking import conversation_of
+from penstock.types import RolloutBatch, RolloutGroup, WeightVersion
+from penstock.weights import InProcessBroadcaster
+
+WORKER_ID = "rollout-worker-0"
+
+
+def local_components(
+    kind: PolicyKind,
+    settings: Settings[RunConfig],
+    start: RunStart,
+    environments: Mapping[str, Environment],
+    context: Callable[[str], ComponentContext],
+    log: RunLog,
+) -> dict[str, LocalComponent]:
+    """Makes the components of a run in this process and connects them; nothing is started.
+
+    Raises:
+        ConfigError: a place for files cannot be used.
+    """
+    config = settings.config
+    engine = InferenceEngine(
+        start.policy, WeightVersion(settings.lineage, step_of(settings.checkpoint)), start.codec, config.inference
+    )
+
+    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+        engine.set_weights(version, with_named_arrays(start.policy, arrays))
+
+    def tell(event: CurriculumEvent) -> None:
+        log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
+
+    manager = RolloutManager(
+        Curriculum(config.curriculum),
+        EngineContext(engine, start.codec),
+        config.seed,
+        settings.lineage,
+        environments,
+        set_weights,
+        partial(engine.stop, config.overseer.stop_timeout_s),
+        tell,
+    )
+    weights = InProcessBroadcaster()
+    evaluator = Evaluator(
+        manager,
+        log.metrics,
+        lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+    )
+    names = {environment.name for environment in environments.values()}
+    replay = LocalReplay(context("replay-0"), settings, manager, names, log)
+    rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
+    replay.on_admit = rollout.begin
+    shared = SharedParts(start, weights, LocalBatches(replay.opened, replay.states), manager)
+    if start.checkpoint is not None:
+        evaluator.restore(start.checkpoint.states["evaluator"])
+    replay.restore(start, tell)
+    return {
+        "inference-0": LocalInference(context("inference-0"), settings, engine, manager, weights, rollout),
+        "rollout-0": rollout,
+        "evaluator-0": LocalEvaluator(context("evaluator-0"), settings, evaluator, rollout),
+        "replay-0": replay,
+        "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared),
+    }
+
+
+@final
+class LocalReplay(ThreadedComponent):
+    """The replay buffer and the curriculum, and the receiver of rollouts.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        manager: Has the curriculum, and hears of every group.
+        environment_names: Of its environments.
+        log: Shows groups, and writes their metrics with those of the next update.
+
+    Attributes:
+        opened: Store, ledger, buffer, batches.
+        on_admit: Called when the learner trains.
+    """
+
+    def __init__(
+        self,
+        ctx: ComponentContext,
+        settings: Settings,
+        manager: RolloutManager,
+        environment_names: Collection[str],
+        log: RunLog,
+    ) -> None:
+        super().__init__(ctx, settings)
+        self.on_admit: Callable[[], None] = lambda: None
+        self._curriculum = curriculum = manager.curriculum
+        assert isinstance(curriculum, Curriculum)  # it was made with one
+        config = settings.config
+
+        def on_group(group: RolloutGroup) -> None:
+            manager.update_training_stats(group)
+            log.group(group)
+
+        def group_size_of(lesson_id: str) -> int:
+            return manager.group_size(lesson_id) if lesson_id in config.curriculum.lessons else 0
+
+        self.opened = open_replay(
+            config.replay,
+            settings.directory,
+            settings.lineage,
+            LANGUAGE,
+            make_batch_makers(config, environment_names),
+            steps=config.steps,
+            keep_checkpoints=config.overseer.keep_checkpoints,
+            tickets=TicketRules(config.seed, curriculum, group_size_of),
+            on_group=on_group,
+            on_damage=log.damage,
+        )
+        storage = config.rollout.storage
+        with config_error_for("rollout.storage.path", storage.path or settings.directory.path):
+            self.storage = open_rollout_storage(
+                storage,
+                settings.directory.path / "rollout_storage",
+                lambda source, reason: ctx.event("rollouts_quarantined", source=source, reason=reason),
+                new_run=settings.checkpoint is None,
+            )
+        buffer = self.opened.buffer
+        assert isinstance(buffer, PacedReplayBuffer) and self.opened.issuer is not None  # there are rules for tickets
+        self.issuer = self.opened.issuer
+        self._receiver = RolloutReceiver(self.storage, buffer, buffer if storage.kind == "file" else None)
+
+    def restore(self, start: RunStart, tell: Callable[[CurriculumEvent], None]) -> None:
+        """Brings all to where the checkpoint was, where there is one."""
+        parts = {"curriculum": self._curriculum, "issuer": self.issuer, "replay": self.opened.buffer}
+        states = None if start.checkpoint is None else start.checkpoint.states
+        restore_parts(parts, self.opened.buffer, states, self.settings.lineage)
+        for event in self._curriculum.restored_events if states is not None else ():
+            tell(event)
+
+    def states(self) -> dict[str, Any]:
+        """What belongs into a checkpoint beside the buffer's state."""
+        return {"curriculum": self._curriculum.state(), "issuer": self.issuer.state()}
+
+    @override
+    def start(self) -> None:
+        self.state, self.doing = "running", "waiting for the learner to train"
+
+    def admit(self) -> None:
+        """The learner trains: tickets are handed out, and rollouts taken."""
+        self.doing = "serving"
+        self.crew.start("rollout-receiver", self._receiver.run)
+        self.on_admit()
+
+    def finish(self) -> None:
+        """Ends the waits of the learner and of whoever hands over."""
+        self.opened.buffer.close()
+        self.storage.close()
+
+    @override
+    def stop(self, timeout_s: float) -> None:
+        self.finish()
+        self.opened.stop_prefetch(timeout_s)
+        super().stop(timeout_s)
+        self.opened.store.close()
+
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
+        storage = self.storage.metrics()
+        return ComponentStatus(
+            self.state,
+            self.doing,
+            float(self._receiver.groups_received),
+            metrics={**self._curriculum.metrics(), **storage},
+            facts=self._facts(
+                complete=self._curriculum.complete,
+                ledger=self.opened.ledger.snapshot(),
+                lessons=self._curriculum.describe(),
+                waiting_for=f"{self.opened.buffer.waiting_for()}; the receiver of rollouts is {self._receiver.doing}",
+                rollout_storage={"receiver": self._receiver.doing, **storage, **self._receiver.metrics()},
+            ),
+        )
+
+
+@final
+class LocalRollout(ThreadedComponent):
+    """The run's only rollout worker; it ends with the training.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        manager: Generates.
+        replay: Gives tickets, and takes rollouts.
+        weights: Newer versions come from here.
+        evaluator: Is given each new version.
+    """
+
+    def __init__(
+        self,
+        ctx: ComponentContext,
+        settings: Settings,
+        manager: RolloutManager,
+        replay: LocalReplay,
+        weights: InProcessBroadcaster,
+        evaluator: Evaluator,
+    ) -> None:
+        super().__init__(ctx, settings)
+        config = settings.config
+        self._replay = replay
+        self._trains = False
+        self._worker = RolloutWorker(
+            WORKER_ID,
+            manager,
+            replay.issuer,
+            replay.storage.writer(WORKER_ID),
+            weights,
+            config.rollout,
+            concurrency=config.concurrency,
+            lockstep=config.replay.synchronous,
+            evaluate=evaluator,
+            log_samples=self._log_samples,
+            on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+        )
+
+    @override
+    def start(self) -> None:
+        self.state, self.doing = "running", "waiting for the learner to train"
+
+    def begin(self) -> None:
+        """The learner trains."""
+        self._trains, self.doing = True, "generating"
+        self.crew.start(f"{WORKER_ID}.weights", self._worker.run_weights)
+        self.crew.start(f"{WORKER_ID}.tickets", self._worker.run_tickets)
+
+    def look(self, view: Membership) -> None:
+        """Ends the worker with the training; an evaluation of an earlier version is completed."""
+        learner = view.peer("learner-0")
+        if self._trains and learner is not None and not learner.address.get("training"):
+            self.doing = "ending"
+            self.finish()
+            self._replay.finish()
+            self._trains = bool(self.crew.join(0.0))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it follows the learner's weights by itself."""
+        return self._trains
+
+    def finish(self) -> None:
+        """Nothing new is begun; groups that run are cut short."""
+        self._worker.stop()
+
+    @override
+    def stop(self, timeout_s: float) -> None:
+        self.finish()
+        super().stop(timeout_s)
+
+    def _log_samples(self, batch: RolloutBatch) -> None:
+        chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
+        self.ctx.samples(0, [conversation_of(rollout) for rollout in chosen])
+
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
+        worker = self._worker
+        counts = {"finished": worker.groups_finished, "failed": worker.groups_failed, "running": worker.running}
+        return ComponentStatus(
+            self.state,
+            self.doing,
+            float(worker.groups_finished + worker.groups_failed),
+            facts=self._facts(groups=counts, last_failure=worker.last_failure),
+        )
+
+
+@final
+class LocalInference(ThreadedComponent):
+    """The engine. While the worker does not follow the learner's weights, it does: before and after the training.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        engine: With the learner's weights.
+        manager: Hands it new ones.
+        weights: Come from here.
+        rollout: The worker.
+    """
+
+    def __init__(
+        self,
+        ctx: ComponentContext,
+        settings: Settings,
+        engine: InferenceEngine,
+        manager: RolloutManager,
+        weights: InProcessBroadcaster,
+        rollout: LocalRollout,
+    ) -> None:
+        super().__init__(ctx, settings)
+        self._engine = engine
+        self._manager = manager
+        self._weights = weights
+        self._rollout = rollout
+        self._held: tuple[WeightVersion, str] | None = None
+
+    @override
+    def start(self) -> None:
+        self.crew.start("inference-0.engine", self._run)
+
+    def _run(self) -> None:
+        self.doing = "compiling"
+        self._engine.start()
+        self._engine.wait_until_ready(self.config.overseer.no_progress_s)
+        self.state, self.doing = "running", "serving"
+
+    def look(self, view: Membership) -> None:
+        """Takes the weights that are offered, unless the worker does."""
+        newest = self._weights.latest()
+        if newest is None or self.state != "running" or self._rollout.trains:
+            return
+        offered = newest, str(self._weights.endpoint()["incarnation"])
+        if self._held is not None and self._held != offered:  # the first it was made with
+            self._manager.update_model(newest, self._weights.fetch(newest))
+        self._held = offered
+
+    def finish(self) -> None:
+        """The engine goes on: an answer that is waited for still comes."""
+
+    @override
+    def stop(self, timeout_s: float) -> None:
+        self._manager.shutdown()
+        super().stop(timeout_s)
+
+    def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
+        stats, address, held = self._engine.stats(), dict[str, Any](), self._held
+        if held is not None and not self._rollout.trains:
+            address = {"lineage": held[0].lineage, "step": held[0].step, "weights": held[1]}
+        return ComponentStatus(
+            self.state,
+            self.doing,
+            stats["inference/tokens_total"],
+            self._engine.busy_s,
+            address=address,
+            metrics=stats,
+            facts=self._facts(),
+        )
+
+
+@final
+class LocalEvaluator(ThreadedComponent):
+    """Evaluates before and after the training; in between the rollout worker does, with the same `Evaluator`.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        evaluator: Of this process.
+        rollout: The worker.
+    """
+
+    def __init__(self, ctx: ComponentContext, settings: Settings, evaluator: Evaluator, rollout: LocalRollout) -> None:
+        super().__init__(ctx, settings)
+        self._evaluator = evaluator
+        self._rollout = rollout
+
+    @override
+    def start(self) -> None:
+        self.state, self.doing = "running", "waiting for a version that is due"
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """A full evaluation of every lesson with the weights that the engine has.
+
+        Raises:
+            Stopped: `finish` was called.
+        """
+        return write_stats(self._evaluator.evaluate(step))
+
+    def evaluation_state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return self._evaluator.state()
+
+    def finish(self) -> None:
+        """Cuts an evaluation short, where the run is to stop."""
+        self._evaluator.stop()

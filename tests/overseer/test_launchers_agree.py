@@ -1,0 +1,43 @@
+"""A run goes the same way wherever its components live: in one process, or each as in a process of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.overseer import train
+from penstock.rundir import read_metrics
+from tests.overseer.conftest import tiny
+from tests.overseer.test_run import running
+from tests.overseer.test_training import weights
+
+ALONE: dict[str, Any] = {"rollout": {"workers": 1}, "inference": {"servers": 1}}
+CHANGES: dict[str, Any] = {
+    "async": False,
+    "steps": 4,
+    "overseer": {"checkpoint_every": 1, "keep_checkpoints": 9},
+    "curriculum": {"eval_frequency": 2, "micro_eval_frequency": 1},
+}
+
+
+def numbers(run_dir: Path, *kept: str) -> dict[int, dict[str, float]]:
+    """By step, those of all lines together."""
+    found: dict[int, dict[str, float]] = {}
+    for row in read_metrics(run_dir / "metrics.jsonl"):
+        found.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k.startswith(kept)})
+    return found
+
+
+def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(tmp_path: Path):
+    local, first, second = tmp_path / "local", tmp_path / "first", tmp_path / "second"
+    train(tiny(CHANGES), local, quiet=True)
+    for path in (first, second):
+        with running(path, {**CHANGES, **ALONE}) as run:
+            run.end()
+    for path in (first, second):
+        for step in range(5):
+            np.testing.assert_equal(weights(path, step), weights(local, step))
+        kept = ("train/", "rollout/cats/", "eval/", "micro_eval/")
+        assert numbers(path, *kept) == numbers(local, *kept)
+    assert all("train/loss" in numbers(local, "train/loss")[step] for step in (1, 2, 3, 4))
+    assert all("micro_eval/cats/reward_mean" in numbers(local, "micro_eval")[step] for step in (1, 3))
