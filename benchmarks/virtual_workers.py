@@ -13,7 +13,14 @@ import numpy as np
 
 from benchmarks.no_files import FateLog, NoFiles
 from penstock.batch import BatchMaker, DeadlineBatchMaker, RecencyBatchMaker
-from penstock.replay import OpenAdmission, PacedReplayBuffer, ReplayBuffer, ReplayBufferConfig, TicketIssuer
+from penstock.replay import (
+    OpenAdmission,
+    PacedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    TicketIssuer,
+    TicketRules,
+)
 from penstock.types import (
     Rollout,
     RolloutGroup,
@@ -109,7 +116,9 @@ class Paced:
         config = _config(budget)
         log = FateLog()
         self.fates, store = log.fates, NoFiles(log)
-        self._issuer = TicketIssuer(config, seed, 0, EvenLessons(), store.open_ledger(), lambda _: GROUP_SIZE, clock)
+        self._issuer = TicketIssuer(
+            config, TicketRules(seed, EvenLessons(), lambda _: GROUP_SIZE), 0, store.open_ledger(), clock
+        )
         maker = DeadlineBatchMaker(ordered=config.synchronous)
         self.buffer = PacedReplayBuffer(config, store, maker, self._issuer, clock)
         self._issuer.set_serving_step(0)

@@ -77,20 +77,20 @@ class Phase:
         self._settings = Settings(self._config, self._directory, secrets.token_hex(16))
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.messages = 0
-        self._supervisor = Supervisor(launcher, self._config.overseer, self._on_message, self._on_event, self._on_loss)
+        self._supervisor = Supervisor(launcher, self._config.overseer, self)
         self._look_due = 0.0
         self._delivered: set[str] = set()
         self.started_s = 0.0
 
-    def _on_message(self, identity: Identity, message: ComponentMessage) -> None:
+    def on_message(self, identity: Identity, message: ComponentMessage) -> None:
         self.messages += 1
         if message.kind == "metrics":
             merge(self._supervisor.reports.values())  # as for a line of metrics.jsonl
 
-    def _on_event(self, kind: str, **fields: Any) -> None:
+    def on_event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
 
-    def _on_loss(self, identity: Identity, reason: str) -> None:
+    def on_loss(self, identity: Identity, reason: str) -> None:
         raise RuntimeError(f"{identity} died during the measurement: {reason}")
 
     # --- the overseer's turns ----------------------------------------------------------------------------------------

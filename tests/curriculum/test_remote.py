@@ -200,12 +200,10 @@ def test_the_end_does_not_wait_long_for_a_curriculum_that_stays_away(remote_of):
 
 
 def test_a_curriculum_that_stays_away_ends_the_pushing_with_its_name(remote_of):
-    failures = []
-    remote = remote_of(Wire(), on_failure=failures.append, limit_s=0.0)
+    remote = remote_of(Wire(), limit_s=0.0)
     remote.start()
-    wait_until(lambda: failures)
-    assert isinstance(failures[0], NoProgressError) and "curriculum-0 has not answered" in str(failures[0])
-    assert remote.failure is failures[0]
+    wait_until(lambda: remote.failure)
+    assert isinstance(remote.failure, NoProgressError) and "curriculum-0 has not answered" in str(remote.failure)
 
 
 def test_an_unknown_lesson_is_refused_where_it_is_recorded(remote_of):

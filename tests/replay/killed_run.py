@@ -34,6 +34,7 @@ from penstock.replay import (
     RolloutStore,
     StoreConfig,
     TicketIssuer,
+    TicketRules,
 )
 from penstock.rundir import RunDirectory, write_atomically
 from penstock.types import RolloutBatch, RolloutSink, Stopped, Ticket
@@ -96,12 +97,13 @@ class Life:
             if self.variant == "fragments":
                 maker = FragmentBatchMaker(max_samples=self.config.max_samples)
         else:
-            sizes = simulation.GROUP_SIZES.__getitem__
-            self.issuer = TicketIssuer(self.config, 7, self.lineage, self.curriculum, ledger, sizes)
+            rules = TicketRules(7, self.curriculum, simulation.GROUP_SIZES.__getitem__)
+            self.issuer = TicketIssuer(self.config, rules, self.lineage, ledger)
             self.admission = self.issuer
             maker = DeadlineBatchMaker(max_samples=self.config.max_samples, max_tokens=16)
         front = ReplayBuffer if self.issuer is None else PacedReplayBuffer
-        self.buffer = front(self.config, store, maker, self.admission, curriculum_hook=self.curriculum.update)
+        self.buffer = front(self.config, store, maker, self.admission)
+        self.buffer.pool.on_group = self.curriculum.update
         if states is not None:
             self._restore(states)
         self.buffer.check_ledger()

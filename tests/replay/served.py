@@ -13,6 +13,7 @@ from penstock.replay import (
     RolloutReceiver,
     RolloutStorageConfig,
     TicketIssuer,
+    TicketRules,
     TicketService,
 )
 
@@ -94,7 +95,7 @@ def serve(
     curriculum = sim.Curriculum()
     ledger = store.open_ledger(lineage)
     chooser, may_draw = (curriculum, lambda: True) if remote is None else (remote, remote.may_draw)
-    issuer = TicketIssuer(settings, 7, lineage, chooser, ledger, sim.GROUP_SIZES.__getitem__, may_draw=may_draw)
+    issuer = TicketIssuer(settings, TicketRules(7, chooser, sim.GROUP_SIZES.__getitem__, may_draw), lineage, ledger)
     maker = make_batch_maker(
         settings.batch_maker,
         advantage="rloo",
@@ -104,9 +105,8 @@ def serve(
         allow_truncated_sampling=False,
         seed=7,
     )
-    buffer = PacedReplayBuffer(
-        settings, store, maker, issuer, curriculum_hook=curriculum.update if remote is None else remote.update_group
-    )
+    buffer = PacedReplayBuffer(settings, store, maker, issuer)
+    buffer.pool.on_group = curriculum.update if remote is None else remote.update_group
     if states is not None:
         curriculum.restore(states["curriculum"])
         issuer.restore(states["issuer"])

@@ -14,7 +14,7 @@ import numpy as np
 from tests.replay.memory_store import MemoryStore
 
 from penstock.batch import make_batch_maker
-from penstock.replay import Ledger, PacedReplayBuffer, ReplayBufferConfig, TicketIssuer
+from penstock.replay import Ledger, PacedReplayBuffer, ReplayBufferConfig, TicketIssuer, TicketRules
 from penstock.types import (
     Rollout,
     RolloutBatch,
@@ -141,9 +141,8 @@ class Simulation:
         self.store = MemoryStore() if store is None else store
         self.ledger = Ledger(lineage) if ledger is None else ledger
         self.curriculum = Curriculum()
-        self.issuer = TicketIssuer(
-            config, 7, lineage, self.curriculum, self.ledger, GROUP_SIZES.__getitem__, self.clock
-        )
+        rules = TicketRules(7, self.curriculum, GROUP_SIZES.__getitem__)
+        self.issuer = TicketIssuer(config, rules, lineage, self.ledger, self.clock)
         maker = make_batch_maker(
             config.batch_maker,
             advantage="rloo",
@@ -153,7 +152,8 @@ class Simulation:
             allow_truncated_sampling=False,
             seed=7,
         )
-        self.buffer = PacedReplayBuffer(config, self.store, maker, self.issuer, self.clock, self.curriculum.update)
+        self.buffer = PacedReplayBuffer(config, self.store, maker, self.issuer, self.clock)
+        self.buffer.pool.on_group = self.curriculum.update
         self.step = 0
         if states is not None:
             self.curriculum.restore(states["curriculum"])

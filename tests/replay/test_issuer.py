@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer
+from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketRules
 from penstock.types import RunFailed, Stopped, fold
 
 
@@ -33,9 +33,8 @@ class Clock:
 
 def issuer_of(b=2, s=1, lineage=0, ledger=None, clock=None, chooser=None, **config):
     config = ReplayBufferConfig(groups_per_batch=b, staleness_budget=s, **config)
-    return TicketIssuer(
-        config, 7, lineage, chooser or OneLesson(), ledger or Ledger(), lambda lesson: 3, clock or Clock()
-    )
+    rules = TicketRules(7, chooser or OneLesson(), lambda lesson: 3)
+    return TicketIssuer(config, rules, lineage, ledger or Ledger(), clock or Clock())
 
 
 def finish(issuer, *tickets):
@@ -235,7 +234,9 @@ def test_a_lesson_of_less_tolerance_is_due_earlier_and_waits_for_its_version():
     config = ReplayBufferConfig(
         groups_per_batch=1, staleness_budget=2, tolerances={"strict": {"max_rollout_step_delay": 0}}
     )
-    issuer = TicketIssuer(config, 1, 0, Lessons("lax", "strict", "strict", "lax"), Ledger(), lambda lesson: 2)
+    issuer = TicketIssuer(
+        config, TicketRules(1, Lessons("lax", "strict", "strict", "lax"), lambda lesson: 2), 0, Ledger()
+    )
     issuer.set_serving_step(0)
     lax, strict = issuer.acquire(2, 0.0)
     assert [lax.deadline_step, strict.deadline_step] == [2, 0]
@@ -247,7 +248,7 @@ def test_a_lesson_of_less_tolerance_is_due_earlier_and_waits_for_its_version():
     state = issuer.state()
     assert state["unplaced"] == [["strict", 1]] and not issuer.was_drawn(("strict", 1))
 
-    resumed = TicketIssuer(config, 1, 1, Lessons("lax"), Ledger(), lambda lesson: 2)
+    resumed = TicketIssuer(config, TicketRules(1, Lessons("lax"), lambda lesson: 2), 1, Ledger())
     resumed.restore(state)
     for each, name in ((issuer, "strict-0-1"), (resumed, "strict-1-1")):
         each.set_serving_step(1)
@@ -298,9 +299,8 @@ def test_a_worker_of_one_lesson_neither_takes_nor_blocks_anothers_tickets():
 
 def test_nothing_is_drawn_while_the_chooser_may_not():
     known = []
-    issuer = TicketIssuer(
-        ReplayBufferConfig(groups_per_batch=2), 7, 0, OneLesson(), Ledger(), lambda lesson: 3, may_draw=lambda: known
-    )
+    rules = TicketRules(7, OneLesson(), lambda lesson: 3, may_draw=lambda: known)
+    issuer = TicketIssuer(ReplayBufferConfig(groups_per_batch=2), rules, 0, Ledger())
     issuer.set_serving_step(0)
     assert issuer.acquire(4, 0.0) == []
     known.append("the probabilities")

@@ -29,6 +29,7 @@ from penstock.replay import (
     ReplayBufferConfig,
     RolloutStore,
     TicketIssuer,
+    TicketRules,
 )
 from penstock.replay.history import History
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
@@ -169,8 +170,8 @@ def checkpoint_view(states: dict, history: History, store: RolloutStore) -> Chec
     replay = states["replay"]
     lineage = replay["lineage"]
     if "issuer" in states:
-        sizes = {"easy": 2, "hard": 3}
-        admission = TicketIssuer(ReplayBufferConfig(), 7, lineage, None, Ledger(lineage), sizes.__getitem__)
+        rules = TicketRules(7, None, {"easy": 2, "hard": 3}.__getitem__)
+        admission = TicketIssuer(ReplayBufferConfig(), rules, lineage, Ledger(lineage))
         admission.restore(states["issuer"])
         outstanding, key_of, was_drawn = admission.restored_tickets(), admission.key_of, admission.was_drawn
     else:

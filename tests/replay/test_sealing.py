@@ -10,7 +10,6 @@ from tests.replay.stored import HandClock
 
 from penstock.batch import RecencyBatchMaker
 from penstock.replay import Ledger, ReplayBuffer, ReplayBufferConfig, StoreConfig
-from penstock.replay.condition import NotifyingCondition
 from penstock.replay.ledger import DiskSpace
 from penstock.replay.store import Sealer
 from penstock.types import RunFailed
@@ -34,7 +33,7 @@ class Store:
 
 def sealer(store: Any, clock: HandClock) -> Sealer:
     config = StoreConfig(buffer_size=4, seal_s=30.0)
-    made = Sealer(store, Ledger(), NotifyingCondition(), config, clock, lambda group_ids: None)
+    made = Sealer(store, Ledger(), config, clock, lambda group_ids: None)
     made.space = DiskSpace(60.0, clock)
     return made
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketService
+from penstock.replay import Ledger, ReplayBufferConfig, TicketIssuer, TicketRules, TicketService
 from penstock.replay.ticket_service import ServingVersions
 from penstock.types import RunFailed, Stopped, SupersededError
 
@@ -24,7 +24,7 @@ def desk_of():
 
     def make(b=2, s=1, lessons=("cats",), serving=True):
         config = ReplayBufferConfig(groups_per_batch=b, staleness_budget=s)
-        issuer = TicketIssuer(config, 7, 0, InTurn(*lessons), Ledger(), lambda lesson: 3)
+        issuer = TicketIssuer(config, TicketRules(7, InTurn(*lessons), lambda lesson: 3), 0, Ledger())
         if serving:
             issuer.set_serving_step(0)
         desks.append(TicketService(issuer, None))
@@ -142,7 +142,7 @@ class OneLesson:
 
 
 def issuer_at(update, lineage=0):
-    issuer = TicketIssuer(ReplayBufferConfig(), 7, lineage, OneLesson(), Ledger(), lambda lesson: 3)
+    issuer = TicketIssuer(ReplayBufferConfig(), TicketRules(7, OneLesson(), lambda lesson: 3), lineage, Ledger())
     issuer.ledger.update = update
     return issuer
 

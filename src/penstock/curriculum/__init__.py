@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     )
     from penstock.curriculum.curriculum import Curriculum, CurriculumBase, CurriculumLog, CurriculumUpdate
     from penstock.curriculum.progress import CurriculumEvent, LessonProgress, evaluation_due
-    from penstock.curriculum.remote import CurriculumAnswer, CurriculumReply, CurriculumService, RemoteCurriculum
+    from penstock.curriculum.remote import CurriculumReply, CurriculumService, RemoteCurriculum
 
 _EXPORTS = {
     "Curriculum": "curriculum",
-    "CurriculumAnswer": "remote",
     "CurriculumBase": "curriculum",
     "CurriculumConfig": "config",
     "CurriculumEvent": "progress",
@@ -36,7 +35,6 @@ _EXPORTS = {
 
 __all__ = [
     "Curriculum",
-    "CurriculumAnswer",
     "CurriculumBase",
     "CurriculumConfig",
     "CurriculumEvent",

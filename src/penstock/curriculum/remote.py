@@ -25,7 +25,6 @@ from penstock.types import (
     RolloutBatch,
     RolloutBatchStats,
     RolloutGroup,
-    RunFailed,
     Stopped,
     SupersededError,
     fold,
@@ -52,10 +51,6 @@ class CurriculumReply:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     lessons: dict[str, str] = field(default_factory=dict[str, str])
     complete: bool = False
-
-
-CurriculumAnswer = CurriculumReply
-"""The earlier name."""
 
 
 class CurriculumService:
@@ -145,7 +140,6 @@ class RemoteCurriculum:
         strict: Nothing is drawn before everything that was recorded is known to the curriculum (staleness zero).
         on_event: Called with lessons that unlock, graduate or come back, each once; in the pushing thread, but for what
             `restore` finds.
-        on_failure: Called with the error that ends the pushing: the curriculum was out of reach for `limit_s`, say.
         limit_s: So long the curriculum may be out of reach.
     """
 
@@ -157,7 +151,6 @@ class RemoteCurriculum:
         *,
         strict: bool = False,
         on_event: Callable[[CurriculumEvent], None] = lambda event: None,
-        on_failure: Callable[[PenstockError], None] = lambda error: None,
         limit_s: float = 300.0,
     ) -> None:
         self.config = config
@@ -165,7 +158,6 @@ class RemoteCurriculum:
         self._lineage = lineage
         self._strict = strict
         self._on_event = on_event
-        self._on_failure = on_failure
         self._on_news: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._log = CurriculumLog(config)
@@ -217,7 +209,7 @@ class RemoteCurriculum:
     # --- recording -----------------------------------------------------------------------------------------------
 
     def update_group(self, group: RolloutGroup) -> None:
-        """Records one training group; a `CurriculumHook` of the replay buffer."""
+        """Records one training group; the replay pool's `on_group`."""
         lesson_id = group.rollouts[0].lesson_id
         threshold = self.config.lessons[lesson_id].success_threshold
         self.update_training(RolloutBatchStats.of(lesson_id, RolloutBatch.of((group,)), threshold))
@@ -298,8 +290,6 @@ class RemoteCurriculum:
             return
         except Exception as error:  # whatever it is, the run must not go on without
             self.failure = error
-            told = error if isinstance(error, PenstockError) else RunFailed(f"the curriculum's log: {error}")
-            self._on_failure(told)
 
     def _push(self) -> None:
         with self._lock:

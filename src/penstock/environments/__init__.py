@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.environments.calculator import CalculatorEnvironment
     from penstock.environments.cats import CatsEnvironment
     from penstock.environments.digits import DigitsEnvironment
-    from penstock.environments.episode import Episode, EpisodeBuilder, GroupScoredEnvironment, SingleTurnEnvironment
+    from penstock.environments.episode import EpisodeBuilder, GroupScoredEnvironment, SingleTurnEnvironment
     from penstock.environments.example_environment import Example, ExampleEnvironment
     from penstock.environments.jsonl import JsonlEnvironment
     from penstock.environments.loading import load_environment
@@ -25,7 +25,6 @@ _EXPORTS = {
     "CatsEnvironment": "cats",
     "DigitsEnvironment": "digits",
     "Environment": "base",
-    "Episode": "episode",
     "EpisodeBuilder": "episode",
     "Example": "example_environment",
     "ExampleEnvironment": "example_environment",
@@ -42,7 +41,7 @@ _EXPORTS = {
 
 __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "DigitsEnvironment", "Environment",
-    "Episode", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
+    "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
     "MultipleChoiceEnvironment", "Prompt", "Reference", "SingleTurnEnvironment", "load_environment",
     "validate_groups", "validate_metrics",
 ]  # fmt: skip

@@ -131,10 +131,6 @@ class EpisodeBuilder:
         self._turns.append(Turn(role, text, start, start + len(tokens)))
 
 
-Episode = EpisodeBuilder
-"""The earlier name."""
-
-
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 

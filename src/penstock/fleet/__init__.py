@@ -10,26 +10,22 @@ if TYPE_CHECKING:
     from penstock.fleet.evaluation import PolicyEvaluation, evaluate_policy
     from penstock.fleet.fragments import FragmentCutter
     from penstock.fleet.jax_policy import JaxPolicyRunner
-    from penstock.fleet.manager import CountedSink, CountingSink, FleetReports, FleetWorker, RolloutManager
+    from penstock.fleet.manager import CountingSink, FleetReports, FleetWorker, RolloutManager
     from penstock.fleet.pipeline_monitor import PipelineMonitor
     from penstock.fleet.policy import Pending, PolicyRunner, Simulators
     from penstock.fleet.pool import SimulatorPool
     from penstock.fleet.rollout_loop import RolloutWorker
     from penstock.fleet.serial import SerialPool
-    from penstock.fleet.steps import ActionBatch, Arrival, Decision, StepArrival, StepBatch
+    from penstock.fleet.steps import ActionBatch, StepArrival, StepBatch
     from penstock.fleet.user_policy import UserPolicyRunner
-    from penstock.fleet.video import FilmedPool, RecordingPool
-    from penstock.fleet.worker import RolloutWorkerWrapper, WorkerCondition, WorkerReport, WorkerStatus
+    from penstock.fleet.video import RecordingPool
+    from penstock.fleet.worker import RolloutWorkerWrapper, WorkerReport, WorkerStatus
 
 _EXPORTS = {
     "ActionBatch": "steps",
-    "Arrival": "steps",
-    "CountedSink": "manager",
     "CountingSink": "manager",
-    "Decision": "steps",
     "Episode": "episode_statistics",
     "EpisodeStatistics": "episode_statistics",
-    "FilmedPool": "video",
     "FleetConfig": "config",
     "FleetReports": "manager",
     "FleetWorker": "manager",
@@ -53,18 +49,17 @@ _EXPORTS = {
     "StepBatch": "steps",
     "UserPolicyRunner": "user_policy",
     "VideoConfig": "config",
-    "WorkerCondition": "worker",
     "WorkerReport": "worker",
     "WorkerStatus": "worker",
     "evaluate_policy": "evaluation",
 }
 
 __all__ = [
-    "ActionBatch", "Arrival", "CountedSink", "CountingSink", "Decision", "Episode", "EpisodeStatistics", "FilmedPool",
+    "ActionBatch", "CountingSink", "Episode", "EpisodeStatistics",
     "FleetConfig", "FleetReports", "FleetWorker", "FragmentCutter", "JaxPolicyRunner", "Pending", "PipelineMonitor",
     "PolicyEvaluation", "PolicyRunner", "RecordingPool", "RolloutManager", "RolloutWorker", "RolloutWorkerWrapper",
     "SerialPool", "SimulatorConfig", "SimulatorLimits", "SimulatorPool", "Simulators", "StepAccount", "StepArrival",
-    "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerCondition", "WorkerReport", "WorkerStatus",
+    "StepBatch", "UserPolicyRunner", "VideoConfig", "WorkerReport", "WorkerStatus",
     "evaluate_policy",
 ]  # fmt: skip
 

@@ -139,10 +139,6 @@ class CountingSink:
                 self._on_delivery(fragment)
 
 
-CountedSink = CountingSink
-"""The earlier name."""
-
-
 def _sender(report: WorkerReport) -> _Life:
     """As fragments name it, which may be other than its supervisor does: the run's lineage is in it."""
     return report.condition.worker_id, report.condition.incarnation

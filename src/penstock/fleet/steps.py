@@ -124,10 +124,6 @@ class StepArrival(StepRows):
     part: int = 0
 
 
-Arrival = StepArrival
-"""The earlier name."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionBatch:
     """What the policy decided for n slots.
@@ -145,10 +141,6 @@ class ActionBatch:
     values: np.ndarray
     version: WeightVersion
     states: Leaves = field(default_factory=dict[str, np.ndarray])
-
-
-Decision = ActionBatch
-"""The earlier name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

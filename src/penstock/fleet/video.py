@@ -467,7 +467,3 @@ class RecordingPool:
         if self._filming:
             self._writer.end(None)
         self._filming, self._slot = False, None
-
-
-FilmedPool = RecordingPool
-"""The earlier name."""

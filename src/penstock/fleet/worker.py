@@ -68,10 +68,6 @@ class WorkerStatus:
     failure: str = ""
 
 
-WorkerCondition = WorkerStatus
-"""The earlier name."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker tells whoever supervises it; plain values.

@@ -349,7 +349,6 @@ class ServerPool:
 
     Args:
         token: What the servers ask for; None sends none.
-        model: Their model's name.
         request_timeout_s: Longest wait of one blocking call for all its answers (``inference.request_timeout_s``).
         most_outstanding_tokens: Most tokens of ours at one server, prompts and longest responses together; requests
             beyond wait here.
@@ -366,14 +365,13 @@ class ServerPool:
         self,
         token: str | None = None,
         *,
-        model: str = MODEL_NAME,
         request_timeout_s: float = 600.0,
         most_outstanding_tokens: int = MOST_OUTSTANDING_TOKENS,
         certificate_authority: str | None = None,
         quiet_s: float = QUIET_S,
         health_s: float = HEALTH_S,
     ) -> None:
-        self._model, self._timeout_s = model, request_timeout_s
+        self._timeout_s = request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
         self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(
             server, token, tls, clock, quiet_s, health_s
@@ -385,11 +383,6 @@ class ServerPool:
         self._numbers = itertools.count()
         self._counts: Counter[str] = Counter({"requests": 0, "answers": 0, "retries": 0, "refusals": 0})
         self._thread = LoopThread("pool of inference servers")
-
-    @property
-    def model(self) -> str:
-        """The servers' model's name."""
-        return self._model
 
     @property
     def servers(self) -> tuple[Server, ...]:

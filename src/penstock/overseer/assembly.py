@@ -25,10 +25,11 @@ from penstock.replay import (
     RolloutStore,
     SampledBatches,
     TicketIssuer,
+    TicketRules,
 )
 from penstock.replay.history import ExperienceFormat
 from penstock.rundir import RunDirectory
-from penstock.types import Clock, ConfigError, LessonChooser, RolloutGroup, fold
+from penstock.types import Clock, ConfigError, RolloutGroup, fold
 
 
 def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[BatchMaker]:
@@ -70,23 +71,6 @@ def config_error_for(key: str, place: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{key}: {place} cannot be used: {error}; name a place that can be written") from error
-
-
-@dataclass(frozen=True, slots=True)
-class TicketRules:
-    """What tickets are drawn by, beside the limits of replay.
-
-    Attributes:
-        seed: The run's.
-        curriculum: Chooses the lesson of each.
-        group_size_of: Rollouts per group of a lesson; 0 of one that was removed.
-        may_draw: Whether the curriculum knows all that it has to know before the next lesson is drawn.
-    """
-
-    seed: int
-    curriculum: LessonChooser
-    group_size_of: Callable[[str], int]
-    may_draw: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +165,16 @@ def open_replay(
     store = RolloutStore(directory, limits.store, clock, experience, on_damage=on_damage, writing=writing)
     with config_error_for("replay.store.url", limits.store.url or directory.path):
         ledger = store.open_ledger(lineage)
-    common: Any = {"clock": clock, "curriculum_hook": on_group, "keep_checkpoints": keep_checkpoints}
+    common: Any = {"clock": clock, "keep_checkpoints": keep_checkpoints}
     if tickets is None:
         opened = ReplayBuffer(limits, store, makers, OpenAdmission(ledger, lineage, limits.failed_limit), **common)
+        if on_group is not None:
+            opened.pool.on_group = on_group
         return Replay(store, ledger, opened, SampledBatches(opened, limits.groups_per_batch), None)
-    issuer = TicketIssuer(
-        limits, tickets.seed, lineage, tickets.curriculum, ledger, tickets.group_size_of, clock, tickets.may_draw
-    )
+    issuer = TicketIssuer(limits, tickets, lineage, ledger, clock)
     paced = PacedReplayBuffer(limits, store, makers, issuer, **common)
+    if on_group is not None:
+        paced.pool.on_group = on_group
     batches = ReplayDataLoader(paced, 0 if limits.synchronous else limits.prefetch, steps)
     return Replay(store, ledger, paced, batches, issuer)
 

@@ -29,7 +29,7 @@ from penstock.overseer.supervisor.messages import ComponentMessage, ComponentSta
 from penstock.overseer.supervisor.scaling import ScaleRequests
 from penstock.overseer.supervisor.stopping import in_background
 from penstock.overseer.supervisor.supervisor import Supervisor
-from penstock.replay import Lineages, salvage_logs
+from penstock.replay import Lineages, repair_logs
 from penstock.types import PenstockError, RunFailed, UnreachableError, errors
 
 TURN_S = 0.05
@@ -73,7 +73,7 @@ class SupervisedTasks:
         self._launcher = launcher
         self._log = log
         self._run: Run | None = None
-        self.supervisor = Supervisor(launcher, self._config, self._on_message, self._on_event, self._on_loss)
+        self.supervisor = Supervisor(launcher, self._config, self)
         self._lost: list[str] = []
         self._notices: list[str] = []
         self._deaths, self._newest_step = RunRestartBudget(self._config.max_restarts), 0
@@ -166,12 +166,14 @@ class SupervisedTasks:
         while True:
             yield
 
-    def _on_event(self, kind: str, **fields: Any) -> None:
+    def on_event(self, kind: str, **fields: Any) -> None:
+        """The supervisor's news go into the log."""
         self._log.event(kind, **fields)
         if kind == "component_death":
             self._deaths.count(str(fields.get("reason", "")))
 
-    def _on_loss(self, identity: Identity, reason: str) -> None:
+    def on_loss(self, identity: Identity, reason: str) -> None:
+        """The run goes back to its newest checkpoint at the next turn."""
         self._lost.append(f"{identity}: {reason}")
 
     def _all_are_gone(self) -> bool:
@@ -187,7 +189,7 @@ class SupervisedTasks:
         reasons, self._lost, self._notices = "; ".join(self._lost), [], []
         directory = self.settings.directory
         checkpoint = newest_good_checkpoint(directory.checkpoints, self._log.damage)
-        salvage_logs(directory, self._log.damage)
+        repair_logs(directory, self._log.damage)
         lineage = max(self.settings.lineage, Lineages(directory.lineages_path).newest) + 1
         self.settings = replace(self.settings, lineage=lineage, checkpoint=checkpoint)
         self.states = None if checkpoint is None else read_states(checkpoint)
@@ -217,7 +219,8 @@ class SupervisedTasks:
 
     # --- what components say ---------------------------------------------------------------------------------------
 
-    def _on_message(self, identity: Identity, message: ComponentMessage) -> None:
+    def on_message(self, identity: Identity, message: ComponentMessage) -> None:
+        """Events and numbers go to the run, samples into the log."""
         run = self._run
         assert run is not None  # components were started by it
         match message.kind:

@@ -23,7 +23,7 @@ from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Overseer, ThreadGroup
 from penstock.overseer.terminal import Progress, RunSummary, TerminalView
-from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, salvage_logs
+from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, PenstockError, RunDirectoryError
 from penstock.weights.shared_memory import free_abandoned
@@ -249,7 +249,7 @@ def resume_point(directory: RunDirectory, damages: DamageList) -> tuple[int, Pat
             f"{directory.path} has no checkpoint that is whole, though it has trained: restore one from a copy, or "
             "start another run" + "".join(f"; {place} is damaged: {reason}" for place, reason in damages)
         )
-    salvage_logs(directory, damages.add)
+    repair_logs(directory, damages.add)
     lineages = [Lineages(directory.lineages_path).newest, *_lineages_of_tickets(directory)]
     if path is not None:
         lineages.append(int(read_states(path)["run"]["lineage"]))

@@ -17,22 +17,20 @@ if TYPE_CHECKING:
         fragments_to_buffer,
     )
     from penstock.replay.paced import PacedReplayBuffer
-    from penstock.replay.prefetch import OpenBatchSource, ReplayDataLoader, SampledBatches
+    from penstock.replay.prefetch import ReplayDataLoader, SampledBatches
     from penstock.replay.queue import Delivery, MemoryRolloutStorage, RolloutStorage, RolloutStorageConfig
     from penstock.replay.receiver import RolloutReceiver
     from penstock.replay.recovery import plan_recovery
     from penstock.replay.remote import (
         RemoteBatches,
-        RemoteFragmentBatches,
-        RemoteFragments,
         RemoteSink,
         RemoteTickets,
     )
-    from penstock.replay.repair import repair_logs, salvage_logs
-    from penstock.replay.service import FragmentService, ReplayService
+    from penstock.replay.repair import repair_logs
+    from penstock.replay.service import ReplayService
     from penstock.replay.store import ExperienceStore, RolloutStore
     from penstock.replay.ticket_service import TicketService
-    from penstock.replay.tickets import TicketIssuer
+    from penstock.replay.tickets import TicketIssuer, TicketRules
 
 _EXPORTS = {
     "Delivery": "queue",
@@ -42,7 +40,6 @@ _EXPORTS = {
     "FRAGMENTS": "history",
     "FileRolloutStorage": "file_queue",
     "FragmentReplayConfig": "config",
-    "FragmentService": "service",
     "FreshnessRules": "freshness",
     "FreshnessWindow": "freshness",
     "History": "history",
@@ -52,13 +49,10 @@ _EXPORTS = {
     "LoggedFate": "history",
     "MemoryRolloutStorage": "queue",
     "OpenAdmission": "buffer",
-    "OpenBatchSource": "prefetch",
     "PacedReplayBuffer": "paced",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
-    "RemoteFragmentBatches": "remote",
-    "RemoteFragments": "remote",
     "RemoteSink": "remote",
     "RemoteTickets": "remote",
     "ReplayDataLoader": "prefetch",
@@ -71,6 +65,7 @@ _EXPORTS = {
     "SampledBatches": "prefetch",
     "StoreConfig": "config",
     "TicketIssuer": "tickets",
+    "TicketRules": "tickets",
     "TicketService": "ticket_service",
     "Tolerance": "config",
     "batch_from_buffer": "messages",
@@ -80,18 +75,17 @@ _EXPORTS = {
     "open_rollout_storage": "file_queue",
     "plan_recovery": "recovery",
     "repair_logs": "repair",
-    "salvage_logs": "repair",
 }
 
 __all__ = [
     "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
-    "FragmentReplayConfig", "FragmentService", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
-    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "OpenBatchSource", "PacedReplayBuffer",
-    "RemoteBatches", "RemoteFragmentBatches", "RemoteFragments", "RemoteSink", "RemoteTickets", "ReplayBuffer",
+    "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
+    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "PacedReplayBuffer",
+    "RemoteBatches", "RemoteSink", "RemoteTickets", "ReplayBuffer",
     "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
-    "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer",
+    "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer", "TicketRules",
     "TicketService", "Tolerance", "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer",
-    "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "repair_logs", "salvage_logs",
+    "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "repair_logs",
 ]  # fmt: skip
 
 

@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.replay.condition import RECHECK_S, NotifyingCondition
+from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.history import History
 from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
-from penstock.replay.training_pool import CurriculumHook, FormedBatch, TrainingPool
+from penstock.replay.training_pool import FormedBatch, TrainingPool
 from penstock.replay.waiting_groups import AnyMaker
 from penstock.types import (
     CheckpointError,
@@ -58,7 +58,7 @@ class OpenAdmission:
     """
 
     def __init__(self, ledger: Ledger, lineage: int = 0, most_refused: int | None = None) -> None:
-        self.changed = NotifyingCondition()
+        self.changed = ledger.changed
         self.ledger = ledger
         self.lineage = lineage
         self._most_refused = most_refused
@@ -262,7 +262,6 @@ class ReplayBuffer:
         makers: Choose batches; several must be bound to different environments.
         admission: Counts what was started; None makes one over a ledger of the store.
         clock: Unix seconds.
-        curriculum_hook: Called once per ingested group, the lock held.
         keep_checkpoints: How many checkpoints stay: what one of them may need is not deleted.
 
     Attributes:
@@ -279,17 +278,14 @@ class ReplayBuffer:
         makers: AnyMaker | Sequence[AnyMaker],
         admission: OpenAdmission | None = None,
         clock: Clock = time.time,
-        curriculum_hook: CurriculumHook | None = None,
         keep_checkpoints: int = 1,
     ) -> None:
         self._admission = _checked(OpenAdmission(store.open_ledger()) if admission is None else admission)
-        self._changed = changed = self._admission.changed
+        self._changed = self._admission.changed
         self._groups_per_batch = config.groups_per_batch
         self._limit = AdmissionLimit(config.max_waiting, config.max_waiting_s)
         self._awaited = 0
-        self.pool = TrainingPool(
-            config, store, makers, self._admission.ledger, changed, clock, curriculum_hook, keep_checkpoints
-        )
+        self.pool = TrainingPool(config, store, makers, self._admission.ledger, clock, keep_checkpoints)
 
     # --- rollouts in ---------------------------------------------------------------------------------------------
 

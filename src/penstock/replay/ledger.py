@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from penstock.replay.condition import NotifyingCondition
 from penstock.rundir import JsonLinesLog
 from penstock.rundir.directory import read_forks
 from penstock.rundir.storage import is_full_disk
@@ -117,6 +118,7 @@ class Ledger:
         space: Says how long a full disk is waited for; lines for which there is no room are written later.
 
     Attributes:
+        changed: The lock of the buffer whose books these are, and of whoever admits for it; notified of all news.
         update: The next update without a batch, in an open buffer the current version: who settles a rollout logs it.
     """
 
@@ -129,6 +131,7 @@ class Ledger:
         past: str = "",
         space: DiskSpace | None = None,
     ) -> None:
+        self.changed = NotifyingCondition()
         self.update = 0
         self.past = past
         self.space = space or DiskSpace()

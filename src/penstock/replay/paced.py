@@ -23,7 +23,7 @@ from penstock.replay.outstanding import Outstanding
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
 from penstock.replay.tickets import RestoredGroup, TicketIssuer
-from penstock.replay.training_pool import CurriculumHook, FormedBatch, TrainingPool
+from penstock.replay.training_pool import FormedBatch, TrainingPool
 from penstock.replay.waiting_groups import AnyMaker
 from penstock.types import (
     Clock,
@@ -46,7 +46,6 @@ class PacedReplayBuffer:
         makers: Choose batches; several must be bound to different environments.
         issuer: Admits what may be delivered; it serves one buffer.
         clock: Unix seconds.
-        curriculum_hook: Called once per ingested group, in ticket order at staleness zero, the lock held.
         keep_checkpoints: How many checkpoints stay: what one of them may need is not deleted.
 
     Attributes:
@@ -63,7 +62,6 @@ class PacedReplayBuffer:
         makers: AnyMaker | Sequence[AnyMaker],
         issuer: TicketIssuer,
         clock: Clock = time.time,
-        curriculum_hook: CurriculumHook | None = None,
         keep_checkpoints: int = 1,
     ) -> None:
         if config.max_waiting is not None:
@@ -72,9 +70,7 @@ class PacedReplayBuffer:
         self._issuer = issuer
         self._clock = clock
         self._changed = issuer.changed
-        self.pool = TrainingPool(
-            config, store, makers, issuer.ledger, issuer.changed, clock, curriculum_hook, keep_checkpoints
-        )
+        self.pool = TrainingPool(config, store, makers, issuer.ledger, clock, keep_checkpoints)
         self.pool.on_gone, self.pool.on_filtered = issuer.free, self._on_filtered
         self.pool.on_trainable = issuer.set_trainable
         issuer.bind(self._claim, self._ingest_ready)

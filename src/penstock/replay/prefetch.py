@@ -168,7 +168,3 @@ class SampledBatches:
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`; called before that is published."""
         self._buffer.set_current_step(step)
-
-
-OpenBatchSource = SampledBatches
-"""The earlier name."""

@@ -291,8 +291,3 @@ class RemoteBatches:
 
 def _read(answer: tuple[Any, ...]) -> TrainingBatch[Any]:
     return BatchMessage(*answer).read()
-
-
-RemoteFragments = RemoteSink
-RemoteFragmentBatches = RemoteBatches
-"""The clients of fragments alone are these."""

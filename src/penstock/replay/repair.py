@@ -113,10 +113,6 @@ def _likely_fork(lineage: int, tickets: Path) -> _Row:
     return {"lineage": lineage, "parent": lineage - 1, "step": step}
 
 
-salvage_logs = repair_logs
-"""The earlier name."""
-
-
 class DamagedFiles:
     """Moves damaged files out of everybody's way.
 

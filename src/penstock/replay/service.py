@@ -327,7 +327,3 @@ def _inlet_of(
             "RolloutReceiver over a MemoryRolloutStorage"
         )
     return inlet
-
-
-FragmentService = ReplayService
-"""The service of fragments alone is this one."""

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.replay.condition import RECHECK_S, NotifyingCondition
+from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import StoreConfig
 from penstock.replay.history import (
     LANGUAGE,
@@ -351,7 +351,6 @@ class Sealer:
         self,
         store: ExperienceStore,
         ledger: Ledger,
-        changed: NotifyingCondition,
         config: StoreConfig,
         clock: Clock,
         on_sealed: Callable[[list[str]], None],
@@ -359,7 +358,7 @@ class Sealer:
         self.space, self._space_to_merge = (DiskSpace(config.full_disk_s) for _ in range(2))
         self._store = store
         self._ledger = ledger
-        self._changed = changed
+        self._changed = ledger.changed
         self._config = config
         self._clock = clock
         self._on_sealed = on_sealed

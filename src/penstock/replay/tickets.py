@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from penstock.replay.condition import NotifyingCondition
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
 from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
@@ -138,19 +137,33 @@ class RestoredGroup(NamedTuple):
     deadline_step: int
 
 
+@dataclass(frozen=True, slots=True)
+class TicketRules:
+    """What tickets are drawn by, beside the limits of replay.
+
+    Attributes:
+        seed: The run's; seeds of tickets derive from it.
+        curriculum: Chooses the lesson of each.
+        group_size_of: Rollouts per group of a lesson; 0 of one that was removed: its tickets do not come back.
+        may_draw: Whether the curriculum knows all that it has to know before the next lesson is drawn. Notify the
+            issuer's `changed` when it does.
+    """
+
+    seed: int
+    curriculum: LessonChooser
+    group_size_of: Callable[[str], int]
+    may_draw: Callable[[], bool] = lambda: True
+
+
 class TicketIssuer:
     """Implements `penstock.types.TicketSource` and `Checkpointable`. Thread-safe.
 
     Args:
         config: Pace and limits.
-        run_seed: Seeds derive from it.
+        rules: What tickets are drawn by.
         lineage: Of this life of the run.
-        lesson_chooser: The curriculum.
         ledger: Learns what was started and what failed.
-        group_size_of: Rollouts per group of a lesson; 0 of one that was removed: its tickets do not come back.
         clock: Unix seconds, for the age of running groups.
-        may_draw: Whether `lesson_chooser` knows all that it has to know before the next lesson is drawn. Notify
-            `changed` when it does.
 
     Attributes:
         changed: The lock, notified of all news.
@@ -165,15 +178,12 @@ class TicketIssuer:
     def __init__(
         self,
         config: ReplayBufferConfig,
-        run_seed: int,
+        rules: TicketRules,
         lineage: int,
-        lesson_chooser: LessonChooser,
         ledger: Ledger,
-        group_size_of: Callable[[str], int],
         clock: Clock = time.time,
-        may_draw: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.changed = NotifyingCondition()
+        self.changed = ledger.changed
         self.ledger = ledger
         self.lineage = lineage
         self.outstanding = OutstandingTickets(config.groups_per_batch)
@@ -181,10 +191,10 @@ class TicketIssuer:
         self.failed_since_batch = 0
         self.last_failure = ""
         self._config = config
-        self._draws = TicketSampler(run_seed, lineage, lesson_chooser)
-        self._group_size_of = group_size_of
+        self._draws = TicketSampler(rules.seed, lineage, rules.curriculum)
+        self._group_size_of = rules.group_size_of
         self._clock = clock
-        self._may_draw = may_draw
+        self._may_draw = rules.may_draw
         self._pace = PaceMetrics()
         self._claim: Callable[[str, int, int], RestoredGroup | None] = lambda lesson_id, index, deadline_step: None
         self._on_resolved: Callable[[], None] = lambda: None

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.batch import Dropped, has_signal
-from penstock.replay.condition import RECHECK_S, NotifyingCondition
+from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.freshness import FreshnessRules, IngestRules, Verdict, judge_group
 from penstock.replay.ledger import Ledger
@@ -50,9 +50,6 @@ from penstock.types import (
     TrainingExample,
     WeightVersion,
 )
-
-CurriculumHook = Callable[[RolloutGroup[Any]], None]
-"""Told of groups of the kind that it is meant for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +78,8 @@ class TrainingPool:
         config: Limits.
         store: Where groups and batches are written.
         makers: Choose batches; several must be bound to different environments.
-        ledger: Counts every rollout. Its `update` is kept by the front.
-        changed: The lock, notified of all news.
+        ledger: Counts every rollout. Its `update` is kept by the front, its lock is the pool's.
         clock: Unix seconds.
-        curriculum_hook: Called once per group with a trainable rollout, filtered ones included, the lock held.
         keep_checkpoints: How many checkpoints stay: what one of them may need is not deleted.
 
     Attributes:
@@ -95,6 +90,8 @@ class TrainingPool:
         fresh: Groups that no batch had yet, in the order in which they became trainable.
         reusable: Groups that wait for a further use, by their first one.
         recorded: Groups of an earlier life that the curriculum knows.
+        on_group: Called with the lock held, once per group with a trainable rollout, filtered ones included; at
+            staleness zero in the order of tickets.
         on_gone: Called with the lock held: a group (id) left before its first use, for a reason.
         on_filtered: Called with the lock held: a group (id, lesson, a member's reward) left, since it had no signal.
         on_trainable: Called with the lock held: a batch maker has a group (id) now.
@@ -106,12 +103,10 @@ class TrainingPool:
         store: ExperienceStore,
         makers: AnyMaker | Sequence[AnyMaker],
         ledger: Ledger,
-        changed: NotifyingCondition,
         clock: Clock = time.time,
-        curriculum_hook: CurriculumHook | None = None,
         keep_checkpoints: int = 1,
     ) -> None:
-        self.store, self.ledger, self.changed = store, ledger, changed
+        self.store, self.ledger, self.changed = store, ledger, ledger.changed
         self.makers = BatchMakers(makers)
         self.current = 0
         self.waiting = WaitingGroups(rules := FreshnessRules(config), config.capacity)
@@ -119,6 +114,7 @@ class TrainingPool:
         self.fresh: dict[str, WaitingGroup] = {}
         self.reusable: dict[str, WaitingGroup] = {}
         self.recorded: set[str] = set()
+        self.on_group: Callable[[RolloutGroup[Any]], None] = _ignore
         self.on_gone: Callable[[str, str], None] = _ignore
         self.on_filtered: Callable[[str, str, float], None] = _ignore
         self.on_trainable: Callable[[str], None] = _ignore
@@ -127,8 +123,7 @@ class TrainingPool:
         self._capacity = config.capacity
         self._filters_flat_groups = config.batch_maker.filter_zero_variance
         self._clock = clock
-        self._hook = curriculum_hook
-        self.sealer = Sealer(store, ledger, changed, config.store, clock, self._add_to_makers)
+        self.sealer = Sealer(store, ledger, config.store, clock, self._add_to_makers)
         self._counts = BatchMetrics()
         self._in_training: dict[int, list[tuple[WaitingGroup, Experience]]] = {}
         self._pending: Counter[str] = Counter()
@@ -172,8 +167,8 @@ class TrainingPool:
                 verdict = next(iter(judged.rejected.values()))
                 return f"lesson {lesson_id}: {verdict.fate}, {verdict.reason}"
             trainable: RolloutGroup[Any] = replace(group, rollouts=judged.trainable)
-            if group.group_id not in self.recorded and self._hook is not None:
-                self._hook(trainable)
+            if group.group_id not in self.recorded:
+                self.on_group(trainable)
             self.recorded.discard(group.group_id)
             if self._filters_flat_groups and not has_signal(trainable):
                 ids = [rollout.rollout_id for rollout in trainable.rollouts]

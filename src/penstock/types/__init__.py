@@ -1,6 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-from penstock.types.calls import Caller, PersistentCaller, RetryingCaller
+from penstock.types.calls import Caller, RetryingCaller
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
@@ -72,7 +72,7 @@ __all__ = [
     "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample", "GenerationCall",
     "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser", "ManyInferenceContext",
     "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError",
-    "PersistentCaller", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
+    "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
     "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
     "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",

@@ -128,7 +128,3 @@ class RetryingCaller:
                 f"{self._name} has not answered for {silent_s:.0f} s (limit {self._limit_s:g} s), last asked for "
                 f"{method!r}: {error}"
             ) from error
-
-
-PersistentCaller = RetryingCaller
-"""The earlier name."""

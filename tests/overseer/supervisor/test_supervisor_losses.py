@@ -24,7 +24,7 @@ def test_an_essential_component_is_lost_once_its_process_is_gone_and_returns_whe
 def test_a_loss_may_be_answered_from_within():
     world = World()
     world.add("learner-0", "replay-0", essential=True)
-    world.on_loss = lambda identity, reason: [
+    world.when_lost = lambda identity, reason: [
         world.supervisor.respawn(name, {"lineage": 1}) for name in ("learner-0", "replay-0")
     ]
     world.newest("replay-0").die()
@@ -65,7 +65,7 @@ def test_who_goes_back_with_another_is_gone_before_anything_is_chosen():
 def test_a_respawn_after_a_death_waits_its_time():
     world = World()
     world.add("learner-0", essential=True)
-    world.on_loss = lambda identity, reason: world.supervisor.respawn("learner-0")
+    world.when_lost = lambda identity, reason: world.supervisor.respawn("learner-0")
     world.newest("learner-0").die()
     world.advance(1.5)
     assert world.started("learner-0") == [0]

@@ -95,11 +95,9 @@ class World:
         self.messages: list[tuple[str, str]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.losses: list[tuple[str, str]] = []
-        self.on_loss: Callable[[Identity, str], None] = lambda identity, reason: None
+        self.when_lost: Callable[[Identity, str], None] = lambda identity, reason: None
         self.config = OverseerConfig(**{**LIMITS, **limits})
-        self.supervisor = Supervisor(
-            self, self.config, self._message, self._event, self._loss, clock=lambda: self.now, background=at_once
-        )
+        self.supervisor = Supervisor(self, self.config, self, clock=lambda: self.now, background=at_once)
 
     def spawn(
         self, identity: Identity, factory: Any, settings: Any, resources: RoleConfig, view: Membership
@@ -122,15 +120,15 @@ class World:
 
     def close(self, timeout_s: float) -> None: ...
 
-    def _message(self, identity: Identity, message: ComponentMessage) -> None:
+    def on_message(self, identity: Identity, message: ComponentMessage) -> None:
         self.messages.append((str(identity), message.name))
 
-    def _event(self, kind: str, **fields: Any) -> None:
+    def on_event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
 
-    def _loss(self, identity: Identity, reason: str) -> None:
+    def on_loss(self, identity: Identity, reason: str) -> None:
         self.losses.append((str(identity), reason))
-        self.on_loss(identity, reason)
+        self.when_lost(identity, reason)
 
     def add(self, *names: str, essential: bool = False) -> None:
         for name in names:

@@ -17,7 +17,6 @@ from penstock.inference import EngineContext, InferenceEngine
 from penstock.model.language import with_named_arrays
 from penstock.overseer.assembly import (
     LocalBatches,
-    TicketRules,
     config_error_for,
     make_batch_makers,
     open_replay,
@@ -34,7 +33,7 @@ from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.trainer import LearnerComponent
-from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, open_rollout_storage
+from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, TicketRules, open_rollout_storage
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
 from penstock.types import RolloutBatch, RolloutGroup, WeightVersion

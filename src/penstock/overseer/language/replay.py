@@ -17,13 +17,13 @@ from typing_extensions import override
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
 from penstock.environments import load_environment
 from penstock.learner import read_states
-from penstock.overseer.assembly import TicketRules, make_batch_makers, open_replay, restore_parts
+from penstock.overseer.assembly import make_batch_makers, open_replay, restore_parts
 from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import RolloutMetrics, success_thresholds
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
-from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketService
+from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketRules, TicketService
 from penstock.types import RolloutGroup, RolloutSink
 
 

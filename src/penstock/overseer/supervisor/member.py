@@ -6,10 +6,10 @@ version of the policy is learned.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from penstock.overseer.config import OverseerConfig, RoleConfig
 from penstock.overseer.launch.launcher import Factory
@@ -275,8 +275,24 @@ NOTICED = "it was told to end, and drained"
 """Why one ends that its machine gave notice, and that has finished what it began: no death either."""
 
 
+class SupervisorOwner(Protocol):
+    """Whose components a supervisor keeps."""
+
+    def on_message(self, identity: Identity, message: ComponentMessage) -> None:
+        """Is given each message once; what this returned from is acknowledged to the sender."""
+        ...
+
+    def on_event(self, kind: str, **fields: Any) -> None:
+        """Is given what happened."""
+        ...
+
+    def on_loss(self, identity: Identity, reason: str) -> None:
+        """Is told, within `Supervisor.tick`, of an essential component whose process is gone, and why."""
+        ...
+
+
 class Lifecycle:
-    """Moves members from one phase to the next; see `Supervisor` for the arguments.
+    """Moves members from one phase to the next; `Supervisor` says what the arguments are.
 
     Attributes:
         deaths: So many incarnations died or were ended before they had drained.
@@ -286,18 +302,14 @@ class Lifecycle:
     def __init__(
         self,
         config: OverseerConfig,
-        on_message: Callable[[Identity, ComponentMessage], None],
-        on_event: Callable[..., None],
-        on_loss: Callable[[Identity, str], None],
+        owner: SupervisorOwner,
         stragglers: Stragglers,
         background: Background,
     ) -> None:
         self.deaths = 0
         self.late = StaleMessages()
         self._config = config
-        self._on_message = on_message
-        self._on_event = on_event
-        self._on_loss = on_loss
+        self._owner = owner
         self._stragglers = stragglers
         self._background = background
 
@@ -327,7 +339,7 @@ class Lifecycle:
             self.late.drop(report)
             return False
         if member.phase == "starting":
-            self._on_event(
+            self._owner.on_event(
                 "component_up",
                 component=member.name,
                 incarnation=member.incarnation,
@@ -338,7 +350,7 @@ class Lifecycle:
             member.enter("living", now_s)
         for message in report.messages:
             if message.number > heartbeat.acknowledged:
-                self._on_message(report.identity, message)
+                self._owner.on_message(report.identity, message)
                 heartbeat.acknowledged = message.number
         member.report = report
         member.note_progress(report.condition.progress, now_s)
@@ -355,7 +367,7 @@ class Lifecycle:
             member.deaths += 1
         member.reason = reason
         kind = "component_drained" if orderly else "component_death"
-        self._on_event(kind, component=member.name, incarnation=identity.incarnation, reason=reason)
+        self._owner.on_event(kind, component=member.name, incarnation=identity.incarnation, reason=reason)
         self.late.expect(heartbeat.abandon())
         self._stragglers.forget(identity)
         member.heartbeat = member.report = member.draining = None
@@ -400,7 +412,7 @@ class Lifecycle:
             return
         member.given_up = True
         deaths, config = member.budget.used(now_s), self._config
-        self._on_event("restart_budget_exhausted", component=member.name, deaths=deaths, reason=reason)
+        self._owner.on_event("restart_budget_exhausted", component=member.name, deaths=deaths, reason=reason)
         raise RunFailed(
             f"{member.name} died {deaths} times within {config.restart_window_s:g} s (overseer.restart_window_s), and "
             f"overseer.max_restarts allows {config.max_restarts} restarts; the last time: {reason}"
@@ -408,7 +420,7 @@ class Lifecycle:
 
     def _look_at_ending(self, member: Member, ending: Termination, now_s: float) -> None:
         def on_failure(reason: str) -> None:
-            self._on_event("kill_failed", component=member.name, incarnation=member.incarnation, reason=reason)
+            self._owner.on_event("kill_failed", component=member.name, incarnation=member.incarnation, reason=reason)
 
         if not ending.poll(now_s, on_failure):
             return
@@ -418,6 +430,6 @@ class Lifecycle:
         elif member.given_up or (member.spec.essential and not member.wanted):
             member.enter("lost", now_s)
             if not member.given_up and member.identity is not None:
-                self._on_loss(member.identity, member.reason)
+                self._owner.on_loss(member.identity, member.reason)
         else:
             member.enter("waiting", now_s)

@@ -18,7 +18,7 @@ from penstock.overseer.config import OverseerConfig
 from penstock.overseer.launch.launcher import Handle, Launcher
 from penstock.overseer.supervisor.heartbeat import Heartbeat
 from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget
-from penstock.overseer.supervisor.messages import ComponentMessage, Identity, Membership, Report
+from penstock.overseer.supervisor.messages import Identity, Membership, Report
 from penstock.overseer.supervisor.scaling import RoleSizes, SpecMaker
 from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
 from penstock.overseer.supervisor.stragglers import Stragglers
@@ -118,9 +118,7 @@ class Supervisor:
     Args:
         launcher: Starts their processes.
         config: Limits and intervals.
-        on_message: Is given each message once; what it returned from is acknowledged to the sender.
-        on_event: Is given what happened: a kind and plain fields.
-        on_loss: Is told, within `tick`, of an essential component whose process is gone, and why.
+        owner: Hears of messages, events and losses.
         clock: Monotonic seconds.
         background: Where calls that wait are made.
     """
@@ -129,16 +127,14 @@ class Supervisor:
         self,
         launcher: Launcher,
         config: OverseerConfig,
-        on_message: Callable[[Identity, ComponentMessage], None],
-        on_event: Callable[..., None],
-        on_loss: Callable[[Identity, str], None],
+        owner: SupervisorOwner,
         *,
         clock: Callable[[], float] = time.monotonic,
         background: Background = in_background,
     ) -> None:
         self._launcher = launcher
         self._config = config
-        self._on_event = on_event
+        self._on_event = owner.on_event
         self._background = background
         self._patience = SuspendAwareClock(clock, config.heartbeat_timeout_s / 4)
         self._members: dict[str, Member] = {}
@@ -146,7 +142,7 @@ class Supervisor:
         self._sizes = RoleSizes()
         self._stragglers = Stragglers(config.straggler_factor)
         self._stragglers_due = 0.0
-        self._lives = Lifecycle(config, on_message, on_event, on_loss, self._stragglers, background)
+        self._lives = Lifecycle(config, owner, self._stragglers, background)
         self._started = 0
         self._view = Membership()
         self._reports: Mapping[str, Report] = {}
@@ -221,7 +217,7 @@ class Supervisor:
     def end(self, name: str, reason: str) -> None:
         """Ends a living component, which costs it none of its restarts.
 
-        Then `on_loss` is told of an essential one, and any other is started again. Nothing happens where it does not
+        Then the owner is told of an essential one, and any other is started again. Nothing happens where it does not
         live.
 
         Raises:
@@ -234,7 +230,7 @@ class Supervisor:
     def respawn(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """Starts a new incarnation as soon as the old process is gone and the wait after a death is over.
 
-        One that lives is ended first, without `on_loss`.
+        One that lives is ended first; the owner is not told of a loss.
 
         Args:
             name: Which.
@@ -262,7 +258,7 @@ class Supervisor:
         Raises:
             RunFailed: a component died more often than its budget allows, or cannot be shown to be dead. Raised once;
                 ticks after it go on with the others, so that the run can end in good order.
-            PenstockError: whatever the launcher, `on_message` or `on_loss` raised.
+            PenstockError: whatever the launcher, or the owner raised.
         """
         self._patience.tick()
         self._lives.late.poll()
