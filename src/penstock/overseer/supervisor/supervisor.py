@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from penstock.overseer.config import OverseerConfig
 from penstock.overseer.launch.launcher import Handle, Launcher
 from penstock.overseer.supervisor.heartbeat import Heartbeat
-from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget
+from penstock.overseer.supervisor.member import ComponentSpec, Lifecycle, Member, RestartBudget, SupervisorOwner
 from penstock.overseer.supervisor.messages import Identity, Membership, Report
 from penstock.overseer.supervisor.scaling import RoleSizes, SpecMaker
 from penstock.overseer.supervisor.stopping import Background, in_background, stop_all
