@@ -17,9 +17,9 @@ from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervised import SupervisedTasks
 from penstock.overseer.supervision import Overseer, ThreadGroup
 from penstock.overseer.supervisor.supervisor import Supervisor
+from penstock.overseer.tasks import SupervisedTasks
 from penstock.overseer.terminal import Progress, TerminalView
 from penstock.rundir import RunDirectory
 

@@ -19,9 +19,9 @@ from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.supervised import SupervisedTasks
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.supervisor.scaling import ask_to_scale
+from penstock.overseer.tasks import SupervisedTasks
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training import DamageList, resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics

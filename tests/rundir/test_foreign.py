@@ -9,7 +9,7 @@ from tests.dashboard.sample_run import write_run
 from tests.object_stores import s3_server, s3_url  # noqa: F401  (fixtures)
 
 from penstock.rundir import JsonLinesLog, RunDirectory, RunViews
-from penstock.rundir import run_files as store_reading
+from penstock.rundir import live_files as store_reading
 from penstock.rundir.store_urls import url_problem
 from penstock.types import ConfigError, RunDirectoryError
 

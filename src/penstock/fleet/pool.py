@@ -28,7 +28,6 @@ from penstock.fleet.fork_client import FORK_SERVER_END_S, ForkReply, ForkServerC
 from penstock.fleet.messages import EnvWorkerSpec, episode_seed
 from penstock.fleet.process_tree import end_descendants_of_fork_server, kill_group
 from penstock.fleet.shared_block import FrameArea
-from penstock.fleet.space_check import SpaceCheck
 from penstock.fleet.steps import Leaves, StepArrival
 from penstock.types import ConfigError, NoProgressError, RunFailed, Spaces
 
@@ -89,6 +88,56 @@ class DescriptorWatch(Generic[T]):
         """Closes what was retired, and the epoll."""
         self.close_retired()
         self._epoll.close()
+
+
+class SpaceCheck:
+    """All simulators of a fleet share one form of observations and of actions: whoever differs is refused by name.
+
+    It has the spaces of the first simulator that was made, and which tasks agreed so far. Bounds of 64-bit integers are
+    the widest of all tasks.
+
+    Attributes:
+        tasks: Tasks of which a simulator was made.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+        self._spaces: Spaces | None = None
+        self._closed = False
+
+    @property
+    def spaces(self) -> Spaces:
+        """Of all simulators.
+
+        Raises:
+            RunFailed: none was made yet.
+        """
+        if self._spaces is None:
+            raise RunFailed("the simulators' spaces are not known yet: start the pool first")
+        return self._spaces
+
+    def adopt(self, task: str, spaces: Spaces) -> None:
+        """Takes the spaces of a simulator that was made.
+
+        Raises:
+            ConfigError: they need other arrays than the first one's.
+        """
+        if self._closed:
+            return
+        self._spaces = (self._spaces or spaces).widened(spaces)
+        if task not in self.tasks:
+            self.tasks.append(task)
+        for side in ("observations", "actions"):
+            first, other = self._spaces.forms(side), spaces.forms(side)
+            if first != other:
+                raise ConfigError(
+                    f"task {task!r} has {side} {other}, other than {first} of task {self.tasks[0]!r}: tasks of one "
+                    "fleet share their spaces; wrap one of them, or run them apart"
+                )
+
+    def close(self) -> None:
+        """Nobody is refused any more: who comes now is ended, and must not keep others from being ended, too."""
+        self._closed = True
 
 
 _OUTPUT_TAIL = 500  # characters of a simulator's output

@@ -1,8 +1,8 @@
 """`penstock doctor`: what this machine offers and whether Penstock works on it, check by check with its remedy.
 
-A check that raises is a failed check and disturbs no other. What needs JAX lives in
-`penstock.overseer.doctor_probes`, what starts simulators in `doctor_fleet`. Nothing is written or removed but by
-`clean`, and nothing outside this machine is asked.
+A check that raises is a failed check and disturbs no other. What computes, or starts simulators, lives
+in `penstock.overseer.doctor_probes`. Nothing is written or removed but by `clean`, and nothing outside this machine is
+asked.
 """
 
 import importlib
@@ -73,7 +73,7 @@ def examine() -> list[Check]:
         "matrix product": _probe("check_matrix_product"),
         "memory copy": _probe("check_memory_copy"),
         "parity": _probe("check_parity"),
-        "simulators": _probe("check_simulators", "doctor_fleet"),
+        "simulators": _probe("check_simulators"),
     }
     return [_guarded(name, probe) for name, probe in probes.items()]
 
@@ -175,9 +175,9 @@ def print_checks(checks: list[Check], console: Console) -> None:
     console.print(f"{len(checks)} checks, {failed} failed, {warned} with a warning")
 
 
-def _probe(name: str, module: str = "doctor_probes") -> Callable[[], Check]:
+def _probe(name: str) -> Callable[[], Check]:
     """A check that computes; an installation too broken to import is its finding, not an error of the others."""
-    return lambda: getattr(importlib.import_module(f"penstock.overseer.{module}"), name)()
+    return lambda: getattr(importlib.import_module("penstock.overseer.doctor_probes"), name)()
 
 
 def _guarded(name: str, probe: Callable[[], Check]) -> Check:

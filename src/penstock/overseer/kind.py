@@ -27,8 +27,8 @@ from penstock.types import ConfigError
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
     from penstock.overseer.assembly import LocalBatches
-    from penstock.overseer.direct import LocalComponent
     from penstock.overseer.run import PhaseSteps, Run
+    from penstock.overseer.tasks import LocalComponent
     from penstock.overseer.trainer import LearnerComponent
     from penstock.weights import InProcessBroadcaster
 

@@ -2,8 +2,8 @@
 
 Phases are generators: each ``yield`` gives whoever drives them a turn. Nothing in them waits by itself, and nothing in
 them restarts anything. What differs between components under a supervisor and those of this process stands behind
-`ComponentTasks`, with `penstock.overseer.supervised.SupervisedTasks` and `penstock.overseer.direct.DirectTasks`. Not
-covered: what is trained, which is the `PolicyKind`'s.
+`ComponentTasks`, with two implementations in `penstock.overseer.tasks`. Not covered: what is trained, which is the
+`PolicyKind`'s.
 """
 
 import threading

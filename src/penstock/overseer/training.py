@@ -17,11 +17,11 @@ from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
-from penstock.overseer.direct import DirectTasks
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Overseer, ThreadGroup
+from penstock.overseer.tasks import DirectTasks, SupervisedTasks
 from penstock.overseer.terminal import Progress, RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
@@ -160,8 +160,6 @@ def _under_ray(
         if not resume:
             shutil.rmtree(directory.path)  # nothing of a run is in it
         raise
-    from penstock.overseer.supervised import SupervisedTasks  # what a run in one process does without
-
     try:
         log = opened()
         run = Run(kind, SupervisedTasks(kind, settings, states, launcher, log), log)

@@ -1,19 +1,43 @@
-"""How a folder is read while its writer merges and deletes files.
+"""The Parquet files of a run: how a folder is read while its writer merges and deletes files, and which files count.
 
 A file that was merged into another does not count where both are there. A file that is gone when it is opened was
 merged or has expired: the folder is listed again. What was read already is not read twice, since files never change.
+
+A `RunFiles` is a snapshot of names: which files count, in which versions, and how to scan them. It stays valid until
+some are merged or expire; `vanished` says whether that happened. Rollouts and batches may lie in another place than the
+rest of the run, where ``replay.store.url`` says; of a run directory that others may have written, no store in the
+network is asked. Nothing is written or made here. Not covered: the logs.
 """
 
-from collections.abc import Callable, Generator
+import concurrent.futures
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from penstock.rundir.parquet import opened_parquet, replaced_names
-from penstock.rundir.storage import Storage
-from penstock.types import InvalidRolloutError, RunDirectoryError, SchemaVersionError
+from penstock.rundir.directory import RunDirectory
+from penstock.rundir.example_rows import EXAMPLE_SCHEMA
+from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
+from penstock.rundir.parquet import opened_parquet, replaced_names, schema_version
+from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
+from penstock.rundir.storage import LocalStorage, RemoteStorage, Storage
+from penstock.rundir.store_urls import is_remote, local_root, url_problem
+from penstock.types import (
+    ConfigError,
+    InvalidRolloutError,
+    PenstockError,
+    RolloutRecord,
+    RunDirectoryError,
+    SchemaVersionError,
+)
 
 Read = TypeVar("Read")
 
@@ -96,3 +120,206 @@ def read_live(
     raise RunDirectoryError(
         f"{storage.locate(folder)}: files vanished {_ATTEMPTS} times while they were read; try again later"
     )
+
+
+FIRST_ANSWER_S = 30.0
+"""So long may a store in the network take for its first listing."""
+
+
+class StoreError(RunDirectoryError):
+    """The store that ``replay.store.url`` names refuses, or cannot be reached."""
+
+
+class FilesVanished(RunDirectoryError):
+    """A file was merged into another, or has expired, since the files were listed: list them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Files of one run; made by `list_now`.
+
+    Attributes:
+        rollouts: Every rollout once, in the present schema.
+        batches: The rows of all batch files; those of a fleet have no tokens.
+        fragments: The rows of all fragment files.
+        paths: The files behind them.
+        filesystem: Where those are.
+        url: Of the store; None: the run directory.
+    """
+
+    rollouts: ds.Dataset
+    batches: ds.Dataset
+    fragments: ds.Dataset
+    paths: tuple[str, ...]
+    filesystem: pafs.FileSystem
+    url: str | None
+
+    @classmethod
+    def list_now(cls, directory: RunDirectory, trust: bool = False) -> "RunFiles":
+        """What is there at this moment.
+
+        Args:
+            directory: Of the run whose files are wanted; it may lack a config.
+            trust: Connect to the store in the network that its config names, whoever may have written that.
+
+        Raises:
+            SchemaVersionError: a newer Penstock wrote a file.
+            ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
+            RunDirectoryError: a file is not Parquet.
+        """
+        url = _store_url(directory, trust)
+        with _telling(url):
+            storage, filesystem, root = _open(directory, url)
+            legacy = read_live(storage, "rollouts", _read_legacy)
+            current, batches, fragments = (
+                [f"{root}/{name}" for name in names]
+                for names in (
+                    [name for name, table in legacy.items() if table is None],
+                    read_live(storage, "batches", _read_nothing),
+                    read_live(storage, "fragments", _read_nothing),
+                )
+            )
+            tables = [table for table in legacy.values() if table is not None]
+            return cls(
+                rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
+                batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
+                fragments=_dataset(filesystem, fragments, FRAGMENT_SCHEMA),
+                paths=(*current, *batches, *fragments),
+                filesystem=filesystem,
+                url=url,
+            )
+
+    @property
+    def vanished(self) -> bool:
+        """Whether a file is gone by now: merged into another, or expired."""
+        with _telling(self.url):
+            found = self.filesystem.get_file_info(list(self.paths))
+        return any(info.type == pafs.FileType.NotFound for info in found)
+
+    @contextmanager
+    def reading(self) -> Generator[None, None, None]:
+        """Around every read of the data sets: says by `FilesVanished` that a file is gone."""
+        try:
+            with _telling(self.url):
+                yield
+        except (OSError, pa.ArrowException, StoreError) as error:
+            if self.vanished:
+                raise FilesVanished(f"files of the run changed while they were read: {error}") from error
+            raise RunDirectoryError(f"files of the run cannot be read: {error}") from error
+
+    def scan_rollouts(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Some columns of all rollouts, at most so many rows at a time, file by file."""
+        batches = self.rollouts.to_batches(columns=list(columns), batch_size=rows)
+        while True:
+            with self.reading():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def read_rollouts(self, rollout_ids: Sequence[str]) -> dict[str, RolloutRecord]:
+        """Whole records, by id; ids without a row are left out."""
+        wanted = ds.field("rollout_id").isin(list(rollout_ids))
+        with self.reading():
+            table = self.rollouts.to_table(filter=wanted)
+        return {record.rollout.rollout_id: record for record in records_from_table(self._versioned(table))}
+
+    def read_uses(self, rollout_ids: Sequence[str]) -> pa.Table:
+        """Rows of batch files, those of some rollouts at least; rows that several rollouts share are always there."""
+        wanted = ds.field("rollout_id").isin(list(rollout_ids)) | ds.field("rollout_id").is_null()
+        with self.reading():
+            return self._versioned(self.batches.to_table(filter=wanted))
+
+    @staticmethod
+    def _versioned(table: pa.Table) -> pa.Table:
+        """Datasets drop the metadata in which readers look for the version."""
+        schema = ROLLOUT_SCHEMA if "turns" in table.column_names else EXAMPLE_SCHEMA
+        return table.replace_schema_metadata(schema.metadata)
+
+
+def _open(directory: RunDirectory, url: str | None) -> tuple[Storage, pafs.FileSystem, str]:
+    """Where rollouts and batches are: for listing, and for scanning with the path of its root."""
+    if url is None or not is_remote(url):
+        root = local_root(directory.path, url)
+        return LocalStorage(root), pafs.LocalFileSystem(), str(root)
+    storage = RemoteStorage(url, hurried=True)
+    _first_answer(url, lambda: storage.files("rollouts"))
+    return storage, pafs.PyFileSystem(pafs.FSSpecHandler(storage.filesystem)), storage.root
+
+
+def _store_url(directory: RunDirectory, trust: bool) -> str | None:
+    """What the run's config says, where it may be opened: it is data that anybody may have written."""
+    url: Any = directory.read_config() if directory.config_path.is_file() else {}
+    for key in ("replay", "store", "url"):
+        url = url.get(key) if isinstance(url, dict) else None
+    if url is None:
+        return None
+    place = f"{directory.config_path}: replay.store.url"
+    if not isinstance(url, str):
+        raise ConfigError(f"{place} is a {type(url).__name__}: it must be a path or a URL")
+    if (problem := url_problem(url)) is not None:
+        raise ConfigError(f"{place} {problem}")
+    if is_remote(url) and not trust and (reason := directory.why_foreign()) is not None:
+        raise ConfigError(
+            f"{place} is {url!r}, and {reason}: nothing connects to where somebody else may have pointed; give --trust "
+            "if you know that place"
+        )
+    return url
+
+
+@contextmanager
+def _telling(url: str | None) -> Generator[None, None, None]:
+    """Around whatever asks a store in the network.
+
+    Raises:
+        StoreError: it refuses, or cannot be reached.
+    """
+    try:
+        yield
+    except Exception as error:  # every remote file system raises errors of its own: credentials, network, rights
+        if not is_remote(url) or isinstance(error, PenstockError):
+            raise
+        reason = " ".join(str(error).split())
+        raise StoreError(
+            f"replay.store.url is {url!r}, which cannot be read: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _first_answer(url: str, ask: Callable[[], object]) -> None:
+    """Sees that a store answers at all: libraries try a silent one again for many minutes."""
+    answer: Future[object] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A daemon: unlike a pool's threads, it is not waited for when the process ends.
+    threading.Thread(target=wait, name="store", daemon=True).start()
+    done, _ = concurrent.futures.wait([answer], FIRST_ANSWER_S)
+    if not done:
+        raise StoreError(f"replay.store.url is {url!r}: nothing there answered within {FIRST_ANSWER_S:g} s")
+    answer.result()
+
+
+def _read_legacy(file: pq.ParquetFile, name: str) -> pa.Table | None:
+    """The rows of a file of version 0, as its reader understands them; such files are small and few."""
+    if schema_version(file.schema_arrow) > 0:
+        return None
+    records = records_from_table(file.read(), Path(name).stem)
+    return table_from_records(records).replace_schema_metadata(None)
+
+
+def _read_nothing(file: pq.ParquetFile, name: str) -> None:
+    """Opening a file checks its version."""
+
+
+def _dataset(filesystem: pafs.FileSystem, paths: list[str], schema: pa.Schema) -> ds.Dataset:
+    if not paths:
+        return ds.dataset(schema.empty_table())
+    return ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
+
+
+def _together(files: ds.Dataset, tables: list[pa.Table]) -> ds.Dataset:
+    return ds.dataset([files, *(ds.dataset(table) for table in tables)]) if tables else files

@@ -30,8 +30,8 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock.rundir.directory import NO_FORK, RunDirectory, read_forks
+from penstock.rundir.live_files import FilesVanished, RunFiles
 from penstock.rundir.logs import has_log, read_events, read_json_lines, read_status
-from penstock.rundir.run_files import FilesVanished, RunFiles
 from penstock.types import ConfigError, RunDirectoryError
 
 

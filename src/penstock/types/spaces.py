@@ -7,7 +7,7 @@ only these. `penstock.fleet` converts in both directions.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -135,6 +135,29 @@ class Spaces:
             return cls(*(tuple(_leaf(leaf) for leaf in values[side]) for side in ("observations", "actions")))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"these are no spaces: {type(error).__name__}: {error}") from error
+
+    def forms(self, side: Literal["observations", "actions"]) -> list[tuple[Any, ...]]:
+        """What the arrays of a side are, without bounds and starts."""
+        leaves: tuple[LeafSpace, ...] = getattr(self, side)
+        return [(leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.n) for leaf in leaves]
+
+    def same_form(self, other: "Spaces") -> bool:
+        """Whether both are the same arrays: a policy for the one is one for the other. Bounds and starts may differ."""
+        return all(self.forms(side) == other.forms(side) for side in ("observations", "actions"))
+
+    def widened(self, other: "Spaces") -> "Spaces":
+        """These, with bounds of 64-bit integers that hold for both: by them a device knows how to hold the numbers."""
+        by_name = {leaf.name: leaf for leaf in other.observations}
+        wider = tuple(_wider(leaf, by_name.get(leaf.name, leaf)) for leaf in self.observations)
+        return self if wider == self.observations else replace(self, observations=wider)
+
+
+def _wider(leaf: LeafSpace, other: LeafSpace) -> LeafSpace:
+    if not leaf.is_wide or leaf.low is None or leaf.high is None:
+        return leaf
+    if other.low is None or other.high is None:
+        return replace(leaf, low=None, high=None)
+    return replace(leaf, low=min(leaf.low, other.low), high=max(leaf.high, other.high))
 
 
 def _values(leaf: LeafSpace) -> dict[str, Any]:

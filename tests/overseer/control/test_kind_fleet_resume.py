@@ -12,11 +12,11 @@ from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind, FleetUpdates, check_resume
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
-from penstock.overseer.direct import DirectTasks
 from penstock.overseer.kind import RunStart
 from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import ThreadGroup
+from penstock.overseer.tasks import DirectTasks
 from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.overseer.training import DamageList, open_log
 from penstock.rundir import RunDirectory, read_events

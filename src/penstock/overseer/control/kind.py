@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
-from penstock.fleet.space_check import same_form
 from penstock.learner import ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
 from penstock.overseer.component import Settings
@@ -28,7 +27,6 @@ from penstock.overseer.control.replay import make_fleet_replay
 from penstock.overseer.control.rollout import make_fleet_rollout
 from penstock.overseer.control.simulators import probe_spaces, require_films
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.direct import LocalComponent
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares
@@ -37,6 +35,7 @@ from penstock.overseer.run import PhaseSteps, Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
+from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.terminal import CONTROL_LABELS, Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
 from penstock.types import ConfigError, Spaces, Stopped
@@ -243,7 +242,7 @@ def check_resume(config: FleetRunConfig, spaces: Spaces, checkpoint: Path) -> No
     trained, trained_spaces = read_control_form(checkpoint / "model")
     ours, theirs = config.model.model_dump(mode="json"), trained.model_dump(mode="json")
     check_kept(ours, theirs, checkpoint, lambda name: f"model.{name}")
-    if not same_form(spaces, trained_spaces):
+    if not spaces.same_form(trained_spaces):
         raise ConfigError(
             f"fleet.tasks: {checkpoint} holds a policy for other observations or actions than these simulators have: "
             "resume with the tasks that it was trained on"

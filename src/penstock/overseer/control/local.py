@@ -21,12 +21,12 @@ from penstock.overseer.control.policies import make_worker_runner
 from penstock.overseer.control.replay import FleetReplayRole
 from penstock.overseer.control.simulators import filmed_pool, require_films, worker_pool
 from penstock.overseer.control_config import FleetRunConfig
-from penstock.overseer.direct import LocalComponent
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
+from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
 from penstock.types import WeightVersion
 from penstock.weights import InProcessBroadcaster

@@ -15,7 +15,6 @@ from penstock.model.language import load_policy, named_arrays
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
-from penstock.overseer.direct import LocalComponent
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
@@ -31,6 +30,7 @@ from penstock.overseer.run import PhaseSteps, Run, until
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
+from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.terminal import Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
 from penstock.text import Tokenizer, same_tokenizer

@@ -24,7 +24,6 @@ from penstock.overseer.assembly import (
 )
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
-from penstock.overseer.direct import LocalComponent
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.launch.launcher import ComponentContext
@@ -32,6 +31,7 @@ from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
+from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
 from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, TicketRules, open_rollout_storage
 from penstock.rollout import RolloutManager, RolloutWorker

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.model.control import save_control_policy
 from penstock.overseer import FleetRunConfig, evaluate_fleet
+from penstock.overseer.control.evaluation import MOST_CUT, film_episodes, film_path
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
-from penstock.overseer.control.video import MOST_CUT, film_episodes, film_path
 from penstock.types import ConfigError
 from tests.overseer.test_control_config import build
 

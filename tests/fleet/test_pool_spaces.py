@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.fleet.space_check import SpaceCheck, same_form
+from penstock.fleet.pool import SpaceCheck
 from penstock.types import ConfigError, LeafSpace, RunFailed, Spaces
 
 _SPACES = Spaces((LeafSpace("x", "box", (2,), "float32", low=0.0),), (LeafSpace("", "discrete", (), "int64", n=(3,)),))
@@ -46,6 +46,6 @@ def test_bounds_of_64_bit_integers_are_those_of_all_tasks(order):
 
 def test_a_policy_fits_where_names_shapes_and_choices_are_the_same():
     lower = replace(_SPACES, observations=(replace(_SPACES.observations[0], low=-1.0),))
-    assert same_form(_SPACES, lower)
-    assert not same_form(_SPACES, replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
-    assert not same_form(_SPACES, replace(_SPACES, observations=(replace(_SPACES.observations[0], name="y"),)))
+    assert _SPACES.same_form(lower)
+    assert not _SPACES.same_form(replace(_SPACES, actions=(replace(_SPACES.actions[0], n=(4,)),)))
+    assert not _SPACES.same_form(replace(_SPACES, observations=(replace(_SPACES.observations[0], name="y"),)))
