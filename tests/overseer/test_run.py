@@ -13,7 +13,7 @@ import safetensors.numpy
 from transformers import PreTrainedTokenizerFast
 
 from penstock.learner import read_states
-from penstock.overseer import supervised
+from penstock.overseer import tasks
 from penstock.overseer.component import Settings
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
@@ -181,7 +181,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
 def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     run_dir: Path, look_s: float, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(supervised, "LOOK_S", look_s)
+    monkeypatch.setattr(tasks, "LOOK_S", look_s)
     with running(run_dir, {"steps": 1000, "overseer": {"max_restarts": 1, "checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
         for incarnations in ([0], [0, 1]):
