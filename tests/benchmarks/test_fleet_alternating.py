@@ -58,6 +58,7 @@ def _states(side):
     return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in side.pids]
 
 
+@pytest.mark.slow
 def test_sides_play_by_turns_while_all_processes_of_the_other_are_stopped_and_nothing_stays():
     with _counting_side() as one, _counting_side() as other:
         found = alternating.alternate([one, other], turns=3, turn_s=0.1, warm_up_s=0.05)
@@ -69,6 +70,7 @@ def test_sides_play_by_turns_while_all_processes_of_the_other_are_stopped_and_no
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
 
 
+@pytest.mark.slow
 def test_stopped_sides_and_their_processes_die_with_whoever_asked_them():
     asking = f"""
 import sys, time

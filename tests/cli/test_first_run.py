@@ -100,6 +100,7 @@ def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resume
     assert len(rewards) == 6 and sum(rewards) / 6 == pytest.approx(cats["reward_mean"]["value"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_served_until_ctrl_c(interrupted, resumed):
     run_dir, _ = interrupted
     goal, _ = resumed
@@ -144,6 +145,7 @@ class Broken(CatsEnvironment):
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_environment_breaks_fails_in_one_line(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     words = ["train", "cats", *SMALL, "curriculum.lessons.cats.environment.env_class=broken.py:Broken"]

@@ -220,6 +220,7 @@ def test_no_reward_is_misattributed_in_a_hundred_thousand_calls():
     assert innocent <= 200  # those that met what an earlier call forged
 
 
+@pytest.mark.slow
 def test_few_calls_with_every_misdeed():
     pool = RewardPool(FUNCTION, 1, 1.0, 60.0)
     began_s = time.monotonic()

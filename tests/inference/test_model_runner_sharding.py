@@ -16,10 +16,19 @@ PROCESS_TIMEOUT_S = 240
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_two_host_devices(which):
+@pytest.mark.slow
+def test_two_host_devices():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", which, "tests/inference/two_devices.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        "tests/inference/two_devices.py",
+    ]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S

@@ -300,7 +300,7 @@ def test_an_error_of_the_curriculum_surfaces(sim, run):
     def broken(group):
         raise KeyError("lesson")
 
-    run.buffer.pool._hook = broken
+    run.buffer.pool.on_group = broken
     with pytest.raises(KeyError):
         give(sim, run, run.issuer.acquire(1, 0))
 

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from penstock.batch.fragments import (
         FragmentBatchMaker,
     )
-    from penstock.batch.grpo import (
-        GrpoBatchMaker,
-    )
     from penstock.batch.maker import (
         BatchMaker,
         Dropped,
@@ -55,6 +52,9 @@ if TYPE_CHECKING:
     from penstock.batch.recency import (
         RecencyBatchMaker,
     )
+    from penstock.batch.reservoir import (
+        GrpoBatchMaker,
+    )
 
 _EXPORTS = {
     "ADVANTAGES": "advantages",
@@ -65,7 +65,7 @@ _EXPORTS = {
     "DeadlineBatchMaker": "deadline",
     "Dropped": "maker",
     "FragmentBatchMaker": "fragments",
-    "GrpoBatchMaker": "grpo",
+    "GrpoBatchMaker": "reservoir",
     "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
     "Placement": "packing",

@@ -6,9 +6,9 @@ from typing import Any
 from penstock.batch.advantages import AdvantageName
 from penstock.batch.config import BatchMakerConfig
 from penstock.batch.deadline import DeadlineBatchMaker
-from penstock.batch.grpo import GrpoBatchMaker
 from penstock.batch.maker import BatchMaker
 from penstock.batch.recency import RecencyBatchMaker
+from penstock.batch.reservoir import GrpoBatchMaker
 from penstock.types import ConfigError
 from penstock.types.importing import load_attribute
 

@@ -78,6 +78,7 @@ def test_nothing_is_measured_before_every_simulator_has_stepped(monkeypatch):
     assert not report.best.failure and report.best.steps_per_s > 50
 
 
+@pytest.mark.slow
 def test_simulators_that_never_step_are_a_finding_and_nothing_is_proposed(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)
     report = autotune(slow_to_reset(60.0, spawn_timeout_s=30, reset_timeout_s=1, max_failures_in_row=2), seconds=0.01)

@@ -79,6 +79,7 @@ def test_an_episode_that_was_cut_is_filmed_again(tmp_path, how):
     check_film(path)
 
 
+@pytest.mark.slow
 def test_a_simulator_that_always_hangs_ends_its_film_only(tmp_path):
     trouble = tmp_path / "trouble"
     trouble.mkdir()

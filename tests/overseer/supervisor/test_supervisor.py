@@ -195,10 +195,10 @@ def test_a_message_that_could_not_be_logged_is_not_acknowledged():
     world = World()
     world.add("rollout-0")
     world.newest("rollout-0").say("first")
-    taken, world.supervisor._lives._on_message = world.supervisor._lives._on_message, refuse
+    taken, world.on_message = world.on_message, refuse
     with pytest.raises(OSError, match="disk full"):
         world.advance(2.0)
-    world.supervisor._lives._on_message = taken
+    world.on_message = taken
     world.advance(2.0)
     assert world.messages == [("rollout-0#0", "first")]
 
