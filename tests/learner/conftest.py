@@ -40,8 +40,8 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def config() -> LearnerConfig:
-    """Rows of 24, two at once, a head tile that divides nothing evenly, and no limit on the mismatch."""
-    return LearnerConfig(row_length=24, micro_batch_rows=2, head_tile_tokens=7, mismatch_limit=1e9)
+    """Rows of 24, two at once, a head tile that divides nothing evenly."""
+    return LearnerConfig(row_length=24, micro_batch_rows=2, head_tile_tokens=7)
 
 
 def make_examples(

@@ -121,11 +121,11 @@ def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path)
     rows = read_metrics(run_dir / "metrics.jsonl")
     updates = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
-    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates if "train/mismatch_max" in row)
+    assert all(row["train/parity_checked"] >= 8 and row["train/parity_kl"] <= 1e-8 for row in updates)
     assert any("rollout/cats/reward_mean" in row for row in rows)
     assert any("eval/cats/reward_mean" in row for row in rows)
     (parity,) = run.events("parity")
-    assert parity["largest_difference"] <= 1e-4
+    assert parity["kl"] <= parity["limit"] == 1e-8 and parity["tokens"] >= 8
     assert (run_dir / "checkpoints" / "step-4" / "model" / "config.json").is_file()
     assert len(set(run.trained())) == len(run.trained()) == 36
     secret = "a token for this test"
@@ -209,7 +209,7 @@ def test_staleness_zero_trains_on_nothing_but_the_newest_version_which_every_ser
     updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3, 4]
     assert all(row["replay/staleness_max"] == 0 for row in updates)
-    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates)
+    assert all(row["train/parity_kl"] <= 1e-8 for row in updates)
     arrays = safetensors.numpy.load_file(run_dir / "checkpoints" / "step-4" / "model" / "model.safetensors")
     size = sum(array.nbytes for array in arrays.values())
     assert updates[-1]["weights/bytes_served"] >= 2 * 4 * size  # versions 0 to 3, by two servers, over sockets

@@ -51,7 +51,8 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
 
     updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in updates] == [1, 2, 3]
-    assert all(row["train/mismatch_max"] <= 1e-4 for row in updates if "train/mismatch_max" in row)
+    assert all(row["train/parity_checked"] >= 8 and row["train/parity_kl"] <= 1e-8 for row in updates)
+    assert updates[-1]["train/parity_unchecked"] == 0
     assert all(0 <= row[f"time/idle/{role}"] <= 1 for row in updates for role in ("learner", "inference"))
     assert status["bottleneck"].startswith("learner ")
 
@@ -79,9 +80,8 @@ def test_staleness_zero_reproduces_itself_to_the_last_bit(tmp_path: Path):
     first, second = reproducible(tmp_path / "first"), reproducible(tmp_path / "second")
     assert first == second
     assert len([row for row in first if "train/loss" in row]) == 3
-    # every sequence is of the learner's own version, so the parity of each step is over all of them
     assert all(row["replay/staleness_max"] == 0 for row in first if "train/loss" in row)
-    assert all(row["train/mismatch_max"] <= 1e-4 for row in first if "train/loss" in row)
+    assert all(row["train/parity_kl"] <= 1e-8 for row in first if "train/loss" in row)
     np.testing.assert_equal(weights(tmp_path / "first", 3), weights(tmp_path / "second", 3))
 
 
@@ -129,13 +129,16 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
             )
 
     monkeypatch.setattr(kind, "Learner", Perturbed)
-    with pytest.raises(MismatchError, match="disagree about log-probabilities by up to .* at start-up"):
+    with pytest.raises(MismatchError, match="disagree about log-probabilities at start-up: KL"):
         train(tiny(), run_dir, quiet=True)
     assert read_status(run_dir / "status.json")["state"] == "failed"
     assert read_events(run_dir / "events.jsonl")[-1]["error"] == "MismatchError"
 
 
-def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+):
     import penstock.overseer.language.kind as kind
 
     original = kind.named_arrays
@@ -145,8 +148,8 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_the_next_step(run_dir: 
         return {**arrays, "final_norm": arrays["final_norm"].at[0].add(0.5)}
 
     monkeypatch.setattr(kind, "named_arrays", perturbed)
-    with pytest.raises(MismatchError, match="learner.mismatch_limit"):
-        train(tiny({"async": False}), run_dir, quiet=True)
+    with pytest.raises(MismatchError, match=r"version \d+: inference-0 and the learner disagree"):
+        train(tiny({"async": asynchronous}), run_dir, quiet=True)
 
 
 def test_an_existing_run_is_never_overwritten(run_dir: Path):

@@ -25,6 +25,13 @@ class Fakes:
         self.step += 1
         return {"train/loss": 1.0}
 
+    def before_update(self, batch: TrainingBatch) -> None:
+        self.seen.append(f"before {batch.step}")
+
+    def after_update(self) -> dict[str, float]:
+        self.seen.append(f"after {self.step}")
+        return {}
+
     def finish_update(self, step: int) -> None:
         self.seen.append(f"finish {step}")
 
@@ -84,8 +91,8 @@ def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last
     fakes = Fakes()
     loop = loop_of(fakes)
     loop.run()
-    first = ["publish 0", "batch 0", "finish 0", "current 1", "checkpoint 1", "metrics 1"]
-    second = ["publish 1", "batch 1", "finish 1", "current 2", "checkpoint 2", "metrics 2"]
+    first = ["publish 0", "batch 0", "before 0", "after 1", "finish 0", "current 1", "checkpoint 1", "metrics 1"]
+    second = ["publish 1", "batch 1", "before 1", "after 2", "finish 1", "current 2", "checkpoint 2", "metrics 2"]
     assert fakes.seen == first + second
     assert loop.doing == "done at step 2"
 

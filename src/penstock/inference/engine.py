@@ -10,11 +10,13 @@ chunked prefill, fewer rows than slots in one dispatch.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import jax
+import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import ServedWeights
@@ -24,6 +26,7 @@ from penstock.model.language import Decoder
 from penstock.types import (
     Completion,
     ConfigError,
+    Decoding,
     NoProgressError,
     RunFailed,
     Stopped,
@@ -96,8 +99,12 @@ class InferenceEngine:
         if not ready:
             raise NoProgressError(f"the inference engine was not ready after {timeout_s} s of compilation")
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[list[Completion]]]:
+    def submit(self, requests: Sequence[GenerationRequest], *, first: bool = False) -> list[Future[list[Completion]]]:
         """Enqueues requests, all at once and in this order; none of them if one is invalid.
+
+        Args:
+            requests: What to answer.
+            first: Before all others that wait.
 
         Returns:
             For each request a future of its n completions in order. A cancelled future frees its slots.
@@ -116,10 +123,45 @@ class InferenceEngine:
             self._refuse_if_ended()
             self._fresh_start |= self._open_responses == 0
             self._open_responses += len(responses)
-            self._waiting.extend(responses)
+            if first:
+                self._waiting.extendleft(reversed(responses))
+            else:
+                self._waiting.extend(responses)
             self._changed.notify_all()
         self._meter.add(prompts=len(requests))
         return [p.future for p in pending]
+
+    def canary(
+        self, version: WeightVersion, prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        """Answers prompts with that version, ahead of all that waits: evidence of what the engine computes.
+
+        Args:
+            version: Waited for; where a newer one serves, what comes back says so.
+            prompts: int32 [p]; those that leave no room for an answer are cut at their beginning.
+            max_tokens: Longest answer.
+            timeout_s: Longest wait.
+
+        Returns:
+            One completion per prompt, at temperature 1; none where it takes longer.
+
+        Raises:
+            RunFailed: the engine failed.
+            Stopped: it was stopped.
+        """
+        limit = time.monotonic() + timeout_s
+        try:
+            self.wait_until_served(version, timeout_s)
+        except NoProgressError:
+            return []
+        decoding, room = Decoding(max_output_tokens=max_tokens), self._config.max_seq_len - max_tokens
+        requests = [GenerationRequest(prompt[-max(room, 1) :], decoding, version.step) for prompt in prompts]
+        futures = self.submit(requests, first=True)
+        wait(futures, max(0.0, limit - time.monotonic()))
+        late = [future for future in futures if not future.done()]
+        for future in late:
+            future.cancel()  # frees its slot
+        return [] if late else [future.result()[0] for future in futures]
 
     def check(self, request: GenerationRequest) -> None:
         """Raises what `submit` would raise about this request alone."""

@@ -6,6 +6,8 @@ sequence-level ratios of language policies are refused as unknown keys. What PPO
 in docs/learner.md.
 """
 
+import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -140,6 +142,28 @@ class WarmStartConfig(_Frozen, frozen=True):
         return config.model_copy(update=own)
 
 
+class ParityConfig(_Frozen, frozen=True):
+    """How engines and learner are held to the same log-probabilities; `penstock.learner.parity` has the rules.
+
+    Attributes:
+        every: Updates between two checks.
+        sequences: So many sequences that the learner's own version sampled are scored per check.
+        canary_prompts: Of an engine that gave none, so many prompts of the batch are answered anew.
+        canary_tokens: Longest of those answers.
+        wait_s: Longest wait for them; an engine that has not answered then is counted as unchecked.
+        kl_limit: Of the winsorised KL of a check; None: 1e-8 in float32, 5e-3 in bfloat16.
+        hard_kl_limit: A KL beyond it ends the run at once.
+    """
+
+    every: int = Field(default=1, ge=1)
+    sequences: int = Field(default=2, ge=1)
+    canary_prompts: int = Field(default=2, ge=1)
+    canary_tokens: int = Field(default=16, ge=8, le=16)
+    wait_s: float = Field(default=10.0, gt=0)
+    kl_limit: float | None = Field(default=None, gt=0)
+    hard_kl_limit: float = Field(default=0.1, gt=0)
+
+
 class LearnerConfig(_Frozen, frozen=True):
     """The learner.
 
@@ -151,8 +175,7 @@ class LearnerConfig(_Frozen, frozen=True):
         remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
             it costs a CPU next to nothing, because memory that is not touched is not paged in either.
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time.
-        mismatch_limit: Largest difference between the learner's and the engine's log-probabilities of a token
-            sampled under the learner's own version. The default is for float32; bfloat16 needs about 0.1.
+        parity: How engines and learner are held to the same log-probabilities.
         max_non_finite_updates: So many skipped updates in a row end the run.
         allow_truncated_sampling: Train on samples of top-k and the like, whose distribution is not the one that is
             differentiated.
@@ -165,10 +188,23 @@ class LearnerConfig(_Frozen, frozen=True):
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
     head_tile_tokens: int = Field(default=256, ge=1)
-    mismatch_limit: float = Field(default=1e-4, gt=0)
+    parity: ParityConfig = ParityConfig()
     max_non_finite_updates: int = Field(default=5, ge=1)
     allow_truncated_sampling: bool = False
     warm_start: WarmStartConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_mismatch_limit(cls, values: Any) -> Any:
+        """Configurations of before had a limit of the largest difference of a token."""
+        if not isinstance(values, Mapping) or "mismatch_limit" not in values:
+            return values
+        logging.getLogger(__name__).warning(
+            "learner.mismatch_limit (%s) is dropped: engines and learner are compared by KL now; "
+            "learner.parity.kl_limit is the limit, and needs no value for bfloat16",
+            values["mismatch_limit"],
+        )
+        return {name: value for name, value in values.items() if name != "mismatch_limit"}
 
 
 class ControlOptimizerConfig(OptimizerConfig, frozen=True):

@@ -1,8 +1,8 @@
 """The learner: batches in, optimiser steps out, with the numbers of each.
 
 It holds the parameters, the optimiser's state and the step, and nothing random. Each update adds the gradients of
-micro-batches of one fixed shape (waiting for each, so that an engine on the same device gets its turns), compares
-log-probabilities with the engine's, and only then takes one optimiser step. Parameters that were handed out are never
+micro-batches of one fixed shape (waiting for each, so that an engine on the same device gets its turns), and takes one
+optimiser step. Parameters that were handed out are never
 donated: `decoder` stays valid for whoever holds it. One thread at a time.
 
 A metric that is undefined for a batch (the drift of older rollouts where there are none) or not finite (the loss of
@@ -34,26 +34,7 @@ from penstock.learner.optimizer import (
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
-from penstock.types import ConfigError, MismatchError, NonFiniteError, RLExample, TrainingBatch, WeightsError
-
-
-def check_mismatch(sums: LossSums, limit: float, step: int) -> None:
-    """Ends the run where same-version log-probabilities disagree.
-
-    Args:
-        sums: Of the whole step, fetched from the device.
-        limit: Largest |ℓ_θ − ℓ_b| over tokens of sequences sampled under exactly these weights.
-        step: For the message.
-
-    Raises:
-        MismatchError: the limit is exceeded.
-    """
-    if sums.same_tokens and float(sums.mismatch_max) > limit:
-        raise MismatchError(
-            f"update {step}: learner and engine disagree about log-probabilities of the same weights by up to "
-            f"{float(sums.mismatch_max):.3g} (learner.mismatch_limit is {limit:g}); the step was not applied. "
-            "Different weights, temperature, dtype or kernels on the two sides are the usual causes"
-        )
+from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError
 
 
 def loss_metrics(sums: LossSums) -> dict[str, float]:
@@ -67,9 +48,6 @@ def loss_metrics(sums: LossSums) -> dict[str, float]:
         "train/ratio_mean": float(sums.ratio) / tokens,
         "train/entropy": float(sums.entropy) / tokens,
     }
-    if sums.same_tokens:
-        metrics["train/mismatch_kl"] = float(sums.same_kl) / float(sums.same_tokens)
-        metrics["train/mismatch_max"] = float(sums.mismatch_max)
     if sums.stale_tokens:
         metrics["train/staleness_kl"] = float(sums.stale_kl) / float(sums.stale_tokens)
     return metrics
@@ -120,6 +98,14 @@ def throughput_metrics(
 def finite_only(*metrics: Mapping[str, float]) -> dict[str, float]:
     """All of them, without what JSON has no number for."""
     return {name: value for part in metrics for name, value in part.items() if math.isfinite(value)}
+
+
+def scored_length(longest: int, row_length: int) -> int:
+    """Tokens of the rows in which sequences are scored: few lengths, so that few programs are compiled."""
+    length = 64
+    while length < longest:
+        length *= 2
+    return min(length, row_length)
 
 
 _SUPERVISED = LossConfig()
@@ -185,7 +171,6 @@ class Learner:
         Raises:
             WeightsError: the parameters have another version.
             ConfigError: an example is longer than a row.
-            MismatchError: the engine's log-probabilities under these very weights differ; nothing was applied.
             NonFiniteError: too many updates in a row had a loss or gradient that was not finite.
         """
         self._check_batch(batch, version_step)
@@ -193,7 +178,6 @@ class Learner:
         started = time.perf_counter()
         plan = self._plan(batch.examples, self._config.loss)
         gradients, sums = self._gradients(self._accumulate, plan)
-        check_mismatch(sums, self._config.mismatch_limit, self._step)
         differentiated = time.perf_counter()
         rate = learning_rate(self._config.optimizer, self._step, self._total_steps)
         self._decoder, self._state, applied = self._apply(
@@ -212,22 +196,26 @@ class Learner:
             throughput_metrics(batch.examples, row_tokens, *times),
         )
 
-    def score(self, examples: Sequence[RLExample]) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities of every token under the current parameters, by the loss's own forward pass.
+    def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
+        """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
+
+        Args:
+            examples: Of one sequence each, no longer than a row.
+            decoder: Whose; None means the current parameters.
 
         Returns:
             float32 [pos] for each example, aligned with its tokens; 0 at the first, which nothing predicts.
         """
         if not examples:
             return []
-        rows, length = self._config.micro_batch_rows, self._config.row_length
-        plan = plan_scoring(examples, length, rows)
-        scores = np.zeros((len(plan.micro_batches), rows * length), np.float32)
+        length = scored_length(max(len(example.tokens) for example in examples), self._config.row_length)
+        plan = plan_scoring(examples, length, 1)
+        scores = np.zeros((len(plan.micro_batches), length), np.float32)
         for row, micro_batch in zip(scores, plan.micro_batches, strict=True):
-            logprobs = np.asarray(self._score(self._decoder, micro_batch))
+            logprobs = np.asarray(self._score(self._decoder if decoder is None else decoder, micro_batch))
             count = int(micro_batch.count)
             row[micro_batch.positions[:count]] = logprobs[:count]
-        return unpack(scores.reshape(-1, length), plan.placements)
+        return unpack(scores, plan.placements)
 
     def supervised_update(self, examples: Sequence[RLExample]) -> dict[str, float]:
         """One step of cross-entropy on response tokens (warm start); does not count as an update.

@@ -171,10 +171,10 @@ class ForwardOptions(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the loss tokens seen so far in a step; `mismatch_max` is a maximum.
+    """Sums over the loss tokens seen so far in a step.
 
-    `same_*` are over sequences wholly sampled under the learner's version, `stale_*` over the others; the KL
-    terms are expm1(x) − x with x = ℓ_θ − ℓ_b, an unbiased and never negative estimate of KL(behaviour ‖ learner).
+    `stale_*` are over sequences of which another version than the learner's sampled a part; the KL terms are
+    expm1(x) − x with x = ℓ_θ − ℓ_b, an unbiased and never negative estimate of KL(behaviour ‖ learner).
     """
 
     loss: Float32[Array, ""]
@@ -183,11 +183,8 @@ class LossSums(NamedTuple):
     bounded: Float32[Array, ""]
     ratio: Float32[Array, ""]
     entropy: Float32[Array, ""]
-    same_tokens: Float32[Array, ""]
-    same_kl: Float32[Array, ""]
     stale_tokens: Float32[Array, ""]
     stale_kl: Float32[Array, ""]
-    mismatch_max: Float32[Array, ""]
 
 
 class GradientSums(NamedTuple):
@@ -251,9 +248,7 @@ def accumulate(
     gradient_of = jax.grad(partial(_loss, token_loss, options), has_aux=True)
     gradients, sums = gradient_of(decoder, batch)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
-    totals = jax.tree.map(jnp.add, so_far.sums, sums)
-    highest = jnp.maximum(so_far.sums.mismatch_max, sums.mismatch_max)
-    return GradientSums(added, totals._replace(mismatch_max=highest))
+    return GradientSums(added, jax.tree.map(jnp.add, so_far.sums, sums))
 
 
 def _loss(
@@ -269,7 +264,7 @@ def _loss(
 def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossSums:
     difference = outputs.logprobs - batch.behaviour_logprobs
     kl = jnp.expm1(difference) - difference
-    same, stale = real & batch.same_version, real & ~batch.same_version
+    stale = real & ~batch.same_version
     return LossSums(
         loss=loss,
         tokens=_count(real),
@@ -277,11 +272,8 @@ def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch
         bounded=_count(real & terms.bounded),
         ratio=_total(jnp.exp(difference), real),
         entropy=_total(outputs.entropy, real),
-        same_tokens=_count(same),
-        same_kl=_total(kl, same),
         stale_tokens=_count(stale),
         stale_kl=_total(kl, stale),
-        mismatch_max=jnp.max(jnp.where(same, jnp.abs(difference), 0.0)),
     )
 
 

@@ -22,7 +22,7 @@ from penstock.overseer.supervisor.messages import Membership
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import UpdatingLearner
-from penstock.types import ConfigError
+from penstock.types import ConfigError, TrainingBatch
 
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
@@ -108,11 +108,15 @@ class LearnerTasks:
         methods: By name, what the run may ask for.
         on_view: Given each new view.
         on_stop: Called when the component ends.
+        before_update: Given the batch of each update.
+        after_update: Called after it, before the new version is offered; gives metrics.
     """
 
     methods: Mapping[str, Callable[..., Any]]
     on_view: Callable[[Membership], object] = _nothing
     on_stop: Callable[[], object] = _nothing
+    before_update: Callable[[TrainingBatch[Any]], object] = _nothing
+    after_update: Callable[[], Mapping[str, float]] = dict[str, float]
 
 
 class PolicyKind(Protocol):

@@ -20,7 +20,7 @@ from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
 from penstock.replay import RemoteBatches
-from penstock.types import PenstockError, Stopped, UnreachableError, WeightVersion
+from penstock.types import PenstockError, Stopped, TrainingBatch, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
 STATES_S = 120.0
@@ -225,6 +225,14 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _version(self) -> WeightVersion:
         """The version that the learner holds."""
         return WeightVersion(self.settings.lineage, self.learner.step)
+
+    def before_update(self, batch: TrainingBatch[Any]) -> None:
+        """The kind's task beside an update begins."""
+        self._more.before_update(batch)
+
+    def after_update(self) -> Mapping[str, float]:
+        """It ends."""
+        return self._more.after_update()
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 

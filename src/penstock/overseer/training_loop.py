@@ -53,6 +53,22 @@ class LoopOwner(Protocol):
         """Offers a version to whoever generates."""
         ...
 
+    def before_update(self, batch: TrainingBatch[Any]) -> None:
+        """Begins what goes on beside an update.
+
+        Raises:
+            MismatchError: engines and learner disagree about the version that the learner holds; nothing was applied.
+        """
+        ...
+
+    def after_update(self) -> Mapping[str, float]:
+        """Ends it, before the new version is offered; returns its metrics.
+
+        Raises:
+            MismatchError: engines and learner disagree about the version before.
+        """
+        ...
+
     def save(self, step: int) -> None:
         """Writes a checkpoint of the update boundary; returns when it is durable."""
         ...
@@ -127,7 +143,8 @@ class TrainingLoop:
         step = batch.step
         received = time.perf_counter()
         self.doing = f"update {step}"
-        metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step)}
+        self._owner.before_update(batch)
+        metrics: dict[str, Any] = {**batch.metrics, **self._learner.update(batch, step), **self._owner.after_update()}
         updated = time.perf_counter()
         self._commit.finish_update(step)
         self._commit.set_current_step(step + 1)

@@ -51,6 +51,9 @@ from penstock.types import (
     WeightVersion,
 )
 
+MOST_ARRIVED = 64
+"""Rollouts that are kept for a look at them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
@@ -90,6 +93,7 @@ class TrainingPool:
         fresh: Groups that no batch had yet, in the order in which they became trainable.
         reusable: Groups that wait for a further use, by their first one.
         recorded: Groups of an earlier life that the curriculum knows.
+        arrived: The last rollouts that may be trained, the newest at the end.
         on_group: Called with the lock held, once per group with a trainable rollout, filtered ones included; at
             staleness zero in the order of tickets.
         on_gone: Called with the lock held: a group (id) left before its first use, for a reason.
@@ -114,6 +118,7 @@ class TrainingPool:
         self.fresh: dict[str, WaitingGroup] = {}
         self.reusable: dict[str, WaitingGroup] = {}
         self.recorded: set[str] = set()
+        self.arrived: deque[Experience] = deque(maxlen=MOST_ARRIVED)
         self.on_group: Callable[[RolloutGroup[Any]], None] = _ignore
         self.on_gone: Callable[[str, str], None] = _ignore
         self.on_filtered: Callable[[str, str, float], None] = _ignore
@@ -167,6 +172,7 @@ class TrainingPool:
                 verdict = next(iter(judged.rejected.values()))
                 return f"lesson {lesson_id}: {verdict.fate}, {verdict.reason}"
             trainable: RolloutGroup[Any] = replace(group, rollouts=judged.trainable)
+            self.arrived.extend(judged.trainable)
             if group.group_id not in self.recorded:
                 self.on_group(trainable)
             self.recorded.discard(group.group_id)
@@ -177,6 +183,11 @@ class TrainingPool:
             else:
                 self.add(WaitingGroup.of(trainable, deadline_step), durable)
             return None
+
+    def arrived_under(self, step: int, most: int) -> list[Experience]:
+        """The newest arrivals of which version `step` sampled the first token, at most so many."""
+        with self.changed:
+            return [each for each in reversed(self.arrived) if each.oldest_weight_step == step][:most]
 
     def add(self, group: WaitingGroup, durable: bool = False, spent: Sequence[Experience] = ()) -> None:
         """Takes a judged group; one that is not durable yet is trainable later.

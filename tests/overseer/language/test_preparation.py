@@ -1,35 +1,179 @@
-"""The probe's arithmetic; that a perturbed weight stops a run is tested in test_training."""
+"""Evidence of parity: what is compared at an update, and who is asked; test_training has runs with a fault."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.overseer.language.preparation import probe_parity
-from penstock.types import Decoding, MismatchError, Rollout, RolloutBatch, RolloutGroup, RolloutMetadata
+from penstock.overseer.language.preparation import ParityCheck, Preparation
+from penstock.types import (
+    Completion,
+    Decoding,
+    MismatchError,
+    RLExample,
+    Rollout,
+    RolloutBatch,
+    RolloutGroup,
+    RolloutMetadata,
+    TrainingBatch,
+    UnreachableError,
+)
 
-PROMPT, RESPONSE = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
+PROMPT, RESPONSE = np.array([1, 2], np.int32), np.arange(3, 11, dtype=np.int32)
 
 
-def probe(*scores: float) -> float:
-    """Two rollouts whose engine says −1 for every token; the learner says `scores`."""
-    logprobs, rewards = np.full(2, -1, np.float32), np.zeros(2, np.float32)
+def example(step: int, off: float = 0.0, response: int = 8) -> RLExample:
+    """The engine's side says −1 + `off` for every token; the learner's −1."""
+    length = 2 + response
+    mask = np.arange(length) >= 2
+    return RLExample(
+        tokens=np.concatenate((PROMPT, np.arange(response))).astype(np.int32),
+        loss_mask=mask,
+        segment_ids=np.ones(length, np.int32),
+        position_ids=np.arange(length, dtype=np.int32),
+        advantage=np.zeros(length, np.float32),
+        generator_log_probs=np.where(mask, -1 + off, 0).astype(np.float32),
+        reference_log_probs=None,
+        temperature=np.ones(length, np.float32),
+        weight_steps=np.where(mask, step, -1).astype(np.int32),
+        rollout_ids=("",),
+    )
+
+
+class Learner:
+    """Scores everything with −1; its decoder is the name of its version."""
+
+    def __init__(self) -> None:
+        self.step, self.scored = 0, []
+
+    @property
+    def decoder(self) -> str:
+        return f"decoder {self.step}"
+
+    def score(self, examples, decoder=None):
+        self.scored += [decoder] * len(examples)
+        return [np.full(len(example.tokens), -1, np.float32) for example in examples]
+
+
+class Cluster:
+    """The learner's context: engines that answer with `off`, and what arrived."""
+
+    def __init__(self, *engines: str) -> None:
+        self.engines, self.off, self.dead, self.asked = engines, dict.fromkeys(engines, 0.0), set(), []
+        self.arrived: list[RLExample] = []
+
+    @property
+    def view(self) -> Any:
+        peers = [SimpleNamespace(identity=SimpleNamespace(name=name), address={}) for name in self.engines]
+        return SimpleNamespace(of=lambda role: peers if role == "inference" else [])
+
+    def caller(self, name: str) -> Any:
+        return SimpleNamespace(call=lambda method, *args, timeout_s: self.answer(name, method, *args))
+
+    def answer(self, name: str, method: str, *args: Any) -> Any:
+        if method == "arrived_under":
+            return [example for example in self.arrived if example.weight_steps[-1] == args[0]]
+        assert method == "canary"
+        version, prompts, most, _ = args
+        self.asked.append((name, version, [len(prompt) for prompt in prompts]))
+        if name in self.dead:
+            raise UnreachableError("gone")
+        off = np.full(4, -1 + self.off[name], np.float32)
+        steps = np.full(4, version[1], np.int32)
+        return [Completion(p, RESPONSE[:4], off, steps, version[1], version[0], "", "stop") for p in prompts]
+
+
+def check_of(cluster: Cluster, **parity: Any) -> ParityCheck:
+    from penstock.learner.config import ParityConfig
+
+    learner = SimpleNamespace(parity=ParityConfig(**parity), row_length=64)
+    config = SimpleNamespace(learner=learner, model=SimpleNamespace(dtype="float32"))
+    return ParityCheck(cluster, config, 2)  # type: ignore[arg-type]
+
+
+def update(check: ParityCheck, learner: Learner, *examples: RLExample) -> dict[str, float]:
+    check.begin(learner, TrainingBatch("id", learner.step, examples, (), {}))  # type: ignore[arg-type]
+    learner.step += 1
+    return dict(check.end(learner))  # type: ignore[arg-type]
+
+
+def test_a_batch_of_the_own_version_is_judged_before_anything_is_applied_and_asks_nobody():
+    cluster, learner = Cluster("inference-0"), Learner()
+    check = check_of(cluster, sequences=2)
+    metrics = update(check, learner, *[example(0)] * 5)
+    assert metrics["train/parity_checked"] == 16 and metrics["train/parity_kl"] == 0
+    assert learner.scored == ["decoder 0"] * 2 and cluster.asked == []
+    with pytest.raises(MismatchError, match="version 1: inference-0 and the learner"):
+        check.begin(learner, TrainingBatch("id", 1, (example(1, off=1.0),) * 2, (), {}))  # type: ignore[arg-type]
+
+
+def test_of_a_version_that_gave_none_each_engine_is_asked_and_scored_by_the_arrays_of_before_the_update():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    learner.step = 5
+    check = check_of(cluster)
+    metrics = update(check, learner, example(4), example(4), example(4, response=20))
+    assert sorted(cluster.asked) == [(f"inference-{i}", (2, 5), [2, 21]) for i in (0, 1)]
+    assert set(learner.scored) == {"decoder 5"}
+    assert metrics["train/parity_checked"] == 16 and metrics["train/parity_kl/inference-1"] == 0
+    assert metrics["train/parity_unchecked"] == 0 and metrics["time/parity"] >= 0
+    cluster.off["inference-1"] = 0.7
+    with pytest.raises(MismatchError, match="version 6: inference-1 and the learner"):
+        update(check, learner, example(5))
+
+
+def test_what_arrived_under_the_version_spares_the_only_engine_a_canary():
+    cluster, learner = Cluster("inference-0"), Learner()
+    learner.step, cluster.arrived = 3, [example(3), example(2)]
+    metrics = update(check_of(cluster), learner, example(2))
+    assert cluster.asked == [] and metrics["train/parity_checked"] == 8
+
+
+def test_an_engine_that_does_not_answer_is_counted_and_ends_nothing():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    learner.step, cluster.dead = 1, {"inference-1"}
+    metrics = update(check_of(cluster, wait_s=1.0), learner, example(0))
+    assert (metrics["train/parity_checked"], metrics["train/parity_unchecked"]) == (8, 1)
+
+
+def test_updates_between_two_checks_compare_nothing():
+    cluster, learner = Cluster("inference-0"), Learner()
+    check = check_of(cluster, every=2)
+    found = [bool(update(check, learner, example(step))) for step in range(4)]
+    assert found == [True, False, True, False]
+
+
+def probe(*scores: float) -> float | None:
+    """Two rollouts of eight tokens whose engine says −1 for every one; the learner says `scores`."""
+    logprobs, rewards = np.full(8, -1, np.float32), np.zeros(8, np.float32)
     metadata, decoding = RolloutMetadata("probe", 0.0, 0), Decoding(top_p=0.9)
     rollouts = tuple(
         Rollout("cats", "0", PROMPT, RESPONSE, logprobs, rewards, 0.0, metadata, decoding=decoding) for _ in scores
     )
     manager = SimpleNamespace(sample_batch=lambda *a, **k: (RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}))
-    learner = SimpleNamespace(step=0, score=lambda examples: [np.array([0, -2, -1, s], np.float32) for s in scores])
-    return probe_parity(manager, learner, "cats", 8, limit=0.5)
+    cluster, events = Cluster("inference-0"), []
+    cluster.event = lambda kind, **fields: events.append((kind, fields))  # type: ignore[attr-defined]
+    learner = SimpleNamespace(step=0, score=lambda examples: [np.full(10, score, np.float32) for score in scores])
+    config = SimpleNamespace(curriculum=SimpleNamespace(lessons={"cats": None}), learner=None)
+    check = check_of(cluster)
+    config.learner = SimpleNamespace(parity=check._config, row_length=64)
+    config.model = SimpleNamespace(dtype="float32")
+    component = SimpleNamespace(
+        shared=SimpleNamespace(manager=manager), config=config, settings=SimpleNamespace(lineage=0), learner=learner
+    )
+    kl = Preparation(cluster, component).probe()  # type: ignore[arg-type]
+    assert events[0][0] == "parity" and events[0][1]["tokens"] == 16 and events[0][1]["kl"] == kl
+    return kl
 
 
-def test_the_largest_difference_over_sampled_tokens_counts():
-    assert probe(-1.0, -1.25) == 0.25
-    with pytest.raises(MismatchError, match=r"up to 0.75 .*mismatch_limit is 0.5"):
-        probe(-1.75, -1.0)
+def test_the_probe_says_how_far_engine_and_learner_are_apart():
+    assert probe(-1.0, -1.0) == 0
+    assert probe(-1.0, -1.0001) == pytest.approx(2.5e-9, rel=0.1)
+    with pytest.raises(MismatchError, match="at start-up: KL 0.0308, .* over 16 tokens in float32"):
+        probe(-1.25, -1.25)
 
 
-@pytest.mark.parametrize("scores", [(np.nan, -1.0), (-1.0, np.nan)])
-def test_a_score_that_is_not_a_number_is_a_mismatch(scores: tuple[float, float]):
-    with pytest.raises(MismatchError, match="up to nan"):
+@pytest.mark.parametrize("scores", [(np.nan, np.nan), (-1.0, np.nan)])
+def test_scores_that_are_no_numbers_are_a_mismatch(scores: tuple[float, float]):
+    with pytest.raises(MismatchError, match="KL inf"):
         probe(*scores)

@@ -6,9 +6,10 @@ holder of the lease (an evaluation) keeps the server at its version for a limite
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
@@ -19,7 +20,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import reachable
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
-from penstock.types import NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
+from penstock.types import Completion, NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
 from penstock.weights import WeightClient, merged_arrays, open_client
 
 CALL_S = 10.0
@@ -177,6 +178,12 @@ class InferenceRole(ThreadedComponent):
             self._leased_until, self._leased_to = time.monotonic() + seconds, evaluator
             self._held_back = True
             return self._held
+
+    def canary(
+        self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        """`InferenceEngine.canary`, for the learner."""
+        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
 
     def release(self) -> None:
         """Ends the lease."""

@@ -266,6 +266,8 @@ class LanguageKind:
             {"warm_start": preparation.warm_start, "probe": preparation.probe},
             preparation.on_view,
             preparation.close,
+            preparation.before_update,
+            preparation.after_update,
         )
 
     # --- phases --------------------------------------------------------------------------------------------------

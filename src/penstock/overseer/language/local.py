@@ -5,10 +5,11 @@ through the rollout storage and its receiver. The worker evaluates, too: at stal
 meanwhile, and a version is evaluated before anything is generated with it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 from typing_extensions import override
 
 from penstock.curriculum import Curriculum, CurriculumEvent
@@ -26,6 +27,7 @@ from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator
+from penstock.overseer.language.replay import arrived_examples
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
@@ -36,7 +38,7 @@ from penstock.overseer.trainer import LearnerComponent
 from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, TicketRules, open_rollout_storage
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import RolloutBatch, RolloutGroup, WeightVersion
+from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -176,6 +178,10 @@ class LocalReplay(ThreadedComponent):
     @override
     def start(self) -> None:
         self.state, self.doing = "running", "waiting for the learner to train"
+
+    def arrived_under(self, step: int, most: int) -> list[RLExample]:
+        """`TrainingPool.arrived_under`, as examples."""
+        return arrived_examples(self.opened.buffer, step, most)
 
     def admit(self) -> None:
         """The learner trains: tickets are handed out, and rollouts taken."""
@@ -348,6 +354,12 @@ class LocalInference(ThreadedComponent):
         if self._held is not None and self._held != offered:  # the first it was made with
             self._manager.update_model(newest, self._weights.fetch(newest))
         self._held = offered
+
+    def canary(
+        self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
+    ) -> list[Completion]:
+        """`InferenceEngine.canary`, for the learner."""
+        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
 
     def finish(self) -> None:
         """The engine goes on: an answer that is waited for still comes."""

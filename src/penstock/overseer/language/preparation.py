@@ -1,16 +1,19 @@
-"""What a language policy's learner does before training: the warm start, and the parity probe.
+"""What a language policy's learner does beside training: the warm start, and the parity of engines and learner.
 
 A random model cannot reach sparse rewards by trying, so supervised steps on the environments' reference solutions may
 come first. Their optimiser state is discarded; version 0 of the run is what comes out.
 
-The probe: for equal weights, engine and learner must agree about log-probabilities. A few held-out prompts are answered
-by the engine through its cached, batched decode, and the same tokens are scored by the learner's packed forward pass.
-Whatever makes the two differ (a kernel, a dtype, a temperature, stale weights) would make every later update wrong in
-silence, so the run refuses to start.
+For equal weights, engine and learner must agree about log-probabilities: whatever makes the two differ (a kernel, a
+dtype, a temperature, stale weights) would make every later update wrong in silence. A probe before anything else
+answers a few held-out prompts through the engine's cached, batched decode, and scores the same tokens by the learner's
+packed forward pass; then every update is checked (`ParityCheck`). How far apart they may be: `penstock.learner.parity`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast, final
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import numpy as np
 
@@ -19,53 +22,162 @@ from penstock.curriculum import Curriculum
 from penstock.inference import RemoteContext
 from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
+from penstock.learner.parity import LEAST_TOKENS, ParityMonitor, differences_of, example_of
+from penstock.model.language import Decoder
+from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import make_pool, reproducible, servers_of
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import Membership
 from penstock.rollout import RolloutManager
-from penstock.types import AnyRollout, EnvironmentFailure, MismatchError, RolloutBatch, Stopped, fold, generator
+from penstock.types import (
+    Completion,
+    EnvironmentFailure,
+    RLExample,
+    Stopped,
+    TrainingBatch,
+    UnreachableError,
+    fold,
+    generator,
+)
 
 if TYPE_CHECKING:
     from penstock.overseer.trainer import LearnerComponent
 
+MOST_CANARIES = 16
+"""Engines that are asked at the same time."""
+CALL_S = 10.0
+"""What an answer may take beyond the wait for its tokens."""
 
-def probe_parity(manager: RolloutManager, learner: Learner, lesson_id: str, max_tokens: int, limit: float) -> float:
-    """Largest difference between behaviour and recomputed log-probabilities of one probe batch.
+
+class _Check(NamedTuple):
+    """One that is under way: the learner's arrays of the version, and evidence of it."""
+
+    step: int
+    decoder: Decoder
+    examples: list[RLExample]
+    engines: tuple[str, ...]
+    canaries: Mapping[str, Future[list[Completion]]]
+    started: float
+
+
+@final
+class ParityCheck:
+    """Compares engines and learner at every update, while the learner still holds the version that is judged.
+
+    Evidence is what the version sampled itself: sequences of the batch, else of what arrived lately. Where there is
+    none of an engine, or several could have sampled it, each answers a few prompts of the batch anew while the update
+    is computed: canaries, and one context near the longest length.
 
     Args:
-        manager: Its engine must hold the learner's weights.
-        learner: Scores the sampled tokens.
-        lesson_id: Whose prompts to use.
-        max_tokens: Longest sequence.
-        limit: Largest difference that passes.
-
-    Raises:
-        MismatchError: the difference exceeds `limit`.
+        ctx: The component's, which knows the engines.
+        config: Of the run.
+        lineage: Of this life of the run.
     """
-    batch, _ = manager.sample_batch(lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe")
-    worst = largest_difference(batch, learner, max_tokens)
-    if not worst <= limit:  # nor where either side is not a number
-        raise MismatchError(
-            f"engine and learner disagree about log-probabilities by up to {worst:.3g} at start-up "
-            f"(learner.mismatch_limit is {limit:g}): their weights, dtypes or kernels differ"
-        )
-    return worst
+
+    def __init__(self, ctx: ComponentContext, config: RunConfig, lineage: int) -> None:
+        self._ctx = ctx
+        self._config = config.learner.parity
+        self._row_length = config.learner.row_length
+        self._lineage = lineage
+        self.monitor = ParityMonitor(self._config, config.model.dtype)
+        self._replay = ctx.caller("replay-0")
+        self._calls = ThreadPoolExecutor(MOST_CANARIES, thread_name_prefix="canary")
+        self._check: _Check | None = None
+        self._metrics: Mapping[str, float] = {}
+
+    def begin(self, learner: Learner, batch: TrainingBatch[RLExample]) -> None:
+        """Gathers evidence of the version that the learner holds; judges it now, where that needs nobody.
+
+        Raises:
+            MismatchError: engines and learner disagree.
+        """
+        self._check, self._metrics = None, {}
+        if batch.step % self._config.every:
+            return
+        started = time.perf_counter()
+        own = [example for example in batch.examples if sampled_first_by(example, batch.step)]
+        examples = own[: self._config.sequences] or self._arrived(batch.step)
+        serving = [peer for peer in self._ctx.view.of("inference") if not peer.address.get("draining")]
+        engines = tuple(peer.identity.name for peer in serving)
+        sampled = sum(int(example.loss_mask.sum()) for example in examples)
+        check = _Check(batch.step, learner.decoder, examples, engines, {}, started)
+        if len(engines) == 1 and sampled >= LEAST_TOKENS:
+            self._metrics = self._judge(learner, check)
+            return
+        prompts = self._prompts(batch.examples)
+        canaries = {name: self._calls.submit(self._canary, name, batch.step, prompts) for name in engines}
+        seconds = time.perf_counter() - started
+        self._check = check._replace(canaries=canaries, started=-seconds)
+
+    def end(self, learner: Learner) -> Mapping[str, float]:
+        """``train/parity_…`` of the version before the update, and ``time/parity``.
+
+        Raises:
+            MismatchError: engines and learner disagree.
+        """
+        check, self._check = self._check, None
+        if check is None:
+            return self._metrics
+        started = time.perf_counter() + check.started
+        examples = check.examples or self._arrived(check.step)
+        return self._judge(learner, check._replace(examples=examples, started=started))
+
+    def close(self) -> None:
+        """Asks nobody any more."""
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+    def _judge(self, learner: Learner, check: _Check) -> dict[str, float]:
+        limit = time.monotonic() + self._config.wait_s
+        found: dict[str, np.ndarray] = {}
+        for name in check.engines:
+            found[name] = self._answered(learner, check, name, limit)
+        arrived = self._compare(learner, check, check.examples)
+        if len(check.engines) == 1:
+            (name,) = check.engines
+            found[name] = np.concatenate((found[name], arrived))
+        elif len(arrived):
+            found["rollouts"] = arrived
+        metrics = self.monitor.judge(check.step, found)
+        return metrics | {"time/parity": time.perf_counter() - check.started}
+
+    def _answered(self, learner: Learner, check: _Check, name: str, limit: float) -> np.ndarray:
+        if name not in check.canaries:
+            return np.zeros(0, np.float32)
+        try:
+            done = check.canaries[name].result(max(0.0, limit - time.monotonic()))
+        except (TimeoutError, UnreachableError):
+            done = []  # it is counted as unchecked
+        return self._compare(learner, check, [example_of(each, 1.0) for each in done])
+
+    def _compare(self, learner: Learner, check: _Check, examples: Sequence[RLExample]) -> np.ndarray:
+        return differences_of(examples, learner.score(examples, check.decoder), check.step)
+
+    def _arrived(self, step: int) -> list[RLExample]:
+        try:
+            arrived = self._replay.call("arrived_under", step, self._config.sequences, timeout_s=self._config.wait_s)
+        except UnreachableError:
+            return []
+        return [example for example in arrived if len(example.tokens) <= self._row_length]
+
+    def _canary(self, name: str, step: int, prompts: Sequence[np.ndarray]) -> list[Completion]:
+        limits = self._config.canary_tokens, self._config.wait_s
+        answer_s = self._config.wait_s + CALL_S
+        return self._ctx.caller(name).call("canary", (self._lineage, step), prompts, *limits, timeout_s=answer_s)
+
+    def _prompts(self, examples: Sequence[RLExample]) -> list[np.ndarray]:
+        """Prompts of the batch, different ones as far as there are, and a context as long as its longest sequence."""
+        prompts = {example.tokens[: int(example.loss_mask.argmax())].tobytes(): example for example in examples}
+        chosen = list(prompts.values())[: self._config.canary_prompts]
+        longest = max(examples, key=lambda example: len(example.tokens)).tokens
+        context = longest[: max(1, min(len(longest) - 1, self._row_length - self._config.canary_tokens))]
+        room = self._row_length - self._config.canary_tokens
+        starts = [example.tokens[: int(example.loss_mask.argmax())][-room:] for example in chosen]
+        return [np.ascontiguousarray(tokens, np.int32) for tokens in [*starts, context]]
 
 
-def largest_difference(batch: RolloutBatch, learner: Learner, max_tokens: int) -> float:
-    """Largest |engine − learner| over the sampled tokens of a batch; 0 for a batch without any."""
-    rollouts = [rollout for rollout in batch.rollouts() if rollout.sampled_tokens]
-    # Log-probabilities are those before truncation, so that truncation changes nothing here.
-    examples = [example_from_rollout(rollout, 0.0, max_tokens, True) for rollout in rollouts]
-    scores = learner.score(examples)
-    differences = [_difference(r, s) for r, s in zip(rollouts, scores, strict=True)]
-    return float(np.max(differences, initial=0.0))  # unlike the built-in, NaN if any of them is
-
-
-def _difference(rollout: AnyRollout, scored: np.ndarray) -> float:
-    response = scored[len(rollout.prompt_tokens) : len(rollout.prompt_tokens) + len(rollout.response_tokens)]
-    mask = rollout.response_mask[: len(response)]
-    return float(np.abs(response - rollout.response_logprobs[: len(response)])[mask].max(initial=0.0))
+def sampled_first_by(example: RLExample, step: int) -> bool:
+    """Whether version `step` sampled the first of an example's tokens."""
+    return int(example.weight_steps[int(example.loss_mask.argmax())]) == step
 
 
 OnStep = Callable[[int, int, Mapping[str, float]], None]
@@ -110,6 +222,7 @@ class Preparation:
         self._ctx = ctx
         self._component = component
         self._pool = make_pool(component.settings) if component.shared is None else None
+        self._parity = ParityCheck(ctx, component.config, component.settings.lineage)
 
     def on_view(self, view: Membership) -> None:
         """Follows the inference servers."""
@@ -118,6 +231,7 @@ class Preparation:
 
     def close(self) -> None:
         """Ends its connections."""
+        self._parity.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -137,21 +251,41 @@ class Preparation:
         component.publish_anew()
 
     def probe(self) -> float | None:
-        """Largest difference between the servers' log-probabilities and the learner's; None where none was measured.
+        """KL between engines and learner over a few held-out prompts; None where none was measured.
+
+        The parity of later updates is judged by what it shows.
 
         Raises:
             MismatchError: it is too large.
         """
         self._component.doing = "checking that engines and learner agree"
-        config = self._component.config
-        lesson_id, limit = next(iter(config.curriculum.lessons)), config.learner.mismatch_limit
+        config, learner = self._component.config, self._learner
+        lesson_id = next(iter(config.curriculum.lessons))
         try:
-            worst = probe_parity(self._manager(), self._learner, lesson_id, config.learner.row_length, limit)
+            batch, _ = self._manager().sample_batch(
+                lesson_id, 4, 2, "eval", rng=0, weight_step=learner.step, worker_id="probe"
+            )
         except EnvironmentFailure as failure:  # counted where it trains; parity is checked at every step, too
             self._ctx.event("parity_not_probed", lesson=lesson_id, reason=str(failure))
             return None
-        self._ctx.event("parity", largest_difference=worst, limit=limit)
-        return worst
+        rollouts = [rollout for rollout in batch.rollouts() if rollout.sampled_tokens]
+        # Log-probabilities are those before truncation, so that truncation changes nothing here.
+        examples = [example_from_rollout(rollout, 0.0, config.learner.row_length, True) for rollout in rollouts]
+        differences = differences_of(examples, learner.score(examples), learner.step)
+        if not len(differences):
+            self._ctx.event("parity_not_probed", lesson=lesson_id, reason="no token was sampled")
+            return None
+        parity = self._parity.monitor.calibrate(differences)
+        self._ctx.event("parity", **asdict(parity), limit=self._parity.monitor.limit)
+        return parity.kl
+
+    def before_update(self, batch: TrainingBatch[RLExample]) -> None:
+        """`ParityCheck.begin`."""
+        self._parity.begin(self._learner, batch)
+
+    def after_update(self) -> Mapping[str, float]:
+        """`ParityCheck.end`."""
+        return self._parity.end(self._learner)
 
     @property
     def _learner(self) -> Learner:

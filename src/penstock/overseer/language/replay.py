@@ -8,12 +8,14 @@ It owes progress while something waits for it alone. A full disk, a learner that
 turn: these are others' to end.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import override
 
+from penstock.batch import example_from_rollout
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
 from penstock.environments import load_environment
 from penstock.learner import read_states
@@ -23,8 +25,17 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import RolloutMetrics, success_thresholds
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
-from penstock.replay import LANGUAGE, MemoryRolloutStorage, ReplayService, RolloutReceiver, TicketRules, TicketService
-from penstock.types import RolloutGroup, RolloutSink
+from penstock.replay import (
+    LANGUAGE,
+    MemoryRolloutStorage,
+    PacedReplayBuffer,
+    ReplayBuffer,
+    ReplayService,
+    RolloutReceiver,
+    TicketRules,
+    TicketService,
+)
+from penstock.types import AnyRollout, RLExample, RolloutGroup, RolloutSink
 
 
 class CurriculumRole(ThreadedComponent):
@@ -75,6 +86,12 @@ class _CountedSink:
 
     def __init__(self, buffer: RolloutSink, receiving: CallCounter) -> None:
         self.add_batches = receiving.of(buffer.add_batches)
+
+
+def arrived_examples(buffer: ReplayBuffer | PacedReplayBuffer, step: int, most: int) -> list[RLExample]:
+    """The newest rollouts of which version `step` sampled the first token, as examples to be scored."""
+    arrived = cast(list[AnyRollout], buffer.pool.arrived_under(step, most))
+    return [example_from_rollout(rollout, 0.0, sys.maxsize, True) for rollout in arrived]
 
 
 class ReplayRole(ThreadedComponent):
@@ -166,6 +183,10 @@ class ReplayRole(ThreadedComponent):
         values = self._tally.take()
         if values:
             self.ctx.metrics(step + 1, values)
+
+    def arrived_under(self, step: int, most: int) -> list[RLExample]:
+        """`TrainingPool.arrived_under`, as examples."""
+        return arrived_examples(self._replay.buffer, step, most)
 
     def drain(self) -> None:
         """The overseer hears of the notice, has the newest version saved, and begins anew elsewhere."""
