@@ -236,7 +236,7 @@ def example_of(done: Completion, temperature: float) -> RLExample:
     prompt, length = len(done.prompt_tokens), len(done.prompt_tokens) + len(done.response_tokens)
     logprobs, steps = np.zeros(length, np.float32), np.full(length, -1, np.int32)
     logprobs[prompt:], steps[prompt:] = done.response_logprobs, done.weight_steps
-    if done.oldest_weight_step < int(done.weight_steps.min(initial=done.oldest_weight_step)):
+    if done.oldest_weight_step < int(done.weight_steps.min(initial=np.iinfo(np.int32).max)):
         steps[prompt:] = done.oldest_weight_step  # the prompt's cache was of an older version
     return RLExample(
         tokens=np.concatenate((done.prompt_tokens, done.response_tokens)).astype(np.int32),
