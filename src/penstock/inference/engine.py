@@ -139,8 +139,8 @@ class InferenceEngine:
         Args:
             version: Waited for; where a newer one serves, what comes back says so.
             prompts: int32 [p]; those that leave no room for an answer are cut at their beginning.
-            max_tokens: Longest answer.
-            timeout_s: Longest wait.
+            max_tokens: Of the longest answer.
+            timeout_s: Longest wait, in seconds.
 
         Returns:
             One completion per prompt, at temperature 1; none where it takes longer.

@@ -81,7 +81,7 @@ class ParityMonitor:
     """Judges checks of one run. One thread at a time.
 
     Args:
-        config: Limits.
+        config: The limits' keys.
         dtype: Of the model.
     """
 
@@ -120,7 +120,7 @@ class ParityMonitor:
         """Takes the evidence about version `step`.
 
         Args:
-            step: The version.
+            step: Number of the version.
             differences: By engine, x of its tokens, float [tokens]; engines without evidence have none.
 
         Returns:
@@ -217,7 +217,7 @@ def differences_of(examples: Sequence[RLExample], scores: Sequence[np.ndarray], 
     Args:
         examples: One sequence each, as recorded.
         scores: float32 [pos] of each, the learner's under that version.
-        version_step: The version.
+        version_step: Number of the version.
 
     Returns:
         float32 [tokens].

@@ -52,7 +52,6 @@ from penstock.types import (
 )
 
 MOST_ARRIVED = 64
-"""Rollouts that are kept for a look at them."""
 
 
 @dataclass(frozen=True, slots=True)

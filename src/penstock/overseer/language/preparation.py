@@ -50,7 +50,7 @@ CALL_S = 10.0
 
 
 class _Check(NamedTuple):
-    """One that is under way: the learner's arrays of the version, and evidence of it."""
+    """One that is under way."""
 
     step: int
     decoder: Decoder
