@@ -150,7 +150,7 @@ class ParityConfig(_Frozen, frozen=True):
         sequences: So many sequences that the learner's own version sampled are scored per check.
         canary_prompts: Of an engine that gave none, so many prompts of the batch are answered anew.
         canary_tokens: Longest of those answers.
-        wait_s: Longest wait for them; an engine that has not answered then is counted as unchecked.
+        wait_s: Longest wait for them once the update is made; an engine that has not answered then is unchecked.
         kl_limit: Of the winsorised KL of a check; None: 1e-8 in float32, 5e-3 in bfloat16.
         hard_kl_limit: A KL beyond it ends the run at once.
     """
@@ -159,7 +159,7 @@ class ParityConfig(_Frozen, frozen=True):
     sequences: int = Field(default=2, ge=1)
     canary_prompts: int = Field(default=2, ge=1)
     canary_tokens: int = Field(default=16, ge=8, le=16)
-    wait_s: float = Field(default=10.0, gt=0)
+    wait_s: float = Field(default=2.0, gt=0)
     kl_limit: float | None = Field(default=None, gt=0)
     hard_kl_limit: float = Field(default=0.1, gt=0)
 

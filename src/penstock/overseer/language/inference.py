@@ -182,7 +182,9 @@ class InferenceRole(ThreadedComponent):
     def canary(
         self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
     ) -> list[Completion]:
-        """`InferenceEngine.canary`, for the learner."""
+        """`InferenceEngine.canary`, for the learner; none while an evaluation holds the server at its version."""
+        if self._leased:
+            return []
         return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
 
     def release(self) -> None:

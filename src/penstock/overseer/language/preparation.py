@@ -92,7 +92,7 @@ class ParityCheck:
             MismatchError: engines and learner disagree.
         """
         self._check, self._metrics = None, {}
-        if batch.step % self._config.every:
+        if batch.step % self._config.every or not batch.examples:
             return
         started = time.perf_counter()
         own = [example for example in batch.examples if sampled_first_by(example, batch.step)]

@@ -91,7 +91,7 @@ class _CountedSink:
 def arrived_examples(buffer: ReplayBuffer | PacedReplayBuffer, step: int, most: int) -> list[RLExample]:
     """The newest rollouts of which version `step` sampled the first token, as examples to be scored."""
     arrived = cast(list[AnyRollout], buffer.pool.arrived_under(step, most))
-    return [example_from_rollout(rollout, 0.0, sys.maxsize, True) for rollout in arrived]
+    return [example_from_rollout(rollout, 0.0, sys.maxsize, True) for rollout in arrived if rollout.sampled_tokens]
 
 
 class ReplayRole(ThreadedComponent):
