@@ -8,8 +8,8 @@ others: one token never ends anything, however wrong it is.
 Three rules, in the order of how bad it is:
 
 - *hard*: a KL above `hard_kl_limit` acts at once;
-- *limit*: the excess over the limit of the dtype, summed over checks (a cumulative sum that falls back to 0), reaches
-  twice that limit;
+- *limit*: the excess over the limit of the dtype, at most once that limit per check, summed over checks (a cumulative
+  sum that falls back to 0), reaches twice that limit;
 - *jump*: log KL lies beyond what this model and engine showed before, summed over checks in standard deviations
   (CUSUM, Page 1954). What they showed is learned as the run goes on, from the probe at the start, slowly: noise that
   grows with the policy is followed, a fault is not.
@@ -197,7 +197,7 @@ class _Engine:
         self._surprise = 0.0
 
     def exceeds(self, of_limit: float) -> bool:
-        self._excess = max(0.0, self._excess + of_limit - 1.0)
+        self._excess = max(0.0, self._excess + min(of_limit - 1.0, 1.0))  # one check alone never reaches it
         return self._excess >= _EXCESS
 
     def jumps(self, deviations: float, matters: bool) -> bool:
