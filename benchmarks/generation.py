@@ -44,7 +44,7 @@ class NoText:
     def decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         return ""
 
-    def render(self, prompt: Any, max_tokens: int | None = None) -> np.ndarray:
+    def render(self, prompt: Any, max_tokens: int | None = None, chat_template_kwargs: Any = None) -> np.ndarray:
         return np.zeros(0, np.int32)
 
 

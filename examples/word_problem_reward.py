@@ -14,10 +14,9 @@ group differ from the first update on:
 =====  =============================================================
 """
 
-import math
 from decimal import Decimal
 
-from penstock.environments.rewards import final_number, numbers_in, reference_number, text_of
+from penstock.environments.rewards import closeness, final_number, numbers_in, reference_number, text_of
 
 
 def reward(completions, answer, finish_reason, **columns) -> list[float]:
@@ -46,11 +45,3 @@ def readable_share(text: str) -> float:
     if not text:
         return 0.0
     return sum(c.isascii() and (c.isalnum() or c in " \n.,;:?!'\"$%+-*/=()<>#") for c in text) / len(text)
-
-
-def closeness(found: Decimal, right: Decimal | None) -> float:
-    """1 for the right number, ½ for one ten times as large or small, towards 0 farther off and for a wrong sign."""
-    if right is None or (found < 0) != (right < 0):
-        return 0.0
-    magnitudes = [math.log10(1 + min(abs(float(number)), 1e30)) for number in (found, right)]
-    return 1 / (1 + abs(magnitudes[0] - magnitudes[1]))

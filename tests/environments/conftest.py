@@ -33,7 +33,7 @@ class CharacterTokenizer:
         shown = {CLOSE_CALL: "</calc>", EOS: "" if skip_special_tokens else "<eos>"}
         return "".join(shown.get(int(token), chr(int(token))) for token in tokens)
 
-    def render(self, prompt):
+    def render(self, prompt, max_tokens=None, chat_template_kwargs=None):
         if isinstance(prompt, str):
             return self.encode(prompt)
         if not self._chat_template:

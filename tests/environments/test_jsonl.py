@@ -99,6 +99,24 @@ def test_templates(tmp_path, make, policy, decoding, prompt, template, rendered)
     assert context.tokenizer.decode(context.calls[0][0][0]) == rendered
 
 
+def test_what_the_chat_template_is_given_is_the_rows_own_or_the_environments(tmp_path, make):
+    tool, other = {"function": {"name": "add"}}, {"function": {"name": "multiply"}}
+    rows = [
+        {"question": CHAT, "answer": "3"},
+        {"question": CHAT, "answer": "4", "tools": [other], "chat_template_kwargs": {"enable_thinking": True}},
+        {"question": "plain", "answer": "5", "tools": [other]},
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    given = {"tools": [tool], "enable_thinking": False}
+    held_out = write(tmp_path / "e.jsonl", [{"question": "x", "answer": "1"}])
+    environment = make(path, eval_path=held_out, chat_template_kwargs=given)
+    first, second, plain = environment.train_examples()
+    assert environment.chat_template_kwargs(first) == given
+    assert environment.chat_template_kwargs(second) == {"tools": [other], "enable_thinking": True}
+    assert environment.chat_template_kwargs(plain) == {}
+    assert environment.references(second)[0].chat_template_kwargs == {"tools": [other], "enable_thinking": True}
+
+
 def test_a_users_function_sees_trls_arguments(tmp_path, make, policy, decoding):
     reward = rewards_file(
         tmp_path,

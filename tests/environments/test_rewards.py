@@ -5,12 +5,16 @@ from decimal import Decimal
 import pytest
 
 from penstock.environments.rewards import (
+    answer_closeness,
+    answer_format,
+    closeness,
     exact_match,
     final_answer,
     final_number,
     last_number,
     numbers_in,
     reference_number,
+    shaped_answer,
     text_of,
 )
 
@@ -85,3 +89,39 @@ def test_last_number_and_exact_match():
 def test_both_forms_of_completion():
     assert text_of("a") == text_of([{"role": "assistant", "content": "a"}]) == "a"
     assert final_answer([[{"role": "assistant", "content": "#### 1480"}]], [GOLD], prompts=["p"], other=[1]) == [1.0]
+
+
+def test_the_form_of_an_answer():
+    said = ["#### 7", "so #### 7 apples", "7", "####", ""]
+    assert answer_format(said, answer=[GOLD] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert answer_format(["#### 7"], finish_reason=["length"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "value"),
+    [("99", "99", 1.0), ("9", "99", 0.5), ("99", "9", 0.5), ("0", "999", 0.25), ("-5", "5", 0.0), ("5", None, 0.0)],
+)
+def test_closeness_of_numbers(found, right, value):
+    assert closeness(Decimal(found), None if right is None else Decimal(right)) == pytest.approx(value, abs=1e-12)
+
+
+def test_closeness_is_that_of_the_marked_number_or_else_of_the_last():
+    said = ["#### 9 of 99", "9 or 99", "#### of 9", "none", [{"role": "assistant", "content": "#### 99"}]]
+    assert answer_closeness(said, ["#### 99"] * 5) == pytest.approx([0.5, 1.0, 0.5, 0.0, 1.0])
+    assert answer_closeness(["5"], ["no number"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "reward"),
+    [
+        ("It is #### 99", "stop", 1.0),
+        ("It is #### 99", "length", 0.3),  # cut: it might have gone on
+        ("It is 99", "stop", 0.1 + 0.3),
+        ("#### 9", "stop", 0.1 + 0.2 + 0.3 / 2),
+        ("no idea", "stop", 0.1),
+        ("", "length", 0.0),
+    ],
+)
+def test_the_shaped_reward_gives_each_step_its_share(said, reason, reward):
+    assert shaped_answer([said], ["99"], finish_reason=[reason], question=["?"]) == pytest.approx([reward])
+    assert shaped_answer([said, said], ["99", "99"], finish_reason=[reason] * 2) == pytest.approx([reward] * 2)

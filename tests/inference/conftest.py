@@ -1,6 +1,7 @@
 """A byte-level codec, tiny random models of every family, and engines that are always stopped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,12 @@ class ByteCodec:
         text = bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
         return text if skip_special_tokens else text + "<end>" * sum(int(t) == 256 for t in tokens)
 
-    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        max_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
         if not isinstance(prompt, str):
             prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
         if max_tokens is not None and len(prompt.encode()) > max_tokens:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from penstock.inference.schema import ApiError, ChatBody, CompletionBody
+from penstock.inference.schema import ApiError, ChatBody, CompletionBody, TokenizeBody
 from penstock.inference.schema import read_body as read_bytes
 from penstock.types import Decoding, fold
 
@@ -55,6 +55,49 @@ def test_messages_with_parts_become_text():
     assert body.messages[0].as_mapping() == {"role": "user", "content": "ab"}
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_tools_and_what_became_of_their_calls_are_read():
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+    ]
+    switch = {"enable_thinking": False}
+    body = read_body(ChatBody, {"model": "m", "messages": messages, "tools": [TOOL], "chat_template_kwargs": switch})
+    assert body.given == {"enable_thinking": False, "tools": [TOOL]}
+    call = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
+    assert [message.as_mapping() for message in body.messages] == [
+        messages[0], {"role": "assistant", "content": "", "tool_calls": [call]}, messages[2],
+    ]  # fmt: skip
+    tokenized = read_body(TokenizeBody, {"messages": messages[:1], "tools": [], "chat_template_kwargs": None})
+    assert tokenized.given == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant", "content": None}, "messages.0: .*give content"),
+        ({"role": "assistant"}, "messages.0: .*give content"),
+        ({"role": "assistant", "tool_calls": []}, "messages.0: .*give content"),
+        ({"role": "assistant", "tool_calls": ["x"]}, "messages.0.tool_calls.0: Input should be a valid dictionary"),
+        ({"role": "tool", "content": "2", "odd": 1}, "messages.0.odd: Extra inputs"),
+    ],
+)
+def test_messages_that_say_nothing_are_refused(message, said):
+    with pytest.raises(ApiError, match=said):
+        read_body(ChatBody, {"model": "m", "messages": [message]})
+
+
+def test_arguments_that_are_not_json_are_refused():
+    call = CALL | {"function": {"name": "add", "arguments": "{a"}}
+    body = read_body(ChatBody, {"model": "m", "messages": [{"role": "assistant", "tool_calls": [call]}]})
+    with pytest.raises(ApiError, match="the arguments of a tool call are not JSON"):
+        body.messages[0].as_mapping()
+
+
 def test_images_are_refused_by_name():
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(ApiError, match="messages.0.content") as raised:
@@ -100,8 +143,8 @@ def completion(**fields):
         (completion(odd=1, odder=2), "odd", "odd: Extra inputs are not permitted"),
         (chat([{"role": "user", "content": "a"}] * 4097), "messages", "messages has 4097 entries"),
         (chat([{"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}]), "messages", "4097 entries"),
-        (chat([dict.fromkeys(map(str, range(100)))]), "messages", "has 100 names: at most 3 are known"),
-        (chat([{"content": [dict.fromkeys(map(str, range(100)))]}]), "messages", "has 100 names: at most 3 are known"),
+        (chat([dict.fromkeys(map(str, range(100)))]), "messages", "has 100 names: at most 5 are known"),
+        (chat([{"content": [dict.fromkeys(map(str, range(100)))]}]), "messages", "has 100 names: at most 5 are known"),
     ],
 )
 def test_lists_are_counted_before_they_are_validated(given, param, said):

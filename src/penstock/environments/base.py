@@ -14,7 +14,7 @@ field, what was found, and what was expected; it costs its own group and no othe
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsInt
 
 import numpy as np
@@ -45,16 +45,19 @@ class Reference:
         earlier: What was said between the prompt and the response, by policy and tools; each piece is encoded
             apart, as in a rollout.
         ends: Whether the policy stops after the response (a tool call does not end an answer).
+        chat_template_kwargs: What the chat template is given beside the prompt's messages.
     """
 
     prompt: Prompt
     response: str
     earlier: tuple[str, ...] = ()
     ends: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def token_pair(self, tokenizer: TextCodec) -> tuple[np.ndarray, np.ndarray]:
         """What to condition on, int32 [p], and what to learn, int32 [r]; the stop token closes an answer."""
-        before = [tokenizer.render(self.prompt), *(tokenizer.encode(piece) for piece in self.earlier)]
+        prompt = tokenizer.render(self.prompt, chat_template_kwargs=self.chat_template_kwargs)
+        before = [prompt, *(tokenizer.encode(piece) for piece in self.earlier)]
         stop = np.array(tokenizer.stop_token_ids[:1] if self.ends else (), np.int32)
         return np.concatenate(before), np.concatenate([tokenizer.encode(self.response), stop])
 

@@ -162,10 +162,15 @@ class ExampleEnvironment(Environment):
         """Worked solutions of one problem: its answer. To be replaced where there is more to show."""
         if not example.answer:
             return []
-        return [Reference(self.shaped(example), example.answer)]
+        given = self.chat_template_kwargs(example)
+        return [Reference(self.shaped(example), example.answer, chat_template_kwargs=given)]
 
     def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Numbers of the environment's own about what was sampled. To be replaced where there are any."""
+        return {}
+
+    def chat_template_kwargs(self, example: Example) -> Mapping[str, Any]:
+        """What the chat template is given beside the problem's messages, such as `tools`. To be replaced."""
         return {}
 
     def shaped(self, example: Example) -> Prompt:
@@ -225,4 +230,5 @@ class ExampleEnvironment(Environment):
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
         prompt = self.shaped(example)
-        return Task(example, prompt, inference_ctx.tokenizer.render(prompt), seed)
+        given = self.chat_template_kwargs(example)
+        return Task(example, prompt, inference_ctx.tokenizer.render(prompt, chat_template_kwargs=given), seed)

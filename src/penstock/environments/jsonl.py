@@ -131,6 +131,8 @@ class JsonlEnvironment(GroupScoredEnvironment):
         reward_start_timeout_s: Longest time for the imports of the reward function's file.
         reward_processes: How many groups may be scored at once.
         truncated_reward: The reward of answers that a length limit cut; null leaves it to the reward function.
+        chat_template_kwargs: What the chat template is given beside the messages: `tools`, and switches of its own. A
+            row's own columns `tools` and `chat_template_kwargs` go before them.
         name: Stands on every rollout.
 
     Raises:
@@ -153,6 +155,7 @@ class JsonlEnvironment(GroupScoredEnvironment):
         reward_start_timeout_s: float = 60.0,
         reward_processes: int = 2,
         truncated_reward: float | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         name: str = "jsonl",
     ) -> None:
         super().__init__(name, template, system_prompt)
@@ -169,6 +172,7 @@ class JsonlEnvironment(GroupScoredEnvironment):
             self._eval = self._reader.examples(held_out, str(eval_path))
             self._train = _without(self._reader.examples(rows, str(path)), self._eval, name)
         self._truncated_reward = truncated_reward
+        self._chat_template_kwargs = chat_template_kwargs or {}
         self._pool: RewardPool | None = None
         self._score = self._scorer(reward, reward_processes, reward_timeout_s, reward_start_timeout_s)
 
@@ -179,6 +183,14 @@ class JsonlEnvironment(GroupScoredEnvironment):
     @override
     def eval_examples(self) -> Sequence[Example]:
         return self._eval
+
+    @override
+    def chat_template_kwargs(self, example: Example) -> Mapping[str, Any]:
+        if isinstance(self.shaped(example), str):
+            return {}
+        own, tools = example.columns.get("chat_template_kwargs"), example.columns.get("tools")
+        of_row = {**(own if isinstance(own, Mapping) else {}), **({"tools": tools} if isinstance(tools, list) else {})}
+        return {**self._chat_template_kwargs, **of_row}
 
     def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
         """Calls the reward function once for the group; see `reward_arguments`."""

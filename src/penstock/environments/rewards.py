@@ -1,9 +1,11 @@
 """Graders with TRL's signature: ``f(completions, answer, **columns) -> list[float]``, one reward per completion.
 
-Numbers are compared as numbers: ``$1,000.00.`` is 1000. An answer that a length limit cut earns nothing, since
-``#### 1`` may have been on its way to ``#### 18``.
+Numbers are compared as numbers: ``$1,000.00.`` is 1000. Where an answer is right or wrong, one that a length limit cut
+earns nothing, since ``#### 1`` may have been on its way to ``#### 18``. `shaped_answer` is for policies that are
+hardly ever right: each step towards an answer has its share.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -40,6 +42,46 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **columns: An
     return _graded(found, [str(text).strip() for text in answer], columns)
 
 
+def answer_format(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1 where the completion has ``####`` with a number after it and ended by itself, else 0."""
+    found = [final_number(text_of(completion)) for completion in completions]
+    return [float(number is not None and ended) for number, ended in zip(found, _ended(found, columns), strict=True)]
+
+
+def answer_closeness(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
+    """`closeness` of the number after the last ``####``, else of the last number; 0 where there is none."""
+    rewards: list[float] = []
+    for completion, right in zip(completions, answer, strict=True):
+        text = text_of(completion)
+        numbers, marked = numbers_in(text), final_number(text)
+        found = marked if marked is not None else numbers[-1] if numbers else None
+        rewards.append(0.0 if found is None else closeness(found, reference_number(right)))
+    return rewards
+
+
+def shaped_answer(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
+    """In [0, 1]: 0.1 for ending by itself, 0.2 `answer_format`, 0.3 `answer_closeness`, 0.4 `final_answer`."""
+    parts = zip(
+        _ended(completions, columns),
+        answer_format(completions, **columns),
+        answer_closeness(completions, answer),
+        final_answer(completions, answer, **columns),
+        strict=True,
+    )
+    return [0.1 * ended + 0.2 * marked + 0.3 * close + 0.4 * right for ended, marked, close, right in parts]
+
+
+def closeness(found: Decimal, right: Decimal | None) -> float:
+    """1 for the right number, ½ for one ten times as large or small, towards 0 farther off and for a wrong sign.
+
+    1 / (1 + |log₁₀(1 + |found|) − log₁₀(1 + |right|)|); beyond 1e30 all numbers are alike.
+    """
+    if right is None or (found < 0) != (right < 0):
+        return 0.0
+    magnitudes = [math.log10(1 + min(abs(float(number)), 1e30)) for number in (found, right)]
+    return 1 / (1 + abs(magnitudes[0] - magnitudes[1]))
+
+
 def final_number(text: str) -> Decimal | None:
     """The number right after the last ``####``; None where there is no mark or no number."""
     _, mark, rest = text.rpartition(MARK)
@@ -72,9 +114,13 @@ def _decimal(digits: str) -> Decimal:
     return Decimal(digits.replace(",", ""))
 
 
+def _ended(completions: Sequence[Any], columns: dict[str, Any]) -> list[bool]:
+    """Of each, whether no length limit cut it; where nothing is said of that, none did."""
+    return [reason != "length" for reason in columns.get("finish_reason") or ["stop"] * len(completions)]
+
+
 def _graded(found: Sequence[Any], wanted: Sequence[Any], columns: dict[str, Any]) -> list[float]:
-    reasons = columns.get("finish_reason") or ["stop"] * len(found)
     return [
-        float(mine is not None and mine == right and reason != "length")
-        for mine, right, reason in zip(found, wanted, reasons, strict=True)
+        float(mine is not None and mine == right and ended)
+        for mine, right, ended in zip(found, wanted, _ended(found, columns), strict=True)
     ]

@@ -2,9 +2,10 @@
 
 *Bodies* are read strictly. What the API knows but this engine cannot do is refused by name, never ignored: a silently
 dropped penalty would change what is sampled. Beyond OpenAI's own: the other `SAMPLING_FIELDS`, named as vLLM names
-them, `stop_token_ids`, `return_token_ids`, `seeds` (one per prompt), prompts as token ids. Reading a body costs time in
-proportion to its size and no more: lists and objects are counted before they are validated, and validation ends at the
-first error (pydantic would otherwise make one for each entry, and each arm of a union).
+them, `stop_token_ids`, `return_token_ids`, `chat_template_kwargs`, `seeds` (one per prompt), prompts as token ids.
+Tools go through the chat template; what a policy says of them comes back as text, as it was sampled. Reading a body
+costs time in proportion to its size and no more: lists and objects are counted before they are validated, and
+validation ends at the first error (pydantic would otherwise make one for each entry, and each arm of a union).
 
 *Answers* are built from completions. A response's text ends before the stop string; its tokens, log-probabilities and
 usage count everything that was sampled. `system_fingerprint` names the oldest weights behind the answer. With
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -302,21 +303,58 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation; only one that calls tools may be without content."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: str
-    content: str | _Listed[TextPart]
+    content: str | _Listed[TextPart] | None = None
     name: str | None = None
+    tool_calls: _Listed[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
-    def as_mapping(self) -> dict[str, str]:
-        """Role and content as a chat template takes them."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+    @model_validator(mode="after")
+    def _says_something(self) -> "ChatMessage":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("give content, which only a message with tool_calls may be without")
+        return self
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The message as a chat template takes it: content as one text, arguments of tool calls as objects."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [_with_object_arguments(call) for call in self.tool_calls]
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {key: value for key, value in named.items() if value is not None}
 
 
-class ChatBody(_Body):
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call, with the arguments read that OpenAI's form holds as JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError) as error:
+        message = f"messages: the arguments of a tool call are not JSON: {error}"
+        raise ApiError(400, message, "messages", "invalid_value") from error
+    return call | {"function": function | {"arguments": arguments}}
+
+
+class _Conversation(BaseModel):
+    """What the chat template is given beside the messages."""
+
+    tools: _Listed[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The same as `TextCodec.render` takes it."""
+        return {**(self.chat_template_kwargs or {}), **({"tools": self.tools} if self.tools else {})}
+
+
+class ChatBody(_Body, _Conversation):
     """``POST /v1/chat/completions``."""
 
     messages: _Listed[ChatMessage] = Field(min_length=1)
@@ -325,7 +363,7 @@ class ChatBody(_Body):
     logprobs: bool | None = None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(_Conversation):
     """``POST /tokenize``: a text, or messages as a chat request would send them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

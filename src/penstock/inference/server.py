@@ -4,13 +4,13 @@
 the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
 are awaited. `penstock.inference.access` bounds what may be asked before any handler runs. A client that goes away
 frees its slots. No route changes weights or the server's state: one that did must not exist without a token. Not
-covered: streaming, tools, penalties (refused by name), alternatives' log-probabilities.
+covered: streaming, penalties (refused by name), reading tool calls out of an answer, alternatives' log-probabilities.
 """
 
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from penstock.inference.engine import InferenceEngine
 from penstock.inference.schema import (
     ApiError,
     ChatBody,
+    ChatMessage,
     CompletionBody,
     TokenizeBody,
     chat_answer,
@@ -134,7 +135,7 @@ class _Api:
         self._check_model(body.model)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._max_seq_len if limit is None else limit)
-        prompt = await self._work(lambda: self._render([message.as_mapping() for message in body.messages]))
+        prompt = await self._work(lambda: self._conversation(body.messages, body.given))
         seeds = folded_seeds(body.seed, 1)
         (completions,) = await self._generate(request, [prompt], body.n, decoding, seeds)
         return await self._work(
@@ -154,8 +155,8 @@ class _Api:
         return await self._work(lambda: self._tokenized(body))
 
     def _tokenized(self, body: TokenizeBody) -> Response:
-        messages = [message.as_mapping() for message in body.messages or ()]
-        tokens = self._render(messages if body.prompt is None else body.prompt)
+        said = body.messages or ()
+        tokens = self._conversation(said, body.given) if body.prompt is None else self._render(body.prompt)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_seq_len, "tokens": tokens.tolist()})
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
@@ -187,11 +188,16 @@ class _Api:
             message = f"model {name!r:.200} does not exist: this server has {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _render(self, prompt: str | Sequence[Message] | np.ndarray) -> np.ndarray:
+    def _conversation(self, messages: Sequence[ChatMessage], given: Mapping[str, Any]) -> np.ndarray:
+        return self._render([message.as_mapping() for message in messages], given)
+
+    def _render(
+        self, prompt: str | Sequence[Message] | np.ndarray, given: Mapping[str, Any] | None = None
+    ) -> np.ndarray:
         if isinstance(prompt, np.ndarray):
             return prompt
         try:
-            return self._tokenizer.render(prompt, self._max_seq_len)
+            return self._tokenizer.render(prompt, self._max_seq_len, given)
         except EnvironmentFailure as error:
             raise ApiError(400, str(error), code="invalid_prompt") from error
         except ConfigError as error:

@@ -1,7 +1,8 @@
 """The tensors of a model's directory: one ``model.safetensors``, or shards with an index, as Hugging Face names them.
 
 Shapes are known before any data is read, and tensors are read one at a time, so that loading needs little more
-memory than the model. Only safetensors is read: a ``.bin`` file is a pickle, which could run code.
+memory than the model; they are written shard by shard. Only safetensors is read: a ``.bin`` file is a pickle, which
+could run code.
 """
 
 import json
@@ -12,11 +13,14 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from penstock.types.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of a file, as of transformers' and of most published checkpoints."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -57,6 +61,46 @@ def open_tensors(directory: Path) -> Iterator[TensorFiles]:
                 raise CheckpointError(f"{path} lacks {missing[0]}, which the index says it holds")
             handles |= dict.fromkeys(present if wanted is None else wanted, handle)
         yield TensorFiles(handles)
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes one file, or shards with an index where there is more than `shard_bytes`.
+
+    Args:
+        tensors: By name. Views (such as transposed ones) are copied shard by shard.
+        directory: Must exist. What the other form left there is removed, lest it be read.
+        shard_bytes: Most bytes of one shard; a tensor that is larger has one of its own.
+    """
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        _write(tensors, directory / WEIGHTS_FILE)
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write({name: tensors[name] for name in names}, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    write_json({"metadata": {"total_size": size}, "weight_map": weight_map}, directory / INDEX_FILE)
+    (directory / WEIGHTS_FILE).unlink(missing_ok=True)
+
+
+def _write(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """Contiguous: safetensors writes a transposed view's bytes as they lie."""
+    save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def write_json(content: Mapping[str, Any], path: Path) -> None:
+    """A JSON object, indented and with its keys in order."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _files(directory: Path) -> dict[Path, set[str] | None]:

@@ -261,7 +261,8 @@ class Settings(Generic[AnyConfig]):
 
     def tokenizer(self: "Settings[RunConfig]") -> Tokenizer:
         """The policy's."""
-        return Tokenizer.load(self.config.model.tokenizer_path)
+        model = self.config.model
+        return Tokenizer.load(model.tokenizer_path, model.chat_template_kwargs)
 
 
 POLL_S = 0.5

@@ -1,13 +1,16 @@
 """The policy's tokenizer: a Hugging Face fast tokenizer with its chat template, read from a directory.
 
 Nothing is added behind the caller's back: `encode` adds no special tokens, `decode` does not tidy spaces, and a chat
-template that fails is an error, never a reason to fall back to another format. Encoding and decoding are safe from
-several threads (they go to the Rust tokenizer directly; transformers' own methods set its truncation at every call,
-which fails when two threads meet). Not covered: slow (pure Python) tokenizers, and downloads.
+template that fails is an error, never a reason to fall back to another format. A plain prompt begins with the tokens
+that the tokenizer itself puts first (BOS, where it says so); a chat template writes its own. Encoding and decoding
+are safe from several threads (they go to the Rust tokenizer directly; transformers' own methods set its truncation at
+every call, which fails when two threads meet). Not covered: slow (pure Python) tokenizers, and downloads.
 """
 
+import inspect
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +30,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "generation_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -56,6 +60,7 @@ class Tokenizer:
         source: str,
         contents: Mapping[str, bytes],
         extra_stop_ids: Sequence[int] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         eos: Any = fast.eos_token_id
         if eos is None:
@@ -69,16 +74,23 @@ class Tokenizer:
         self._longest_token_bytes = max(len(token.encode()) for token in vocabulary)
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
         self._stop_token_ids = tuple(dict.fromkeys([int(eos), *turn_ends, *extra_stop_ids]))
+        whole = self._backend.encode("a")
+        before = whole.special_tokens_mask.index(0) if 0 in whole.special_tokens_mask else 0
+        self._beginning = np.array(whole.ids[:before], np.int32)
+        self._chat_template_kwargs: Mapping[str, Any] = {}
+        self._chat_template_kwargs = self._checked(chat_template_kwargs or {})
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None) -> "Tokenizer":
         """Reads a tokenizer directory (``tokenizer.json`` and its config).
 
         Args:
             path: The directory; "penstock" means the one that ships with the recipes.
+            chat_template_kwargs: What every conversation's chat template is given; `render` may say otherwise.
 
         Raises:
-            ConfigError: the directory is missing, has no ``tokenizer.json``, or cannot be read as a tokenizer.
+            ConfigError: the directory is missing, has no ``tokenizer.json``, or cannot be read as a tokenizer; or its
+                chat template does not read what it is to be given.
         """
         directory = _directory(path)
         if not (directory / "tokenizer.json").is_file():
@@ -87,7 +99,8 @@ class Tokenizer:
                 f"tokenizer {str(path)!r}: {reason}: give a directory with a fast tokenizer, or {PACKAGED!r}"
             )
         contents = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
-        return cls(_load_fast(directory), str(path), contents, _generation_stop_ids(directory))
+        stop_ids = _generation_stop_ids(directory)
+        return cls(_load_fast(directory), str(path), contents, stop_ids, chat_template_kwargs)
 
     def save(self, directory: str | Path) -> None:
         """Writes the files that it was loaded from, byte for byte, so that every reader finds what it knows."""
@@ -138,25 +151,39 @@ class Tokenizer:
         """The text of tokens; ids that the tokenizer does not have are silent, broken UTF-8 becomes U+FFFD."""
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
-    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
-        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer.
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        max_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """int32 [p]: a plain string, or messages through the chat template, ready for an answer.
+
+        A plain string begins with the tokens that the tokenizer puts before any text, unless it has them already.
 
         Args:
             prompt: The text, or the conversation.
             max_tokens: What is longer than so many of the longest token is refused before it is encoded, messages
                 also before they go through the template.
+            chat_template_kwargs: What the template is given beside the messages: `tools` (JSON schemas), and switches
+                of its own such as Qwen3's `enable_thinking`. Go before those of `load`.
 
         Raises:
-            ConfigError: there is no chat template, or it refuses these messages.
+            ConfigError: there is no chat template, it refuses these messages, or does not read what it is given.
             EnvironmentFailure: it is longer.
         """
         if not isinstance(prompt, str):
             if max_tokens is not None:
-                self._refuse_longer("".join(str(part) for message in prompt for part in message.values()), max_tokens)
-            prompt = self._render_messages(prompt)
+                parts = [part for each in (*prompt, chat_template_kwargs or {}) for part in each.values()]
+                self._refuse_longer("".join(map(str, parts)), max_tokens)
+            text = self._render_messages(prompt, self._checked(chat_template_kwargs or {}))
+        else:
+            text = prompt
         if max_tokens is not None:
-            self._refuse_longer(prompt, max_tokens)
-        return self.encode(prompt)
+            self._refuse_longer(text, max_tokens)
+        tokens, beginning = self.encode(text), self._beginning
+        complete = text is not prompt or np.array_equal(tokens[: len(beginning)], beginning)
+        return tokens if complete else np.concatenate([beginning, tokens])
 
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes
@@ -166,7 +193,26 @@ class Tokenizer:
                 "shorten the prompt, or raise max_seq_len"
             )
 
-    def _render_messages(self, messages: Sequence[Message]) -> str:
+    def _checked(self, chat_template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All that a template is given, these before those of `load`.
+
+        Raises:
+            ConfigError: a name that is not the template's to know, or that it does not read.
+        """
+        if not chat_template_kwargs:
+            return self._chat_template_kwargs
+        read = set(re.findall(r"\w+", str(self._fast.chat_template)))  # several templates by name are a dict
+        ours = {*inspect.signature(self._fast.apply_chat_template).parameters, *self._fast.special_tokens_map}
+        allowed = read - ours - {"messages"} | read & {"tools", "documents"}
+        for name in chat_template_kwargs:
+            if name not in allowed:
+                raise ConfigError(
+                    f"tokenizer {self._source!r}: chat_template_kwargs: the chat template takes no {name!r:.100}: "
+                    "leave it out, or give it under the name that stands in the template"
+                )
+        return {**self._chat_template_kwargs, **chat_template_kwargs}
+
+    def _render_messages(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any]) -> str:
         if not self.has_chat_template:
             raise ConfigError(
                 f"tokenizer {self._source!r} has no chat template but the prompt is a list of messages: "
@@ -175,7 +221,10 @@ class Tokenizer:
         # A template is a program of the checkpoint's author: whatever it raises means that it refuses the messages.
         try:
             text = self._fast.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **chat_template_kwargs,
             )
         except Exception as error:
             raise ConfigError(
@@ -212,7 +261,9 @@ def _generation_stop_ids(directory: Path) -> list[int]:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}, not an object: mend it, or remove it")
+    value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise ConfigError(

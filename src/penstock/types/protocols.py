@@ -42,13 +42,19 @@ class TextCodec(Protocol):
         """The text of tokens."""
         ...
 
-    def render(self, prompt: str | Sequence[Message], max_tokens: int | None = None) -> np.ndarray:
-        """int32 [p]: a plain string encoded, or messages through the chat template, ready for an answer.
+    def render(
+        self,
+        prompt: str | Sequence[Message],
+        max_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
+        """int32 [p]: a plain string as the tokenizer begins it, or messages through the chat template.
 
         Args:
             prompt: The text, or the conversation.
             max_tokens: A text that is longer than so many tokens can hold is refused before it is encoded; one that
                 is not may have more tokens all the same. None: whatever its length.
+            chat_template_kwargs: What the chat template is given beside the messages, such as `tools`.
 
         Raises:
             EnvironmentFailure: it is longer.

@@ -15,6 +15,7 @@ from penstock.model.language import (
     named_arrays,
     save_decoder,
 )
+from penstock.model.tensor_files import save_tensors
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError
 
@@ -78,6 +79,52 @@ def test_a_saved_directory_says_how_to_generate_with_it(tmp_path, tokenizer, tin
     assert config["eos_token_id"] == tokenizer.eos_token_id
     assert generation == {"eos_token_id": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
     assert (Tokenizer.load(tmp_path).encode("Say cat.") == tokenizer.encode("Say cat.")).all()
+
+
+def test_what_the_original_says_beyond_the_shape_is_kept(copy, tmp_path, tokenizer):
+    directory, first, second = copy(), tmp_path / "first", tmp_path / "second"
+    given = {"initializer_range": 0.04, "bos_token_id": 1, "some.library": {"a": [1, None]}, "dtype": "float16"}
+    change_json(directory / "config.json", lambda config: config.update(given))
+    generation = {"eos_token_id": [2, 7], "pad_token_id": 9, "temperature": 0.7, "top_p": 0.95}
+    tokenizer.save(directory)
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    decoder = load_decoder(directory)
+    save_decoder(decoder, first, Tokenizer.load(directory))
+    again = load_decoder(first)
+    assert again.config == decoder.config
+    save_decoder(again, second, Tokenizer.load(first))
+    for saved in (first, second):
+        config = json.loads((saved / "config.json").read_text())
+        assert {name: config.get(name) for name in given} == given | {"dtype": None}
+        assert config["torch_dtype"] == "float32" and config["eos_token_id"] == tokenizer.eos_token_id
+        assert json.loads((saved / "generation_config.json").read_text()) == generation
+        assert Tokenizer.load(saved).stop_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize(("limit", "files"), [(10**9, 1), (1, 21)])
+def test_large_weights_are_written_in_shards(golden_root, tmp_path, tokenizer, limit, files):
+    decoder = load_decoder(golden_root / "llama")
+    save_decoder(decoder, tmp_path, tokenizer, shard_bytes=10**9 if files > 1 else 1)  # of which nothing is read
+    save_decoder(decoder, tmp_path, tokenizer, shard_bytes=limit)
+    assert equal(load_decoder(tmp_path), decoder)
+    if files == 1:
+        assert not (tmp_path / "model.safetensors.index.json").exists()
+        return
+    assert not (tmp_path / "model.safetensors").exists()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert names == [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
+    tensors = [load_file(tmp_path / name) for name in names]
+    sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in tensors]
+    assert sum(sizes) == index["metadata"]["total_size"] == 4 * decoder.config.parameter_count
+
+
+def test_a_shard_holds_no_more_than_the_limit_unless_one_tensor_does(tmp_path):
+    tensors = {name: np.zeros(size, np.uint8) for name, size in zip("abcde", [40, 60, 1, 150, 100], strict=True)}
+    save_tensors(tensors, tmp_path, shard_bytes=100)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert [file[6:11] for file in index["weight_map"].values()] == ["00001", "00001", "00002", "00003", "00004"]
+    assert index["metadata"] == {"total_size": 351}
 
 
 def test_dtype_is_what_the_caller_asks_for_whatever_the_file_holds(golden, tmp_path, tokenizer):

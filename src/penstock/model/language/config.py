@@ -8,6 +8,7 @@ refused by name, never ignored. Both its older form (`rope_theta`, `rope_scaling
 Not covered: mixtures of experts, attention windows shorter than the context, quantised weights.
 """
 
+import json
 import math
 import reprlib
 from collections.abc import Mapping
@@ -72,6 +73,7 @@ class ModelConfig(_Frozen):
         tie_word_embeddings: Whether the output matrix is the embedding.
         max_position_embeddings: The longest sequence that the model is meant for.
         dtype: Of parameters and activations; norms, softmax and logits are computed in float32.
+        other_keys: What else the `config.json` that it was read from holds, as JSON; written back when it is saved.
     """
 
     model_type: ModelType = "llama"
@@ -88,6 +90,7 @@ class ModelConfig(_Frozen):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(default=2048, gt=0)
     dtype: Dtype = "float32"
+    other_keys: str = Field(default="{}", repr=False)
 
     @model_validator(mode="after")
     def _consistent(self) -> "ModelConfig":
@@ -165,7 +168,10 @@ class ModelConfig(_Frozen):
         Raises:
             ConfigError: naming the field that is missing, out of range, or asks for something unsupported.
         """
-        return cls.validated(read_config(config) | {"dtype": dtype}, "config.json")
+        read = cls.validated(read_config(config) | {"dtype": dtype}, "config.json")
+        replaced = {*write_config(read), *_REPLACED_KEYS}
+        others = {name: value for name, value in config.items() if name not in replaced}
+        return read.model_copy(update={"other_keys": json.dumps(others, sort_keys=True)})
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a `config.json` that transformers reads as this model."""
@@ -236,12 +242,15 @@ class PolicyConfig(_Frozen):
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
         dtype: Of parameters and activations.
+        chat_template_kwargs: What the chat template is given for every conversation, such as
+            ``{enable_thinking: false}``; an environment's own go before them.
     """
 
     path: str | None = None
     init: InitConfig | None = None
     tokenizer: str | None = None
     dtype: Dtype = "float32"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_source(self) -> "PolicyConfig":
@@ -256,6 +265,8 @@ class PolicyConfig(_Frozen):
         return self.tokenizer or self.path or "penstock"
 
 
+_REPLACED_KEYS = ("dtype", "rope_parameters", "eos_token_id", "pad_token_id")
+"""Of a `config.json`: its saved form says this under other names, or the tokenizer does."""
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NUMBERS = (
@@ -371,7 +382,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
     scaling = config.rope_scaling
-    fields = config.model_dump(exclude={"dtype", "rope_scaling"})
+    fields = json.loads(config.other_keys) | config.model_dump(exclude={"dtype", "rope_scaling", "other_keys"})
     fields |= {
         "architectures": [ARCHITECTURES[config.model_type]],
         "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()},

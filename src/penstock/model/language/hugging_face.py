@@ -2,22 +2,20 @@
 
 A directory holds ``config.json``, the weights as safetensors, and usually a tokenizer. Matrices are transposed on
 the way ([out, in] there, [in, out] here) and layers are stacked. Every tensor must be accounted for: what is
-missing, unknown or of another shape is an error by name. Not covered: downloads, and writing shards.
+missing, unknown or of another shape is an error by name. Not covered: downloads.
 """
 
-import json
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from safetensors.numpy import save_file
 
 from penstock.model.language.config import Dtype, ModelConfig, PolicyConfig
 from penstock.model.language.decoder import Decoder, named_arrays
-from penstock.model.tensor_files import WEIGHTS_FILE, TensorFiles, open_tensors, read_json
+from penstock.model.tensor_files import SHARD_BYTES, TensorFiles, open_tensors, read_json, save_tensors, write_json
 from penstock.types import CheckpointError, ConfigError, fold
 
 _LAYERS = "layers."
@@ -93,22 +91,33 @@ def load_decoder(directory: str | Path, dtype: Dtype = "float32") -> Decoder:
     return Decoder.from_arrays(config, arrays)
 
 
-def save_decoder(decoder: Decoder, directory: str | Path, tokenizer: PolicyTokenizer) -> None:
-    """Writes a model directory that transformers loads: configurations, weights in one file, tokenizer.
+def save_decoder(
+    decoder: Decoder, directory: str | Path, tokenizer: PolicyTokenizer, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes a model directory that transformers loads: configurations, weights, tokenizer.
 
-    The directory is made where it is missing. It is not written atomically: write it aside and rename it.
+    The directory is made where it is missing. It is not written atomically: write it aside and rename it. What the
+    original's ``config.json`` said beyond the shape is kept, and so is its ``generation_config.json``, which comes
+    with the tokenizer.
+
+    Args:
+        decoder: The policy.
+        directory: Where to.
+        tokenizer: Goes with it, and says which tokens end an answer.
+        shard_bytes: Beyond so many bytes the weights are written in several files with an index.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for name, array in named_arrays(decoder).items():
         tensors |= _as_tensors(name, np.asarray(array))
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    special = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_token_id}
-    config = decoder.config.to_hugging_face() | special | {"eos_token_id": tokenizer.eos_token_id}
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", special)
+    save_tensors(tensors, directory, shard_bytes)
     tokenizer.save(directory)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
+    path = directory / "generation_config.json"
+    generation = {"pad_token_id": tokenizer.pad_token_id} | (read_json(path) if path.is_file() else {})
+    write_json(generation | {"eos_token_id": list(tokenizer.stop_token_ids)}, path)
 
 
 def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> Decoder:
@@ -198,12 +207,8 @@ def _read(name: str, shape: tuple[int, ...], dtype: np.dtype, files: TensorFiles
 
 
 def _as_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """One parameter as the files hold it. Contiguous: safetensors writes a transposed view's bytes as they lie."""
+    """One parameter as the files hold it: views."""
     if not name.startswith(_LAYERS):
-        return {_OUTER_NAMES[name]: np.ascontiguousarray(array)}
+        return {_OUTER_NAMES[name]: array}
     names = _tensor_names(name, len(array))
-    return {tensor: np.ascontiguousarray(layer.T) for tensor, layer in zip(names, array, strict=True)}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return {tensor: layer.T for tensor, layer in zip(names, array, strict=True)}

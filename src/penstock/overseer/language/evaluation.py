@@ -53,7 +53,7 @@ def evaluate(
     """
     chosen = _chosen_lessons(config, lessons)
     model_dir = model_directory(str(checkpoint))
-    tokenizer = Tokenizer.load(model_dir)
+    tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     if rollouts_path is not None:
         check_place(rollouts_path, "--rollouts")

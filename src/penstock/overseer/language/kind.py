@@ -63,12 +63,12 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         trained = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), asked.dtype)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} is not the config of a language model: {error}") from error
-    theirs = trained.model_dump(mode="json") | {"dtype": read_state(checkpoint)["dtype"]}
+    theirs = trained.model_dump(mode="json", exclude={"other_keys"}) | {"dtype": read_state(checkpoint)["dtype"]}
     place, remedy = "model.init.", VALUES
     if asked.init is None:
         place, remedy = f"{asked.path}: ", "leave model.path as it was"
     check_kept(
-        shape.model_dump(mode="json"),
+        shape.model_dump(mode="json", exclude={"other_keys"}),
         theirs,
         checkpoint,
         lambda name: "model.dtype" if name == "dtype" else f"{place}{name}",
@@ -178,18 +178,19 @@ class LanguageKind:
         for environment in self._environments.values():
             environment.close()  # every worker makes its own
         model_shape(config.model)
-        Tokenizer.load(config.model.tokenizer_path)
+        Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
 
     def begin(self, config: RunConfig) -> RunStart:
         """Decoder and tokenizer."""
-        tokenizer = Tokenizer.load(config.model.tokenizer_path)
+        tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
         return RunStart(load_policy(config.model, config.seed, tokenizer), tokenizer)
 
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
         loaded = load_checkpoint(checkpoint)
-        return RunStart(loaded.decoder, Tokenizer.load(checkpoint / "model"), loaded)
+        tokenizer = Tokenizer.load(checkpoint / "model", config.model.chat_template_kwargs)
+        return RunStart(loaded.decoder, tokenizer, loaded)
 
     def check_resume(self, config: RunConfig, checkpoint: Path) -> None:
         """Shape, dtype and tokenizer."""

@@ -1,0 +1,257 @@
+"""A real checkpoint, from the loader to what is saved: `make test-smollm2`.
+
+The directory is what `scripts/make_smollm2.py` makes. `transformers` with torch runs in a process of the environment
+that `make test-torch` uses, too.
+"""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import penstock
+from penstock.batch import example_from_rollout
+from penstock.environments import EpisodeBuilder
+from penstock.inference import EngineConfig, EngineContext, InferenceEngine
+from penstock.inference.config import ServeConfig
+from penstock.inference.http_server import serve
+from penstock.learner import Learner
+from penstock.learner.config import LearnerConfig
+from penstock.model.language import PolicyConfig, load_decoder, load_policy
+from penstock.rundir import read_events, read_metrics
+from penstock.text import Tokenizer
+from penstock.types import Decoding, WeightVersion
+from penstock.weights import InProcessBroadcaster
+
+ROOT = Path(__file__).parents[1]
+SMOLLM2 = ROOT / "checkpoints" / "SmolLM2-135M-Instruct"
+TORCH_PYTHON = ROOT / ".venv-torch" / "bin" / "python"
+UPDATES = 20
+
+pytestmark = [
+    pytest.mark.smollm2,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not SMOLLM2.is_dir(), reason=f"{SMOLLM2} is missing: make test-smollm2 makes it"),
+]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Mara has 3 baskets with 12 eggs in each. How many eggs does she have?",
+    "Name three colours.",
+    "Write one sentence about a river.",
+]
+LIMITS = {"float32": (1e-4, 1e-3, 1e-8), "bfloat16": (0.06, 0.4, 5e-3)}
+"""By dtype: the mean difference of log-probabilities, the 99th percentile, and the KL divergence."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(SMOLLM2)
+
+
+def conversation(question):
+    return [{"role": "user", "content": question}]
+
+
+def test_it_loads_with_its_own_stop_tokens_and_chat_template(tokenizer):
+    decoder = load_decoder(SMOLLM2, "bfloat16")
+    assert decoder.config.parameter_count == 134_515_008 and decoder.head is None
+    assert tokenizer.vocab_size == decoder.config.vocab_size == 49_152
+    assert tokenizer.stop_token_ids == (2, 0)
+    text = tokenizer.decode(tokenizer.render(conversation("Hi")), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_engine_and_learner_agree(tokenizer, dtype):
+    decoder = load_policy(PolicyConfig(path=str(SMOLLM2), dtype=dtype), 0, tokenizer)
+    decoding = Decoding(max_output_tokens=48, stop_token_ids=tokenizer.stop_token_ids)
+    prompts = [tokenizer.render(conversation(question)) for question in QUESTIONS]
+    engine = InferenceEngine(
+        decoder, WeightVersion(0, 0), tokenizer, EngineConfig(max_slots=8, max_seq_len=128, prefill_lengths=(64,))
+    )
+    try:
+        engine.start()
+        engine.wait_until_ready(1200.0)
+        answers = EngineContext(engine, tokenizer).generate(prompts, 2, decoding, range(len(prompts)))
+        greedy = EngineContext(engine, tokenizer).generate(prompts[:1], 1, Decoding(temperature=0.0), [0])[0][0]
+    finally:
+        engine.stop(30.0)
+    assert greedy.text == "The capital of France is Paris." and greedy.finish_reason == "stop"
+
+    learner = Learner(decoder, LearnerConfig(row_length=128, micro_batch_rows=4), 1)
+    rollouts = []
+    for number, (prompt, group) in enumerate(zip(prompts, answers, strict=True)):
+        for completion in group:
+            episode = EpisodeBuilder(QUESTIONS[number], prompt, decoding)
+            episode.say(completion)
+            rollouts.append(episode.rollout("smollm2", str(number)))
+    scores = learner.score([example_from_rollout(rollout, 0.0, 128, True) for rollout in rollouts])
+    differences = np.concatenate(
+        [s[len(r.prompt_tokens) :] - r.response_logprobs for r, s in zip(rollouts, scores, strict=True)]
+    ).astype(np.float64)
+    kl = float(np.mean(np.expm1(differences) - differences))  # of the engine from the learner, by its samples
+    sizes = np.abs(differences)
+    mean, p99, largest = float(sizes.mean()), float(np.quantile(sizes, 0.99)), float(sizes.max())
+    print(f"\n{dtype}: {sizes.size} tokens, mean {mean:.2g}, p99 {p99:.2g}, max {largest:.2g}, KL {kl:.2g}")
+    assert sizes.size > 150
+    for value, limit in zip((mean, p99, kl), LIMITS[dtype], strict=True):
+        assert value <= limit
+
+
+class Published:
+    """The bytes of every version that the learner published: their checksum, and the share of changed elements."""
+
+    def __init__(self):
+        self.checksums: list[int] = []
+        self.changed: list[float] = []
+        self._before: dict[str, np.ndarray] = {}
+
+    def note(self, arrays):
+        bits = {name: np.asarray(array).view(np.uint16) for name, array in arrays.items()}
+        self.checksums.append(zlib.crc32(b"".join(zlib.crc32(each).to_bytes(4, "big") for each in bits.values())))
+        if self._before:
+            changed = sum(int(np.count_nonzero(each != self._before[name])) for name, each in bits.items())
+            self.changed.append(changed / sum(each.size for each in bits.values()))
+        self._before = bits
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Twenty asynchronous updates of the recipe, on the small file of word problems."""
+    run_dir, published = tmp_path_factory.mktemp("runs") / "run", Published()
+    environment = "curriculum.lessons.gsm8k.environment.env_args"
+    words = [
+        f"steps={UPDATES}", f"model.path={SMOLLM2}", f"{environment}.path={ROOT}/examples/data/word_problems.jsonl",
+        "curriculum.lessons.gsm8k.sampling_params={n_generations_per_prompt: 4, max_output_tokens: 64}",
+        "curriculum.eval_n_examples=16", "curriculum.eval_frequency=0", "replay.groups_per_batch=4",
+        "inference.max_slots=32", "inference.max_seq_len=192", "inference.prefill_lengths=[128]",
+        "learner.row_length=192", "overseer.no_progress_s=1800",
+    ]  # fmt: skip
+    original = InProcessBroadcaster.publish
+    with pytest.MonkeyPatch.context() as patch:
+
+        def publish(self, version, arrays):
+            published.note(arrays)
+            original(self, version, arrays)
+
+        patch.setattr(InProcessBroadcaster, "publish", publish)
+        began = time.perf_counter()
+        summary = penstock.train(penstock.load_config("gsm8k_smollm2", words), run_dir, quiet=True)
+        seconds = time.perf_counter() - began
+    return run_dir, summary, published, seconds
+
+
+def test_updates_move_what_is_published(trained):
+    run_dir, summary, published, seconds = trained
+    assert summary.step == UPDATES
+    updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in updates] == list(range(1, UPDATES + 1))
+    moving = [row["train/grad_norm"] > 0 for row in updates]
+    assert np.mean(moving) >= 0.9
+    versions = published.checksums[-UPDATES - 1 :]
+    assert np.mean([one != other for one, other in zip(versions, versions[1:], strict=False)]) >= 0.9
+    assert any(event["event"] == "parity" for event in read_events(run_dir / "events.jsonl"))
+
+    before, after = (results["gsm8k"].reward_mean for results in (summary.untrained, summary.after))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    changed = np.array(published.changed[-UPDATES:])
+    rewards = [row["rollout/gsm8k/reward_mean"] for row in updates]
+    print(
+        f"\n{UPDATES} updates: {seconds:.0f} s in all, {peak:.1f} GiB at most, held-out reward {before:.3f} before and "
+        f"{after:.3f} after; of the published elements {changed.min():.2%} to {changed.max():.2%} changed; "
+        f"training reward {np.mean(rewards[:5]):.3f} (first five updates), {np.mean(rewards[-5:]):.3f} (last five)"
+    )
+    assert 0 <= before <= 1 and 0 <= after <= 1
+
+
+REFERENCE = """
+import sys, numpy as np, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+directory, arrays = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+tokens = np.load(arrays)["tokens"]
+text = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+    [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
+)
+with torch.no_grad():
+    logits = model(torch.tensor(tokens, dtype=torch.long)[None]).logits[0].numpy()
+ends = GenerationConfig.from_pretrained(directory).eos_token_id
+np.savez(arrays, tokens=tokens, logits=logits, rendered=np.array(text), ends=np.array(ends))
+"""
+
+
+@pytest.mark.parametrize("which", ["published", "trained"])
+def test_transformers_has_equal_logits(which, tokenizer, tmp_path, request):
+    if not TORCH_PYTHON.is_file():
+        pytest.skip("torch is missing: make test-smollm2 installs it into .venv-torch")
+    directory = SMOLLM2
+    if which == "trained":
+        directory = request.getfixturevalue("trained")[0] / "checkpoints" / f"step-{UPDATES}" / "model"
+        assert json.loads((directory / "config.json").read_text())["initializer_range"] == 0.041666666666666664
+        assert json.loads((directory / "generation_config.json").read_text())["temperature"] == 0.7
+    tokens = tokenizer.render(conversation(QUESTIONS[1]))
+    np.savez(tmp_path / "arrays.npz", tokens=tokens)
+    subprocess.run(
+        [str(TORCH_PYTHON), "-c", REFERENCE, str(directory), str(tmp_path / "arrays.npz")],
+        check=True, timeout=900, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    theirs = np.load(tmp_path / "arrays.npz")
+    decoder = load_decoder(directory)
+    positions = np.arange(len(tokens))[None]
+    hidden = decoder.hidden_states(tokens[None], positions, np.ones_like(positions))
+    ours = np.asarray(decoder.logits(hidden))[0]
+    print(f"\n{which}: logits differ by {np.abs(ours - theirs['logits']).max():.2g} at most")
+    np.testing.assert_allclose(ours, theirs["logits"], atol=1e-3)
+    assert theirs["rendered"].tolist() == tokenizer.render(conversation("Hi")).tolist()
+    assert theirs["ends"].tolist() == [2, 0]
+
+
+def test_the_command_evaluates_the_foreign_directory(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "penstock", "eval", str(SMOLLM2), "--recipe", "gsm8k_smollm2", "--n", "4", "--json",
+            f"curriculum.lessons.gsm8k.environment.env_args.path={ROOT}/examples/data/word_problems.jsonl",
+            "curriculum.lessons.gsm8k.sampling_params.max_output_tokens=32", "inference.max_slots=4",
+            "inference.max_seq_len=192", "inference.prefill_lengths=[128]", "overseer.no_progress_s=1200",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "gsm8k" in json.dumps(report) and "NaN" not in done.stdout
+
+
+def test_the_foreign_directory_is_served_in_bfloat16():
+    engine = EngineConfig(max_slots=4, max_seq_len=128, prefill_lengths=(64,))
+    settings = ServeConfig(port=0, dtype="bfloat16", ready_timeout_s=1200.0, engine=engine)
+    said, stop, ready = [], threading.Event(), threading.Event()
+
+    def announce(line):
+        said.append(line)
+        if "serving" in line:
+            ready.set()
+
+    thread = threading.Thread(target=serve, args=(str(SMOLLM2), settings, announce, stop))
+    thread.start()
+    try:
+        assert ready.wait(1500)
+        address = re.search(r"at (http://127.0.0.1:\d+/v1)", said[-1])
+        assert address is not None
+        asked = {"model": SMOLLM2.name, "messages": conversation(QUESTIONS[0]), "temperature": 0, "max_tokens": 20}
+        answer = httpx.post(f"{address[1]}/chat/completions", json=asked, timeout=600).json()
+    finally:
+        stop.set()
+        thread.join(60)
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert answer["choices"][0]["finish_reason"] == "stop"
