@@ -10,6 +10,11 @@ def test_buckets_end_with_what_the_longest_sequence_needs():
     assert config.window_buckets == (128, 256, 512, 600)
 
 
+@pytest.mark.parametrize(("longest", "buckets"), [(80, (16, 78)), (130, (16, 64, 128)), (32, (30,)), (34, (16, 32))])
+def test_no_prompt_length_is_compiled_that_saves_less_than_half(longest, buckets):
+    assert EngineConfig(max_seq_len=longest).prefill_buckets == buckets
+
+
 def test_given_buckets_are_kept_below_the_longest():
     config = EngineConfig(max_seq_len=100, prefill_lengths=(24, 200), windows=(64, 100))
     assert config.prefill_buckets == (24, 98)

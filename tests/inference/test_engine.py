@@ -8,6 +8,7 @@ import pytest
 from penstock.inference import EngineConfig, GenerationRequest, InferenceEngine
 from penstock.inference.engine import IDLE_WAKE_S
 from penstock.types import (
+    CompiledProgram,
     ConfigError,
     Decoding,
     EnvironmentFailure,
@@ -260,6 +261,30 @@ def test_an_engine_that_was_never_started_stops_and_aborts(decoder, codec, confi
     assert future.result(0)[0].finish_reason == "aborted"
     with pytest.raises(Stopped):
         engine.wait_until_ready(1.0)
+
+
+def test_the_limit_of_a_start_is_for_each_program_and_each_is_told(decoder, codec, config, monkeypatch):
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), codec, config)
+    programs = [CompiledProgram(f"program {number}", number, 3, 0.5) for number in (1, 2, 3)]
+    gates = [threading.Event() for _ in programs]
+
+    def warm_up():
+        for program, gate in zip(programs, gates, strict=True):
+            assert gate.wait(WAIT_S)
+            yield program
+
+    monkeypatch.setattr(engine._batch, "warm_up", warm_up)
+    engine.start()
+    told = engine.compiling(WAIT_S)
+    gates[0].set()
+    assert next(told) == programs[0]
+    with pytest.raises(NoProgressError, match=r"not ready after 0.01 s without another compiled program \(1 before\)"):
+        engine.wait_until_ready(0.01)
+    for gate in gates[1:]:
+        gate.set()
+    assert list(told) == programs[1:]
+    engine.wait_until_ready(0.0)
+    engine.stop(WAIT_S)
 
 
 def test_an_idle_engine_waits_to_be_notified(engine, monkeypatch):

@@ -1,6 +1,7 @@
 """No program is compiled after `wait_until_ready`, whatever is asked."""
 
 import threading
+from collections import Counter
 
 import jax.monitoring
 import numpy as np
@@ -88,5 +89,8 @@ def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config)
     runner = ModelRunner(decoder, config)
     programs = list(runner.warm_up(SlotTable(config.max_slots, config.max_stop_token_ids).rows))
     assert runner.window == 16
-    assert len(programs) == 2 + 6  # a decode per window, and the prefills that fit each of them
+    names = [program.name.partition(",")[0] for program in programs]
+    # Prefills are of no window; what they made is inserted into either.
+    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 4, "insert": 6}
+    assert [(program.number, program.of) for program in programs] == [(number, 16) for number in range(1, 17)]
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

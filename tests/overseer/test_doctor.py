@@ -74,7 +74,7 @@ def test_the_table_shows_status_detail_and_remedy(capsys):
     assert "2 checks, 0 failed, 1 with a warning" in shown
 
 
-def test_programs_from_a_cache_are_refused_on_a_cpu(monkeypatch):
+def test_a_cache_of_programs_is_warned_of_on_a_cpu(monkeypatch):
     from penstock.overseer.doctor_probes import check_devices
 
     assert check_devices().status in ("ok", "warn")
@@ -82,7 +82,7 @@ def test_programs_from_a_cache_are_refused_on_a_cpu(monkeypatch):
         "jax.config", SimpleNamespace(values={**jax.config.values, "jax_compilation_cache_dir": "/somewhere"})
     )
     check = check_devices()
-    assert check.status == "fail" and "/somewhere" in check.detail and "JAX_COMPILATION_CACHE_DIR" in check.remedy
+    assert check.status == "warn" and "/somewhere" in check.detail and "JAX_COMPILATION_CACHE_DIR" in check.remedy
 
 
 @pytest.mark.attack

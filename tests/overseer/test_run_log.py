@@ -4,6 +4,7 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events
+from penstock.types import CompiledProgram
 
 
 def _log(path):
@@ -18,6 +19,27 @@ def test_a_death_of_a_component_is_one_line(tmp_path):
     assert list(log.progress.notes) == ["rollout-1 died: its process was killed"]
     (event,) = read_events(tmp_path / "run" / "events.jsonl")
     assert (event["event"], event["component"], event["incarnation"]) == ("component_death", "rollout-1", 0)
+
+
+def test_compilation_is_shown_until_the_last_program(tmp_path):
+    log = _log(tmp_path / "run")
+
+    def compiled(number, seconds):
+        log.event("compiled", component="learner-0", program="gradient", number=number, of=3, seconds=seconds)
+
+    compiled(1, 2.5)
+    assert log.progress.compiling == {"learner-0": CompiledProgram("gradient", 1, 3, 2.5)}
+    (line,) = log.progress.lines
+    assert line.endswith("learner-0 compiled 1 of 3 programs: gradient (2.5 s)")
+    log.event("component_death", component="learner-0", incarnation=0, reason="killed")
+    assert log.progress.compiling == {}
+    compiled(2, 0.1)
+    assert len(log.progress.compiling) == len(log.progress.lines) == 1
+    compiled(3, 0.1)
+    log.close()
+    assert log.progress.compiling == {}
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event["number"] for event in events if event["event"] == "compiled"] == [1, 2, 3]
 
 
 def test_failures_of_simulators_are_counted_and_those_of_nurseries_told_once(tmp_path):

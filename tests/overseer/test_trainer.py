@@ -11,7 +11,7 @@ from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
-from penstock.types import UnreachableError, WeightVersion
+from penstock.types import CompiledProgram, UnreachableError, WeightVersion
 from penstock.weights import open_client
 from tests.overseer.lonely import Lonely
 
@@ -48,11 +48,12 @@ def endpoint(role: LearnerComponent) -> dict[str, Any]:
     return dict(role.condition().address["weights"])
 
 
-def test_a_learner_that_loads_or_compiles_owes_no_progress(role):
+def test_the_progress_of_a_learner_that_starts_is_its_programs(role):
     begin(role)
-    for doing in ("loading", "compiling"):
-        role.doing = doing
-        assert (role.condition().state, role.condition().progress) == ("starting", None)
+    for number in (1, 2):
+        role.note_compiled(CompiledProgram("gradient", number, 4, 0.5))
+        assert role.condition().doing == f"compiling ({number} of 4 programs, the last gradient)"
+        assert (role.condition().state, role.condition().progress) == ("starting", float(number))
     role.state, role.doing = "running", "update 3"
     assert role.condition().progress == 0.0
 

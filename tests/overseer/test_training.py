@@ -132,7 +132,24 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
     with pytest.raises(MismatchError, match="disagree about log-probabilities at start-up: KL"):
         train(tiny(), run_dir, quiet=True)
     assert read_status(run_dir / "status.json")["state"] == "failed"
-    assert read_events(run_dir / "events.jsonl")[-1]["error"] == "MismatchError"
+    events = read_events(run_dir / "events.jsonl")
+    assert events[-1]["error"] == "MismatchError"
+    assert not [event for event in events if event["event"] == "evaluation"]  # none was paid for
+
+
+PROBE = ["checking that engines and learner agree", "parity"]
+
+
+@pytest.mark.parametrize("warm_start", [False, True])
+def test_parity_is_probed_before_the_first_evaluation_and_again_after_a_warm_start(run_dir: Path, warm_start: bool):
+    changes = {"warm_start": {"steps": 1, "batch_size": 2, "learning_rate": 0.01}} if warm_start else {}
+    train(tiny({"steps": 1, "learner": changes, "curriculum": {"micro_eval_frequency": 0}}), run_dir, quiet=True)
+    told = [event for event in read_events(run_dir / "events.jsonl") if event["event"] in ("phase", "parity")]
+    assert [event.get("phase", "parity") for event in told] == [
+        "starting components", *PROBE, "evaluating the untrained policy",
+        *(["warm start", *PROBE, "evaluating the warm start"] if warm_start else []),
+        "training", "evaluating the trained policy",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

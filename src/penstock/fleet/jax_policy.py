@@ -38,6 +38,7 @@ from jaxtyping import Array, Int32, UInt32
 from penstock.fleet.steps import ActionBatch, Leaves, aligned_zeros
 from penstock.model.control import ControlPolicy, Distribution, named_arrays, with_named_arrays
 from penstock.model.control.memory import reset
+from penstock.model.programs import choose_cache
 from penstock.types import ConfigError, LeafSpace, WeightVersion, fold
 
 Packed = tuple[np.ndarray, tuple[np.ndarray, ...]]
@@ -219,6 +220,7 @@ def bucket_of(policy: ControlPolicy, num_slots: int, rows: int, deterministic: b
     """Compiles, or finds what was compiled in this process for a policy of the same form."""
     leaves, structure = jax.tree.flatten(policy)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    choose_cache()
     with _COMPILING:  # whoever comes second finds it
         return _compiled(structure, shapes, num_slots, rows, deterministic)
 

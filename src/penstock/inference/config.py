@@ -28,8 +28,8 @@ class EngineConfig(BaseModel):
             this many tokens.
         prefill_rows: Most prompts in one prefill.
         prefill_tokens: Most padded tokens in one prefill, so that long prompts go in fewer rows.
-        prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four. The largest
-            possible prompt is always added.
+        prefill_lengths: Lengths that prompts are padded to, ascending; None chooses powers of four up to half of the
+            largest possible prompt, which is always added.
         windows: Lengths that the cache grows through, ascending; None chooses powers of two from 128.
             `max_seq_len` is always added.
         max_stop_token_ids: Most stop tokens of one request.
@@ -67,12 +67,12 @@ class EngineConfig(BaseModel):
         A prompt's last token is decoded, not prefilled, so that is two less than `max_seq_len`.
         """
         longest = max(self.max_seq_len - 2, 1)
-        return _buckets(self.prefill_lengths, SHORTEST_PREFILL, 4, longest)
+        return _buckets(self.prefill_lengths, SHORTEST_PREFILL, 4, longest, longest // 2)
 
     @property
     def window_buckets(self) -> tuple[int, ...]:
         """Cache lengths, ascending; the last is `max_seq_len`."""
-        return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len)
+        return _buckets(self.windows, SMALLEST_WINDOW, 2, self.max_seq_len, self.max_seq_len - 1)
 
     def prefill_row_counts(self, length: int) -> tuple[int, ...]:
         """Rows that a prefill of that padded length may have: one, for a prompt that comes alone, and the most."""
@@ -107,11 +107,12 @@ class InferenceConfig(EngineConfig):
         return self
 
 
-def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int) -> tuple[int, ...]:
+def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest: int, most: int) -> tuple[int, ...]:
+    """Those given, or `smallest` times powers of `factor` up to `most`; and `longest`."""
     lengths = list(given or ())
     if given is None:
         length = smallest
-        while length < longest:
+        while length <= most:
             lengths.append(length)
             length *= factor
     return (*(length for length in lengths if length < longest), longest)

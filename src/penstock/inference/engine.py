@@ -9,10 +9,11 @@ An exception in the thread fails every pending future and is raised again by the
 chunked prefill, fewer rows than slots in one dispatch.
 """
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
 import jax
@@ -24,6 +25,7 @@ from penstock.inference.scheduler import RunningBatch, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.types import (
+    CompiledProgram,
     Completion,
     ConfigError,
     Decoding,
@@ -64,6 +66,7 @@ class InferenceEngine:
         self._served = version
         self._next_weights: tuple[WeightVersion, ServedWeights] | None = None
         self._open_responses, self._fresh_start = 0, False
+        self._compiled: list[CompiledProgram] = []
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
         self._running, self._cached_tokens = 0, 0
@@ -85,19 +88,39 @@ class InferenceEngine:
         self._thread.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns when every program is compiled.
+        """Returns when every program is compiled; as `compiling`, which says what is done meanwhile."""
+        for _ in self.compiling(timeout_s):
+            pass
+
+    def compiling(self, timeout_s: float) -> Iterator[CompiledProgram]:
+        """Each program as it is compiled; ends when all are. For one caller or several.
+
+        Args:
+            timeout_s: Longest wait for the next program, however long all of them take.
 
         Raises:
-            NoProgressError: that took longer.
+            NoProgressError: no program was compiled for so long.
             RunFailed: the engine failed meanwhile.
             Stopped: it was stopped meanwhile.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._stopping or self._failure, timeout_s)
-            self._refuse_if_ended()
-            ready = self._ready
-        if not ready:
-            raise NoProgressError(f"the inference engine was not ready after {timeout_s} s of compilation")
+        told = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(functools.partial(self._moved, told), timeout_s)
+                self._refuse_if_ended()
+                news, ready = self._compiled[told:], self._ready
+            if not (news or ready):
+                raise NoProgressError(
+                    f"the inference engine was not ready after {timeout_s} s without another compiled program "
+                    f"({told} before)"
+                )
+            yield from news
+            told += len(news)
+            if ready:
+                return
+
+    def _moved(self, compiled: int) -> bool:
+        return len(self._compiled) > compiled or self._ready or self._stopping or self._failure is not None
 
     def submit(self, requests: Sequence[GenerationRequest], *, first: bool = False) -> list[Future[list[Completion]]]:
         """Enqueues requests, all at once and in this order; none of them if one is invalid.
@@ -254,7 +277,10 @@ class InferenceEngine:
             self._fail(error)
 
     def _warm_up(self) -> None:
-        for _ in self._batch.warm_up():
+        for program in self._batch.warm_up():
+            with self._changed:
+                self._compiled.append(program)
+                self._changed.notify_all()
             if self._stopping:
                 return
         with self._changed:

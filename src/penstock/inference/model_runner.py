@@ -30,7 +30,9 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 import dataclasses
 import functools
 import operator
+import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -44,7 +46,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from penstock.inference.config import EngineConfig
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
-from penstock.types import SAMPLING_FIELDS, ConfigError
+from penstock.model.programs import Programs, choose_cache, compile_programs
+from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
 
 HostRows = Mapping[str, np.ndarray]
 """The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
@@ -434,7 +437,7 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         self._config = config
-        self._windows = config.window_buckets
+        self._windows, self._steps = config.window_buckets, config.steps_per_dispatch
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
@@ -473,31 +476,76 @@ class ModelRunner:
 
     def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it."""
-        steps = self._config.steps_per_dispatch
-        self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=steps)
+        self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=self._steps)
         return to_host(emitted)
 
-    def warm_up(self, idle_rows: HostRows) -> Iterator[None]:
-        """Compiles and runs every program in every shape, with slots that are not live.
+    def warm_up(self, idle_rows: HostRows) -> Iterator[CompiledProgram]:
+        """Compiles every program in every shape, the smallest first, and then runs each with slots that are not live.
+
+        On one device they are compiled side by side. Over several, where a program's arguments lie is known when it
+        is run: there they are compiled one after the other.
 
         Args:
             idle_rows: Rows with no budget.
 
         Yields:
-            After each program, so that whoever waits for an end need not wait for all of them.
+            Each program as it is compiled, so that whoever waits for an end need not wait for all of them.
         """
-        slots = self._config.max_slots
-        nowhere = np.full(slots, -1, np.int32)
-        for window in self._windows:
-            self.resize(window)
-            self.decode(idle_rows)
-            yield
-            self.fork(np.arange(slots, dtype=np.int32))
-            for rows, length in self._prefill_shapes(window):
-                self.prefill(np.zeros((rows, length), np.int32), nowhere)
-                yield
+        choose_cache()
+        if self._split is None:
+            yield from compile_programs(self._lowered(idle_rows))
+        runs = list(self._first_runs(idle_rows))
+        for number, (name, run) in enumerate(runs, 1):
+            started = time.perf_counter()
+            run()
+            if self._split is not None:
+                yield CompiledProgram(name, number, len(runs), time.perf_counter() - started)
         self.resize(self._windows[0])
         jax.block_until_ready(self._cache)
+
+    def _lowered(self, idle_rows: HostRows) -> Programs:
+        """Every program in every shape, by what it is for."""
+        run: Any = self._programs  # what is jitted can be lowered
+        weights, config = self._weights, self._config
+        rows, slots = to_device(idle_rows), np.zeros(config.max_slots, np.int32)
+        caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
+        found: dict[str, Any] = {}
+        for window, cache in caches.items():
+            found[f"decode, window {window}"] = functools.partial(
+                run.decode.lower, weights, cache, rows, steps=self._steps
+            )
+            for count, length in self._prefill_shapes(window):
+                prompts = f"{count} × {length} prompt tokens"
+                tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
+                found.setdefault(f"prefill, {prompts}", functools.partial(run.prefill.lower, weights, tokens))
+                found[f"insert, {prompts}, window {window}"] = functools.partial(
+                    run.insert.lower, cache, prefilled, slots
+                )
+            found[f"fork, window {window}"] = functools.partial(run.fork.lower, cache, slots)
+        for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
+            found[f"resize, window {window} to {other}"] = functools.partial(
+                run.resize.lower, caches[window], window=other
+            )
+        return {name: lambda lower=lower: lower().compile() for name, lower in found.items()}
+
+    def _cache_shape(self, slots: int, window: int) -> Any:
+        return jax.eval_shape(lambda: create_cache(self._weights.ends.config, slots, window))
+
+    def _first_runs(self, idle_rows: HostRows) -> Iterator[tuple[str, Callable[[], object]]]:
+        """By name: runs each program once, window by window."""
+        slots = self._config.max_slots
+        nowhere = np.full(slots, -1, np.int32)
+
+        def begin(window: int) -> None:
+            self.resize(window)
+            self.decode(idle_rows)
+            self.fork(np.arange(slots, dtype=np.int32))
+
+        for window in self._windows:
+            yield f"decode, window {window}", functools.partial(begin, window)
+            for rows, length in self._prefill_shapes(window):
+                prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
+                yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
         for length in self._config.prefill_buckets:

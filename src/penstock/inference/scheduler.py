@@ -22,7 +22,7 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import HostRows, HostSamples, ModelRunner, ServedWeights
 from penstock.inference.sequence import Response
 from penstock.model.language import Decoder
-from penstock.types import SAMPLING_FIELDS, WeightVersion
+from penstock.types import SAMPLING_FIELDS, CompiledProgram, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,8 +305,8 @@ class RunningBatch:
         """Those that run."""
         return [response for _, response in self._slots.occupied()]
 
-    def warm_up(self) -> Iterator[None]:
-        """Compiles every program; yields after each."""
+    def warm_up(self) -> Iterator[CompiledProgram]:
+        """Compiles every program; yields each as it is done."""
         return self._runner.warm_up(self._slots.rows)
 
     def prepare(self, decoder: Decoder) -> ServedWeights:

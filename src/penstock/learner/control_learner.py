@@ -43,6 +43,7 @@ from penstock.model.control import (
     save_control_policy,
     with_named_arrays,
 )
+from penstock.model.programs import Programs, compile_programs
 from penstock.types import (
     CheckpointError,
     ConfigError,
@@ -259,6 +260,11 @@ class ControlLearner:
             fragments: Of a batch.
             fragment_length: Steps of each.
         """
+        for _ in compile_programs(self.programs(fragments, fragment_length)):
+            pass
+
+    def programs(self, fragments: int, fragment_length: int) -> Programs:
+        """Those of an update, the longest first; arguments as of `compile`."""
         self._check_burn_in(fragment_length)
         config = self._config
         self._fragment_steps = max(self._fragment_steps, fragment_length)
@@ -269,8 +275,11 @@ class ControlLearner:
         steps = jax.eval_shape(self._prepare, self._policy, arrays).steps
         columns = np.zeros(-(-fragments // minibatches), np.int32)
         batch, rate = compiled.Minibatches(arrays, steps), np.float32(0)
-        self._prepare.lower(self._policy, arrays).compile()
-        self._optimise.lower(self._policy, self._state, self._reference.policy, batch, columns, rate, rate).compile()
+        optimised = self._policy, self._state, self._reference.policy, batch, columns, rate, rate
+        return {
+            "minibatch": lambda: self._optimise.lower(*optimised).compile(),
+            "advantages": lambda: self._prepare.lower(self._policy, arrays).compile(),
+        }
 
     def update(self, batch: TrainingBatch[FragmentExample], version_step: int) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.

@@ -34,6 +34,7 @@ from penstock.learner.optimizer import (
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
+from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError
 
 
@@ -151,12 +152,21 @@ class Learner:
 
     def compile(self) -> None:
         """Compiles the update ahead of the first batch; optional, and safe while an engine is running."""
+        for _ in compile_programs(self.programs()):
+            pass
+
+    def programs(self) -> Programs:
+        """Those of an update and of `score`, the longest first."""
         batch = empty_micro_batch(self._config.row_length, self._config.micro_batch_rows)
         so_far = jax.eval_shape(self._zeros, self._decoder)
         scalar = np.float32(0)
-        self._zeros.lower(self._decoder).compile()
-        self._accumulate.lower(self._decoder, so_far, batch).compile()
-        self._apply.lower(self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss).compile()
+        applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
+        return {
+            "gradient": lambda: self._accumulate.lower(self._decoder, so_far, batch).compile(),
+            "optimiser step": lambda: self._apply.lower(*applied).compile(),
+            "log-probabilities": lambda: self._score.lower(self._decoder, batch).compile(),
+            "empty gradient": lambda: self._zeros.lower(self._decoder).compile(),
+        }
 
     def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
         """One optimiser step on one batch.

@@ -4,7 +4,7 @@ Names are tree paths: ``layers.query``, ``encoder.mlp.layers.0.weight``. Arrays 
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,22 @@ Network = TypeVar("Network")
 _MOST_NAMED = 5
 
 
-def named_leaves(network: object) -> dict[str, Array]:
-    """Every parameter by name, in a fixed order."""
+def named_leaves(network: object) -> dict[str, Any]:
+    """Every parameter by name, in a fixed order: arrays, or what `shapes_of` has in their place."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(network)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def shapes_of(network: Network) -> Network:
+    """The same network with shape, dtype and placement of each JAX array in its place: keeps none of them alive."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), network)
 
 
 def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray], what: str) -> Network:
     """A network of the same shape that holds these arrays instead.
 
     Args:
-        network: Gives the shape.
+        network: Gives the shape; `shapes_of` it will do.
         arrays: The arrays to put in, by their name in the network.
         what: The network in words, for the error.
 
@@ -48,5 +53,5 @@ def with_named_leaves(network: Network, arrays: Mapping[str, Array | np.ndarray]
     return jax.tree.unflatten(jax.tree.structure(network), [jnp.asarray(arrays[name]) for name in current])
 
 
-def _signature(array: Array | np.ndarray) -> str:
+def _signature(array: Array | np.ndarray | jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}{list(array.shape)}"

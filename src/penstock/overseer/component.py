@@ -25,7 +25,7 @@ from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, State
 from penstock.rundir import RunDirectory
 from penstock.text import Tokenizer
-from penstock.types import Caller, PenstockError, UnreachableError
+from penstock.types import Caller, CompiledProgram, PenstockError, UnreachableError
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -277,6 +277,9 @@ class ThreadedComponent(Generic[AnyConfig]):
     Args:
         around: What its host gives it.
         settings: The run, with its config, directory and lineage.
+
+    Attributes:
+        compiled: Programs so far: the progress of its start.
     """
 
     def __init__(self, ctx: ComponentContext, settings: Settings[AnyConfig]) -> None:
@@ -290,6 +293,7 @@ class ThreadedComponent(Generic[AnyConfig]):
         self.doing = "starting"
         self.state: State = "starting"
         self.draining = False
+        self.compiled = 0
         self._finished_at: float | None = None
         self._outcomes: dict[str, dict[str, Any]] = {}
 
@@ -305,6 +309,13 @@ class ThreadedComponent(Generic[AnyConfig]):
     def look(self, view: Membership) -> None:
         """Takes a new view; returns at once."""
         self.view_changed.set()
+
+    def note_compiled(self, program: CompiledProgram) -> None:
+        """Tells of one more program, at its start."""
+        self.compiled += 1
+        self.doing = f"compiling ({program.number} of {program.of} programs, the last {program.name})"
+        numbers = {"number": program.number, "of": program.of, "seconds": round(program.seconds, 3)}
+        self.ctx.event("compiled", component=self.name, program=program.name, **numbers)
 
     def drain(self) -> None:
         """Takes nothing new and finishes what it began; its state becomes `drained`."""

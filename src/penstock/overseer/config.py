@@ -55,7 +55,7 @@ class OverseerConfig(BaseModel):
 
     @property
     def start_limit_s(self) -> float:
-        """Longest start of a component that answers meanwhile: loading and compiling take what they take."""
+        """Longest start of a component that answers meanwhile, counted anew from each program that it compiled."""
         return max(self.start_timeout_s, self.no_progress_s)
 
 

@@ -26,6 +26,7 @@ from penstock.types import ConfigError, TrainingBatch
 
 if TYPE_CHECKING:
     from penstock.learner import Checkpoint
+    from penstock.model.programs import Programs
     from penstock.overseer.assembly import LocalBatches
     from penstock.overseer.run import PhaseSteps, Run
     from penstock.overseer.tasks import LocalComponent
@@ -81,16 +82,16 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What the components of a run in one process have by reference.
+    """What the components of a run in one process have by reference, from its start to its end.
+
+    Not the policy that it begins with: that lives until the first update replaces it.
 
     Attributes:
-        start: The policy, or the checkpoint.
         weights: Where the learner publishes, and everybody else fetches.
         batches: The learner's side of replay.
         manager: The `penstock.rollout.RolloutManager` of a language policy, which generates in this process.
     """
 
-    start: RunStart
     weights: "InProcessBroadcaster"
     batches: "LocalBatches"
     manager: Any = None
@@ -192,8 +193,8 @@ class PolicyKind(Protocol):
         """Anew, or as the checkpoint has it."""
         ...
 
-    def compile_learner(self, learner: Any, config: Any) -> None:
-        """Compiles what training needs."""
+    def learner_programs(self, learner: Any, config: Any) -> "Programs":
+        """What training needs compiled."""
         ...
 
     def arrays(self, learner: Any) -> Mapping[str, Any]:
@@ -210,12 +211,12 @@ class PolicyKind(Protocol):
         """What comes after the learner runs and before everything else, in each life of the run."""
         ...
 
-    def before_training(self, run: "Run") -> "PhaseSteps":
-        """Evaluations of a run that begins."""
+    def checked(self, run: "Run") -> "PhaseSteps":
+        """What is checked before anything is paid for, evaluations included, in each life of the run."""
         ...
 
-    def checked(self, run: "Run") -> "PhaseSteps":
-        """What is checked before the training, in each life of the run."""
+    def before_training(self, run: "Run") -> "PhaseSteps":
+        """Evaluations of a run that begins."""
         ...
 
     def after_training(self, run: "Run") -> "PhaseSteps":

@@ -264,9 +264,9 @@ class Run:
             yield from self.until_stopped(self.tasks.running(name))
         self._updates.begin_at(self.learner_step() or 0)
         yield from self._kind.prepared(self)
+        yield from self._kind.checked(self)
         if self.tasks.settings.checkpoint is None:
             yield from self._kind.before_training(self)
-        yield from self._kind.checked(self)
         self.phase("training")
         yield from self._train()
         self.phase("evaluating the trained policy")

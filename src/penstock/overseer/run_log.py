@@ -15,7 +15,7 @@ from penstock.overseer.simulator_events import failure_in_words, failures_in
 from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
-from penstock.types import RolloutGroup
+from penstock.types import CompiledProgram, RolloutGroup
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
@@ -28,6 +28,9 @@ SHOWN_EVENTS = frozenset(
     }
 )  # fmt: skip
 """Events that concern the user at once."""
+
+
+_COMPILED = ("program", "number", "of", "seconds")
 
 
 class RunLog:
@@ -70,6 +73,10 @@ class RunLog:
         self._writes.do(lambda: self._events.append(kind, **line))
         if kind in SHOWN_EVENTS:
             self.progress.note(_in_words(kind, fields))
+        if kind == "compiled":
+            self.progress.note_compiled(CompiledProgram(*(fields[name] for name in _COMPILED)), fields["component"])
+        elif kind == "component_death":
+            self.progress.compiling.pop(fields["component"].partition("#")[0], None)
 
     def evaluation(self, when: str, step: int, results: Results, metrics: Mapping[str, float]) -> None:
         """What an evaluation before or after the training gave; a lesson that failed has the reward None."""

@@ -90,6 +90,22 @@ class DirectTasks:
             Stopped: a stop was asked for.
             PenstockError: what a component raised where it was called.
         """
+        self._components = self._made(run)
+        for component in self._components.values():
+            component.start()
+        try:
+            for _ in run.phases():
+                view = self.view
+                for component in self._components.values():
+                    component.look(view)
+                time.sleep(TURN_S)
+        except Exception as error:
+            if not (isinstance(error, Stopped) and run.stopping):
+                self._crew.fail(error)  # before the others are ended, which fail for that
+            raise
+
+    def _made(self, run: Run) -> dict[str, LocalComponent]:
+        """All components; whoever of them needs what the run begins with has it, and nobody else keeps it."""
         start, self._start = self._start, None
         assert start is not None  # a run is driven once
         made = self._kind.local_components(
@@ -97,19 +113,7 @@ class DirectTasks:
         )
         for component in made.values():
             component.crew = ThreadGroup(self._crew)
-        self._components = dict(made)
-        for component in made.values():
-            component.start()
-        try:
-            for _ in run.phases():
-                view = self.view
-                for component in made.values():
-                    component.look(view)
-                time.sleep(TURN_S)
-        except Exception as error:
-            if not (isinstance(error, Stopped) and run.stopping):
-                self._crew.fail(error)  # before the others are ended, which fail for that
-            raise
+        return dict(made)
 
     @property
     def stop_limit_s(self) -> float:

@@ -24,11 +24,14 @@ from rich.text import Text
 
 from penstock.overseer.lasting_output import lasting
 from penstock.overseer.results import reward_interval
-from penstock.types import RolloutBatchStats
+from penstock.types import CompiledProgram, RolloutBatchStats
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTE_EVERY_S = 10.0
 """Without a terminal, events are shown so far apart."""
+
+LONG_COMPILATION_S = 1.0
+"""Without a terminal, programs that took less are not shown."""
 
 SPARKLINE_WIDTH = 60
 SAMPLES_SHOWN = 3
@@ -89,7 +92,9 @@ class Progress:
         samples: The newest conversations.
         notes: The newest events, newest last.
         noted: Events so far.
-        lines: One per update, for an output that is no terminal; printed and taken out.
+        lines: One per update, and per program that took long to compile, for an output that is no terminal; printed
+            and taken out.
+        compiling: By component, the newest of its programs, until the last is compiled.
         started: Monotonic seconds at the start.
         wording: What things are called.
     """
@@ -110,6 +115,7 @@ class Progress:
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=2))
     noted: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=100))
+    compiling: dict[str, CompiledProgram] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     wording: ViewLabels = LANGUAGE_LABELS
 
@@ -117,6 +123,17 @@ class Progress:
         """Shows an event."""
         self.notes.append(words)
         self.noted += 1
+
+    def note_compiled(self, program: CompiledProgram, component: str) -> None:
+        """Shows how far a component has compiled."""
+        self.compiling[component] = program
+        if program.number == program.of:
+            del self.compiling[component]
+        if program.seconds >= LONG_COMPILATION_S:
+            self.lines.append(
+                f"[{_elapsed(self)}] {component} compiled {program.number} of {program.of} programs: {program.name} "
+                f"({program.seconds:.1f} s)"
+            )
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
@@ -192,6 +209,8 @@ class TerminalView:
         """The whole view as one renderable."""
         progress = self._progress
         rows: list[RenderableType] = [_headline(progress), _numbers(progress)]
+        if progress.compiling:
+            rows.append(_compiling(progress))
         if len(progress.lessons) > 1:
             rows.append(_lessons(progress))
         rows.extend(_sample(sample) for sample in list(progress.samples))
@@ -246,6 +265,16 @@ def _numbers(progress: Progress) -> RenderableType:
     if progress.ledger.get("started"):
         counts = "  ".join(f"{state} {count:,}" for state, count in progress.ledger.items() if count)
         grid.add_row(words.experience, "", Text(counts, style="dim"))
+    return grid
+
+
+def _compiling(progress: Progress) -> RenderableType:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for ratio in (None, 1, None, 2):
+        grid.add_column(ratio=ratio, no_wrap=True)
+    for component, program in sorted(progress.compiling.copy().items()):
+        bar = ProgressBar(total=program.of, completed=program.number)
+        grid.add_row(component, bar, f"{program.number}/{program.of} compiled", Text(program.name, overflow="ellipsis"))
     return grid
 
 

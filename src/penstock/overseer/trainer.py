@@ -13,6 +13,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from penstock.learner import save_checkpoint
+from penstock.model.programs import compile_programs
 from penstock.overseer.assembly import save_when_there_is_room
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
@@ -36,16 +37,23 @@ class LearnerComponent(ThreadedComponent[Any]):
         settings: The run, with its config, directory and lineage.
         kind: What it trains.
         shared: What it has by reference, where all components are in one process.
+        start: What it begins with, where that is loaded already; given away when it starts.
 
     Attributes:
         shared: As given.
     """
 
     def __init__(
-        self, ctx: ComponentContext, settings: Settings[Any], kind: PolicyKind, shared: SharedParts | None = None
+        self,
+        ctx: ComponentContext,
+        settings: Settings[Any],
+        kind: PolicyKind,
+        shared: SharedParts | None = None,
+        start: RunStart | None = None,
     ) -> None:
         super().__init__(ctx, settings)
         self.shared = shared
+        self._start = start
         self._kind = kind
         self._codec: Any = None
         self._replay = ctx.caller("replay-0")
@@ -96,7 +104,7 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def _load(self) -> None:
         self.doing = "loading"
-        start = self._loaded() if self.shared is None else self.shared.start
+        start, self._start = self._start or self._loaded(), None
         self._codec = start.codec
         if start.checkpoint is not None:
             self._evaluator_state = start.checkpoint.states["evaluator"]
@@ -105,7 +113,8 @@ class LearnerComponent(ThreadedComponent[Any]):
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"
-        self._kind.compile_learner(self._learner, self.config)
+        for program in compile_programs(self._kind.learner_programs(self._learner, self.config)):
+            self.note_compiled(program)
         self.doing, self.state = "waiting to be told what to do", "running"
 
     def _loaded(self) -> RunStart:
@@ -284,13 +293,14 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
-        owes_none = self.state == "starting" or bool(self._no_room) or doing.startswith(("waiting", "done"))
+        owes_none = bool(self._no_room) or doing.startswith(("waiting", "done"))
+        progress = float(self.compiled if self.state == "starting" else self._steps_done)
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
         return ComponentStatus(
             self.state,
             doing,
-            None if owes_none else float(self._steps_done),
+            None if owes_none else progress,
             self._seconds["busy"],
             self._seconds["idle"],
             address,

@@ -135,6 +135,7 @@ def open_run(
                 fresh = kind.begin(config) if checkpoint is None else kind.resume(config, checkpoint)
             log = opened()
             run = Run(kind, DirectTasks(kind, settings, fresh, crew, log), log)
+            fresh = None  # this frame lasts as long as the run, its first weights until the first update
         else:
             log, run = _under_ray(kind, settings, crew, opened, resume)
         oversee(run, crew, log, config, directory, quiet)

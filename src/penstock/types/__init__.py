@@ -1,6 +1,6 @@
 """Records, protocols and errors shared by every component. Imports NumPy and nothing of ours."""
 
-from penstock.types.calls import Caller, RetryingCaller
+from penstock.types.calls import Caller, CompiledProgram, RetryingCaller
 from penstock.types.errors import (
     CheckpointError,
     ConfigError,
@@ -67,12 +67,12 @@ from penstock.types.spaces import LeafKind, LeafSpace, Spaces
 from penstock.types.training import Fate, FragmentExample, RLExample, Ticket, TrainingBatch
 
 __all__ = [
-    "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "Completion",
-    "ConfigError", "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure", "EnvironmentSpec",
-    "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample", "GenerationCall",
-    "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser", "ManyInferenceContext",
-    "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout", "PenstockError",
-    "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
+    "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "CompiledProgram",
+    "Completion", "ConfigError", "CurriculumRecord", "Decoding", "DuplicateGroupError", "EnvironmentFailure",
+    "EnvironmentSpec", "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample",
+    "GenerationCall", "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser",
+    "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout",
+    "PenstockError", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
     "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
     "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",

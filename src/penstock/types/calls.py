@@ -1,12 +1,13 @@
 """How one component calls another, wherever that runs, and calls that are repeated while the other side is silent.
 
-`Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name.
+`Caller` is one attempt. `RetryingCaller` repeats it within a limit that has a name. `CompiledProgram` is what a
+component says of its start, whichever part of it compiles.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.types.errors import NoProgressError, PenstockError, Stopped, UnreachableError
 
@@ -27,6 +28,22 @@ class Caller(Protocol):
             PenstockError: what the method raised, by its own type.
         """
         ...
+
+
+class CompiledProgram(NamedTuple):
+    """One more program is compiled.
+
+    Attributes:
+        name: What it is for.
+        number: How many are, with it.
+        of: How many are to be.
+        seconds: That it took.
+    """
+
+    name: str
+    number: int
+    of: int
+    seconds: float
 
 
 _FIRST_PAUSE_S = 0.05

@@ -184,7 +184,8 @@ def merged_arrays(base: Mapping[str, Any], fetched: Mapping[str, Any]) -> dict[s
     """All arrays of a model: the fetched ones, and the client's own where none came.
 
     Args:
-        base: The client's JAX arrays, whose dtypes the result has. They stay where they are.
+        base: The client's JAX arrays, whose dtypes the result has. They stay where they are. Of those that are fetched
+            a `jax.ShapeDtypeStruct` with its sharding will do.
         fetched: Arrays of the same names and shapes, for some or all of them; of another dtype where they were cast to
             travel. They are copied to where the client's own lie, and cast there; their memory may be used again.
 
@@ -206,7 +207,7 @@ def _placed(array: Any, like: Any) -> Any:
     import jax
     import numpy as np
 
-    if any(device.platform == "cpu" for device in like.devices()):
+    if any(device.platform == "cpu" for device in like.sharding.device_set):
         array = np.array(array)  # there, JAX would only refer to memory that is aligned well
     return jax.device_put(array, like.sharding).astype(like.dtype)
 

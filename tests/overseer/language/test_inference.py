@@ -1,7 +1,9 @@
 """An inference server tells which weights it serves only once it serves them, and speaks TLS where the run does."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.inference import RemoteContext
+from penstock.model.arrays import named_leaves
 from penstock.model.language import Decoder, named_arrays
 from penstock.overseer import load_config
 from penstock.overseer.component import Settings
@@ -17,7 +20,7 @@ from penstock.overseer.language.inference import InferenceRole
 from penstock.overseer.language.rollout import make_pool, servers_of
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.rundir import RunDirectory
-from penstock.types import Decoding, NoProgressError, UnreachableError, WeightVersion
+from penstock.types import CompiledProgram, Decoding, NoProgressError, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster
 from tests.certificates import write_certificate
 from tests.inference.fake_servers import FakeServer, Reply, answer
@@ -41,6 +44,10 @@ class Around:
         self.view = Membership()
         self.others: tuple[Peer, ...] = ()
         self.told: list[tuple[Any, ...]] = []
+        self.events: list[dict[str, Any]] = []
+
+    def event(self, kind: str, step: int = 0, **fields: Any) -> None:
+        self.events.append(fields)
 
     def follow(self, role: InferenceRole, broadcaster: Broadcaster) -> None:
         address = {"weights": broadcaster.endpoint()}
@@ -72,7 +79,8 @@ class Engine:
 
     def raise_if_failed(self) -> None: ...
 
-    def wait_until_ready(self, timeout_s: float) -> None: ...
+    def compiling(self, timeout_s: float) -> list[CompiledProgram]:
+        return []
 
     def stats(self) -> dict[str, float]:
         return {"inference/running": self.running(), "inference/waiting": 0.0, "inference/tokens_total": 0.0}
@@ -132,11 +140,12 @@ def role(tmp_path):
 def broadcast(tmp_path):
     opened = []
 
-    def broadcast(role, value):
+    def broadcast(role, value, frozen=()):
         broadcaster = open_broadcaster(role.config.weights, "job", TOKEN, str(tmp_path))
         opened.append(broadcaster)
-        arrays = {name: np.asarray(array) for name, array in named_arrays(role._decoder).items()}
-        arrays["final_norm"] = np.full_like(arrays["final_norm"], value)
+        shapes = {name: shape for name, shape in named_leaves(role._shape).items() if name not in frozen}
+        arrays = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+        arrays["final_norm"][:] = value
         broadcaster.publish(VERSION, arrays)
         role.ctx.follow(role, broadcaster)
         return broadcaster.endpoint()["incarnation"]
@@ -165,6 +174,22 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
     engine.may_swap.set()
     wait_until(lambda: told(role) == second)
     assert engine.served == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("frozen", [(), ("embedding",)])
+def test_the_first_weights_are_let_go_after_the_first_swap_but_for_those_that_never_travel(tmp_path, broadcast, frozen):
+    role = make_role(tmp_path, Around())
+    first = {name: weakref.ref(array) for name, array in role._own.items()}
+    try:
+        incarnation = broadcast(role, 1.0, frozen)
+        role.start()
+        wait_until(lambda: told(role) == incarnation, "served", LIMIT_S)
+        gc.collect()
+        assert {name for name, array in first.items() if array() is not None} == set(frozen)
+        again = broadcast(role, 2.0, frozen)
+        wait_until(lambda: told(role) == again, "served", LIMIT_S)
+    finally:
+        role.stop(LIMIT_S)
 
 
 def test_the_seconds_of_a_swap_are_told(role, broadcast):
@@ -320,15 +345,22 @@ def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(ro
     assert not role.condition().address["held_back"]
 
 
-def test_the_engine_has_the_limit_of_a_start_to_get_ready(tmp_path):
+def test_the_engine_has_the_limit_of_a_start_for_each_program_and_each_is_told(tmp_path):
     limits = ["overseer.no_progress_s=700", "overseer.start_timeout_s=30"]
     role: Any = make_role(tmp_path, Around(), limits)
     role._engine, given = Engine(), []
-    role._engine.wait_until_ready = given.append
+
+    def compiling(timeout_s: float) -> list[CompiledProgram]:
+        given.append(timeout_s)
+        return [CompiledProgram("decode, window 32", 1, 1, 0.5)]
+
+    role._engine.compiling = compiling
     role.start()
-    wait_until(lambda: given)
+    wait_until(lambda: role.condition().state == "running")
     role.stop(LIMIT_S)
     assert given == [700.0]
+    (told,) = role.ctx.events
+    assert told == {"component": "inference-0", "program": "decode, window 32", "number": 1, "of": 1, "seconds": 0.5}
 
 
 def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):

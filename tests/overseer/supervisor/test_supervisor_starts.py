@@ -28,7 +28,7 @@ def test_a_component_that_answers_but_stays_at_its_start_is_replaced():
     assert "still at «compiling» 100 s after its start" in world.told("component_death")[0]["reason"]
 
 
-def test_one_limit_counts_for_a_start_whatever_progress_is_told_meanwhile():
+def test_one_limit_counts_for_a_start_in_which_nothing_is_compiled():
     world = World(start_timeout_s=400.0, no_progress_s=100.0)
     world.add("learner-0", essential=True)
     world.change("learner-0", state="starting", doing="compiling", progress=0.0)
@@ -39,6 +39,17 @@ def test_one_limit_counts_for_a_start_whatever_progress_is_told_meanwhile():
     assert world.told("component_death") == []
     world.advance(10.0)
     assert "no progress for" in world.told("component_death")[0]["reason"]
+
+
+def test_the_limit_of_a_start_counts_from_the_last_program_that_was_compiled():
+    world = World()
+    world.add("inference-0")
+    for compiled in range(1, 5):
+        world.change("inference-0", state="starting", doing="compiling", progress=float(compiled))
+        world.advance(90.0)
+    assert world.told("component_death") == []
+    world.advance(15.0)
+    assert "after the last program that it compiled" in world.told("component_death")[0]["reason"]
 
 
 def test_a_start_that_takes_longer_than_its_limit_ends():

@@ -19,6 +19,7 @@ from typing import Any, Self, final
 
 from penstock.learner import ControlLearner, load_checkpoint
 from penstock.model.control import read_control_form
+from penstock.model.programs import Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.control.evaluator import make_fleet_evaluator, metrics_of
 from penstock.overseer.control.local import local_components
@@ -347,9 +348,9 @@ class ControlKind:
             learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
-    def compile_learner(self, learner: ControlLearner, config: FleetRunConfig) -> None:
+    def learner_programs(self, learner: ControlLearner, config: FleetRunConfig) -> Programs:
         """The update of a batch of fragments."""
-        learner.compile(config.replay.fragments_per_batch, config.fleet.fragment_length)
+        return learner.programs(config.replay.fragments_per_batch, config.fleet.fragment_length)
 
     def arrays(self, learner: ControlLearner) -> Mapping[str, Any]:
         """The network's."""

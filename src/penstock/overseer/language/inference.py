@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from penstock.inference import AccessRules, HttpServer, InferenceEngine, create_app
 from penstock.inference.server_pool import MODEL_NAME
+from penstock.model.arrays import named_leaves, shapes_of
 from penstock.model.language import load_policy, named_arrays, with_named_arrays
 from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
@@ -34,8 +35,10 @@ class InferenceRole(ThreadedComponent):
         super().__init__(ctx, settings)
         config = settings.config
         tokenizer = settings.tokenizer()
-        self._decoder = load_policy(config.model, config.seed, tokenizer)
-        self._engine = InferenceEngine(self._decoder, WeightVersion(-1, 0), tokenizer, config.inference)
+        decoder = load_policy(config.model, config.seed, tokenizer)
+        self._shape = shapes_of(decoder)
+        self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
+        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference)
         served = config.inference
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
@@ -62,7 +65,8 @@ class InferenceRole(ThreadedComponent):
         self.doing = "compiling"
         self._engine.start()
         self._server.start()
-        self._engine.wait_until_ready(self.config.overseer.start_limit_s)
+        for program in self._engine.compiling(self.config.overseer.start_limit_s):
+            self.note_compiled(program)
         self.activity.begin()
         self.state = "running"
         while not self.stopping.is_set():
@@ -127,9 +131,11 @@ class InferenceRole(ThreadedComponent):
             if self._leased:
                 return  # the lease began during the fetch
             started = time.perf_counter()
-            merged = merged_arrays(named_arrays(self._decoder), arrays)
-            self._engine.set_weights(version, with_named_arrays(self._decoder, merged))
+            merged = merged_arrays(self._own, arrays)
+            self._engine.set_weights(version, with_named_arrays(self._shape, merged))
             self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
+            shapes = named_leaves(self._shape)
+            self._own = {name: shapes[name] if name in arrays else own for name, own in self._own.items()}
             self._swap_s = time.perf_counter() - started
             self._held, self._held_from = version, source
 
@@ -211,10 +217,11 @@ class InferenceRole(ThreadedComponent):
             address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
+        progress = stats["inference/tokens_total"] if stats["inference/running"] else None
         return ComponentStatus(
             self.state,
             self.doing,
-            stats["inference/tokens_total"] if stats["inference/running"] else None,
+            float(self.compiled) if self.state == "starting" else progress,
             busy_s,
             max(0.0, lived_s - busy_s),
             address,

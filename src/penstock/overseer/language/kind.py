@@ -1,6 +1,6 @@
 """A run of a language policy: its components, and the phases around its training.
 
-load → evaluate untrained → warm start → evaluate before → parity probe → train → evaluate after.
+load → parity probe → evaluate untrained → warm start, probed again → evaluate before → train → evaluate after.
 """
 
 import json
@@ -13,6 +13,7 @@ from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
 from penstock.model.language import load_policy, named_arrays
 from penstock.model.language.config import ModelConfig
+from penstock.model.programs import Programs
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_workers
 from penstock.overseer.estimate import model_shape
@@ -252,9 +253,9 @@ class LanguageKind:
             learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
-    def compile_learner(self, learner: Learner, config: RunConfig) -> None:
-        """The update."""
-        learner.compile()
+    def learner_programs(self, learner: Learner, config: RunConfig) -> Programs:
+        """The update's, and the probe's."""
+        return learner.programs()
 
     def arrays(self, learner: Learner) -> Mapping[str, Any]:
         """The decoder's."""
@@ -277,21 +278,22 @@ class LanguageKind:
         """Servers have the learner's weights."""
         yield from self._until_served(run)
 
+    def checked(self, run: Run) -> PhaseSteps:
+        """Engines and learner agree."""
+        run.phase("checking that engines and learner agree")
+        yield from run.until_stopped(run.tasks.task("learner-0", "probe"))
+
     def before_training(self, run: Run) -> PhaseSteps:
-        """Evaluations before and after the warm start."""
+        """Evaluations before and after the warm start, whose weights are checked, too."""
         run.phase("evaluating the untrained policy")
         run.results["untrained"] = run.results["before"] = yield from run.evaluate("untrained")
         if run.config.learner.warm_start is not None:
             run.phase("warm start")
             yield from run.until_stopped(run.tasks.task("learner-0", "warm_start"))
             yield from self._until_served(run)
+            yield from self.checked(run)
             run.phase("evaluating the warm start")
             run.results["before"] = yield from run.evaluate("before")
-
-    def checked(self, run: Run) -> PhaseSteps:
-        """Engines and learner agree."""
-        run.phase("checking that engines and learner agree")
-        yield from run.until_stopped(run.tasks.task("learner-0", "probe"))
 
     def after_training(self, run: Run) -> PhaseSteps:
         """Servers have the last weights."""

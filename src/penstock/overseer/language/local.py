@@ -15,7 +15,8 @@ from typing_extensions import override
 from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
-from penstock.model.language import with_named_arrays
+from penstock.model.arrays import shapes_of
+from penstock.model.language import Decoder, with_named_arrays
 from penstock.overseer.assembly import (
     LocalBatches,
     config_error_for,
@@ -62,9 +63,6 @@ def local_components(
         start.policy, WeightVersion(settings.lineage, step_of(settings.checkpoint)), start.codec, config.inference
     )
 
-    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        engine.set_weights(version, with_named_arrays(start.policy, arrays))
-
     def tell(event: CurriculumEvent) -> None:
         log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
@@ -74,7 +72,7 @@ def local_components(
         config.seed,
         settings.lineage,
         environments,
-        set_weights,
+        partial(_set_weights, engine, shapes_of(start.policy)),
         partial(engine.stop, config.overseer.stop_timeout_s),
         tell,
     )
@@ -88,7 +86,7 @@ def local_components(
     replay = LocalReplay(context("replay-0"), settings, manager, names, log)
     rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
     replay.on_admit = rollout.begin
-    shared = SharedParts(start, weights, LocalBatches(replay.opened, replay.states), manager)
+    shared = SharedParts(weights, LocalBatches(replay.opened, replay.states), manager)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     replay.restore(start, tell)
@@ -97,8 +95,12 @@ def local_components(
         "rollout-0": rollout,
         "evaluator-0": LocalEvaluator(context("evaluator-0"), settings, evaluator, rollout),
         "replay-0": replay,
-        "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared),
+        "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared, start),
     }
+
+
+def _set_weights(engine: InferenceEngine, shape: Decoder, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+    engine.set_weights(version, with_named_arrays(shape, arrays))
 
 
 @final
@@ -342,7 +344,8 @@ class LocalInference(ThreadedComponent):
     def _run(self) -> None:
         self.doing = "compiling"
         self._engine.start()
-        self._engine.wait_until_ready(self.config.overseer.no_progress_s)
+        for program in self._engine.compiling(self.config.overseer.no_progress_s):
+            self.note_compiled(program)
         self.state, self.doing = "running", "serving"
 
     def look(self, view: Membership) -> None:
@@ -376,7 +379,7 @@ class LocalInference(ThreadedComponent):
         return ComponentStatus(
             self.state,
             self.doing,
-            stats["inference/tokens_total"],
+            stats["inference/tokens_total"] + self.compiled,
             self._engine.busy_s,
             address=address,
             metrics=stats,

@@ -133,6 +133,7 @@ class Member:
         phase: See `Phase`.
         phase_since: When that began.
         started_at: When its newest incarnation was started.
+        compiled_at: When that last had more to show for its start, in a counter; when it was started, before.
         identity: Its newest incarnation; None before the first.
         heartbeat: Of that incarnation, while it is thought to live.
         ending: While its process is being ended.
@@ -155,6 +156,7 @@ class Member:
     phase: Phase = "waiting"
     phase_since: float = 0.0
     started_at: float = 0.0
+    compiled_at: float = 0.0
     identity: Identity | None = None
     heartbeat: Heartbeat | None = None
     ending: Termination | None = None
@@ -194,7 +196,7 @@ class Member:
     def begin(self, identity: Identity, now_s: float) -> None:
         """A new incarnation is about to be started."""
         self.identity, self.report, self.progress = identity, None, None
-        self.wanted, self.started_at, self.progress_at = False, now_s, now_s
+        self.wanted, self.started_at, self.compiled_at, self.progress_at = False, now_s, now_s, now_s
         self.enter("starting", now_s)
 
     def enter(self, phase: Phase, now_s: float) -> None:
@@ -205,6 +207,8 @@ class Member:
         """Takes a counter; None says that it waits for others."""
         if progress != self.progress or self.is_starting:  # None never equals what is kept
             self.progress_at = now_s
+        if self.is_starting and progress is not None and progress > (self.progress or 0.0):
+            self.compiled_at = now_s
         if progress is not None:
             self.progress = progress
 
@@ -223,8 +227,8 @@ class Member:
         return self.alive and (self.report is None or self.report.condition.state == "starting")
 
     def is_late_to_start(self, config: OverseerConfig, now_s: float) -> bool:
-        """Whether it answers, but has been starting for too long."""
-        return self.report is not None and self.is_starting and now_s - self.started_at > config.start_limit_s
+        """Whether it answers, but has been starting for too long: since its start, or the last program it compiled."""
+        return self.report is not None and self.is_starting and now_s - self.compiled_at > config.start_limit_s
 
     def in_words(self, now_s: float) -> str:
         """What it is at, for people."""
@@ -389,7 +393,8 @@ class Lifecycle:
         elif member.is_stuck(config, now_s):
             self._died(member, f"no progress for {member.stuck_s(now_s):.0f} s at «{condition.doing}»", now_s)
         elif member.is_late_to_start(config, now_s):
-            self._died(member, f"still at «{condition.doing}» {now_s - member.started_at:.0f} s after its start", now_s)
+            since = "its start" if member.compiled_at == member.started_at else "the last program that it compiled"
+            self._died(member, f"still at «{condition.doing}» {now_s - member.compiled_at:.0f} s after {since}", now_s)
         elif member.leaving:
             self._ask_to_drain(member)
 

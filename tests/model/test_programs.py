@@ -1,0 +1,82 @@
+import stat
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+
+from penstock.model import programs
+from penstock.model.programs import choose_cache, compile_programs
+
+WAIT_S = 20.0
+CACHE_KEYS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+@pytest.fixture(autouse=True)
+def cache_settings():
+    before = {key: jax.config.values[key] for key in CACHE_KEYS}
+    yield
+    for key, value in before.items():
+        jax.config.update(key, value)
+    programs.compilation_cache.reset_cache()
+
+
+def test_each_program_is_told_when_it_is_compiled():
+    gates = {name: threading.Event() for name in ("first", "second")}
+    told = compile_programs({name: lambda gate=gate: gate.wait(WAIT_S) for name, gate in gates.items()})
+    gates["first"].set()
+    first = next(told)
+    assert (first.name, first.number, first.of) == ("first", 1, 2) and first.seconds < WAIT_S
+    gates["second"].set()
+    assert [(program.name, program.number) for program in told] == [("second", 2)]
+    assert list(compile_programs({})) == []
+
+
+def test_as_many_are_compiled_at_once_as_there_are_processors(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    together = threading.Barrier(3)
+    assert len(list(compile_programs(dict.fromkeys("abc", lambda: together.wait(WAIT_S))))) == 3
+
+
+def test_what_is_not_asked_for_is_not_begun_and_a_failure_is_raised(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+    compiled, may_go_on = [], threading.Event()
+
+    def second():
+        compiled.append("second")
+        may_go_on.wait(WAIT_S)
+
+    told = compile_programs({"first": lambda: None, "second": second, "third": lambda: compiled.append("third")})
+    assert next(told).name == "first"
+    threading.Timer(0.05, may_go_on.set).start()
+    told.close()
+    assert "third" not in compiled
+    with pytest.raises(ZeroDivisionError):
+        list(compile_programs({"broken": lambda: 1 // 0}))
+
+
+def test_compiled_programs_are_never_read_from_disk_on_a_cpu(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    choose_cache()
+    assert not jax.config.values["jax_enable_compilation_cache"]
+
+
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_accelerators_keep_compiled_programs_where_only_the_user_can_write(tmp_path, monkeypatch, given):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", given)
+    choose_cache()
+    folder = tmp_path / "penstock" / "xla"
+    assert jax.config.values["jax_compilation_cache_dir"] == (given or str(folder))
+    assert given or stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+
+
+def test_a_cache_that_was_turned_off_stays_off_on_accelerators(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_enable_compilation_cache", False)
+    choose_cache()
+    assert list(tmp_path.iterdir()) == []

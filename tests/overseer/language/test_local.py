@@ -1,0 +1,45 @@
+"""What a run in one process keeps alive."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from penstock.overseer import train
+from penstock.overseer.kind import RunStart
+from penstock.overseer.language.kind import LanguageKind, Updates
+from tests.overseer.conftest import tiny
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_policy_that_a_run_begins_with_is_let_go_when_its_successor_is_served(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+):
+    first: list[weakref.ref[Any]] = []
+    alive: dict[int, int] = {}
+    name, begun = ("resume", 2) if resumed else ("begin", 0)
+    make, add = getattr(LanguageKind, name), Updates.add
+
+    def made(*arguments: Any) -> RunStart:
+        start = make(*arguments)
+        first.extend(weakref.ref(array) for array in jax.tree.leaves(start.policy))
+        if start.checkpoint is not None:  # with the optimiser's state
+            first.append(weakref.ref(start.checkpoint))
+        return start
+
+    def added(self: Updates, step: int, *arguments: Any) -> None:
+        gc.collect()
+        alive[step] = sum(array() is not None for array in first)
+        add(self, step, *arguments)
+
+    config = {"async": False, "curriculum": {"eval_frequency": 0, "micro_eval_frequency": 0}}
+    if resumed:
+        train(tiny({**config, "steps": begun}), run_dir, quiet=True)
+    monkeypatch.setattr(LanguageKind, name, made)
+    monkeypatch.setattr(Updates, "add", added)
+    train(tiny({**config, "steps": begun + 3}), run_dir, resume=resumed, quiet=True)
+    assert alive[begun + 1] > 0  # still served: the next version is published after this line
+    assert (alive[begun + 2], alive[begun + 3]) == (0, 0)
