@@ -95,15 +95,37 @@ def test_what_is_not_finite_changes_neither_parameters_nor_moments(bad, where):
 def test_bfloat16_parameters_have_float32_masters_that_keep_small_steps():
     config = OptimizerConfig(max_grad_norm=None)
     parameters = {"weight": jnp.array([1.0], jnp.bfloat16)}
-    state, seen = initial_state(config, parameters), []
+    state, seen, changed = initial_state(config, parameters), [], []
     for _ in range(8):
         gradients = {"weight": jnp.array([1.0])}
-        parameters, state, _ = _step(config, parameters, gradients, state, rate=jnp.float32(1e-3))
+        parameters, state, applied = _step(config, parameters, gradients, state, rate=jnp.float32(1e-3))
         seen.append(float(parameters["weight"][0]))
+        changed.append(float(applied.changed_fraction))
     assert parameters["weight"].dtype == jnp.bfloat16
     assert state.master["weight"].dtype == jnp.float32
     assert float(state.master["weight"][0]) == pytest.approx(0.992, abs=1e-4)
     assert seen[0] == 1.0 and seen[-1] < 1.0, "single steps are below bfloat16's last bit, their sum is not"
+    # The master passes the middle between two bfloat16 numbers, 2^-8 apart below 1, at its 2nd and 6th step.
+    assert changed == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_weight_of_a_hundredth_moves_after_many_updates_of_a_small_rate_as_far_as_the_master():
+    config = OptimizerConfig(max_grad_norm=None)
+    parameters = {"weight": jnp.full(1, 0.02, jnp.bfloat16)}  # its neighbours are 2^-13 = 1.2e-4 away
+    start, state, first = float(parameters["weight"][0]), initial_state(config, parameters), 0
+    for update in range(1, 101):
+        parameters, state, applied = _step(config, parameters, {"weight": jnp.ones(1)}, state, rate=jnp.float32(1e-6))
+        first = first or update * int(applied.changed_fraction)
+    assert (first, start - float(parameters["weight"][0])) == (62, 2.0**-13)
+    assert start - float(state.master["weight"][0]) == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_the_share_of_elements_that_changed_is_of_those_that_train():
+    config = OptimizerConfig(frozen=("embedding",))
+    parameters = {"embedding": jnp.ones(6), "head": jnp.ones(4)}
+    gradients = {"embedding": jnp.ones(6), "head": jnp.array([1.0, 0.0, 0.0, 0.0])}
+    assert float(_step(config, parameters, gradients)[2].changed_fraction) == 0.25
+    assert float(_step(config, parameters, gradients, loss=jnp.float32(jnp.nan))[2].changed_fraction) == 0.0
 
 
 def test_float32_parameters_need_no_second_copy():

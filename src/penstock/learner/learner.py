@@ -58,6 +58,7 @@ def step_metrics(applied: AppliedUpdate, rate: float) -> dict[str, float]:
     """``train/…`` numbers of the optimiser step."""
     return {
         "train/grad_norm": float(applied.grad_norm),
+        "train/changed_fraction": float(applied.changed_fraction),
         "train/learning_rate": rate,
         "train/non_finite": float(not applied.finite),
     }

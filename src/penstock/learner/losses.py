@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.batch.advantages import ADVANTAGES
 from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
+from penstock.model.language.decoder import product
 from penstock.types import ConfigError, RolloutGroup
 
 
@@ -277,8 +278,7 @@ def _tiled(tile: int, hidden: Array, matrix: Array, inputs: HeadInputs) -> HeadO
 
 def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
     """z, float32 [tile, vocab]; divided after the product, as the engine does, so that both round alike."""
-    scores = jnp.einsum("nh,vh->nv", hidden, matrix, preferred_element_type=jnp.float32)
-    return scores / temperature[:, None]
+    return product("nh,vh->nv", hidden, matrix) / temperature[:, None]
 
 
 def _forward(
@@ -318,8 +318,8 @@ def _backward(
         is_label = part(inputs.labels)[:, None] == tokens[None]
         outer = part(cotangent.logprobs) / temperature
         gradient = ((is_label.astype(jnp.float32) - probabilities) * outer[:, None]).astype(hidden.dtype)
-        to_hidden = jnp.einsum("nv,vh->nh", gradient, matrix, preferred_element_type=jnp.float32)
-        to_matrix = jnp.einsum("nv,nh->vh", gradient, states, preferred_element_type=jnp.float32)
+        to_hidden = product("nv,vh->nh", gradient, matrix)
+        to_matrix = product("nv,nh->vh", gradient, states)
         return _place(carry[0], to_hidden.astype(hidden.dtype), index * tile), carry[1] + to_matrix
 
     start = (jnp.zeros_like(hidden), jnp.zeros(matrix.shape, jnp.float32))

@@ -35,10 +35,17 @@ class OptimizerState(NamedTuple):
 
 
 class AppliedUpdate(NamedTuple):
-    """What one optimiser step came to."""
+    """What one optimiser step came to.
+
+    Attributes:
+        grad_norm: Before clipping.
+        finite: False where the step was skipped.
+        changed_fraction: Of the parameters that train, how many are another number in the model's dtype than before.
+    """
 
     grad_norm: Float32[Array, ""]
     finite: Bool[Array, ""]
+    changed_fraction: Float32[Array, ""]
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -127,7 +134,16 @@ def apply_gradients(
     moved, adam = chosen(moved, master), chosen(adam, state.adam)
     updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, parameters)
     kept = OptimizerState(adam, None if state.master is None else moved)
-    return updated, kept, AppliedUpdate(grad_norm, finite)
+    return updated, kept, AppliedUpdate(grad_norm, finite, _changed_fraction(config, parameters, updated))
+
+
+def _changed_fraction(config: OptimizerConfig, before: PyTree, after: PyTree) -> Float32[Array, ""]:
+    """Of the elements of all arrays that are not frozen."""
+    changed, size = jnp.zeros((), jnp.float32), 0
+    for (path, old), new in zip(jax.tree_util.tree_flatten_with_path(before)[0], jax.tree.leaves(after), strict=True):
+        if not any(fnmatchcase(_name(path), pattern) for pattern in config.frozen):
+            changed, size = changed + jnp.sum(old != new, dtype=jnp.float32), size + old.size
+    return changed / max(size, 1)
 
 
 def _without_frozen(config: OptimizerConfig, tree: PyTree, kept: PyTree, factor: float = 1.0) -> PyTree:

@@ -10,8 +10,12 @@ Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` e
 `Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out.
 
 Attention is grouped-query, over keys and values laid out (batch, head, position, dim). That layout is the fast one on a
-CPU: both products are plain batched matrix products over contiguous rows, and a cache needs no transposition. Scores
-and their softmax are float32. There is no window: `ModelConfig` refuses one shorter than the context.
+CPU: both products are plain batched matrix products over contiguous rows, and a cache needs no transposition. There is
+no window: `ModelConfig` refuses one shorter than the context.
+
+*Precision* is decided here, the same for packed rows and cached decoding on every platform. Every matrix product goes
+through `product`: operands in the model's dtype, float32 sums, no TF32. The residual stream, norms, softmax, the gate's
+silu and logits are float32 whatever the dtype; what goes into a product is rounded to it once, by `rounded`.
 
 Positions are rotary (Su et al. 2021, https://arxiv.org/abs/2104.09864) in Hugging Face's arrangement, where dimension i
 is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: none, and Llama 3's.
@@ -21,6 +25,7 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -35,6 +40,51 @@ from penstock.model.language.config import ModelConfig, RopeScaling
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
+
+
+def rounded(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
+    """X in `dtype`, truly rounded to it.
+
+    XLA may leave out a conversion to bfloat16 and back (`xla_allow_excess_precision`), in the learner's program and not
+    in the engine's: keys that a cache holds are rounded, those of a packed row would not be.
+    """
+    if x.dtype != jnp.float32 or dtype == jnp.float32:
+        return x.astype(dtype)
+    found = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, found.nexp, found.nmant).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(subscripts: str, left: Array, right: Array) -> Array:
+    """Einsum of two arrays of one dtype, summed and returned in float32, on every platform.
+
+    Highest precision: an accelerator would otherwise multiply float32 in TF32 or bfloat16. Gradients are products of
+    the same kind, with the incoming one rounded to the operands' dtype: else a bfloat16 model would be differentiated
+    by float32 products, many times slower on an accelerator.
+
+    Args:
+        subscripts: Every index of an operand is in the other one or in the result; no ellipsis.
+        left: First operand.
+        right: Second operand.
+    """
+    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _product_forward(subscripts: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(subscripts, left, right), (left, right)
+
+
+def _product_backward(subscripts: str, operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    left, right = operands
+    inputs, result = subscripts.split("->")
+    first, second = inputs.split(",")
+    gradient = rounded(gradient, left.dtype)
+    to_left = product(f"{result},{second}->{first}", gradient, right)
+    to_right = product(f"{first},{result}->{second}", left, gradient)
+    return to_left.astype(left.dtype), to_right.astype(right.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
@@ -66,11 +116,11 @@ def grouped_attention(
     # The group's queries become rows of one product per key head: [batch, kv_heads, group * queries, head_dim].
     rows = query.reshape(batch, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, kv_heads, group * queries, head_dim)
-    scores = jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=jnp.float32)
+    scores = product("bhqd,bhkd->bhqk", rows, key)
     scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
-    weights = weights.reshape(batch, kv_heads, group * queries, keys).astype(value.dtype)
-    attended = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+    weights = rounded(weights.reshape(batch, kv_heads, group * queries, keys), value.dtype)
+    attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
     attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
     return attended.reshape(batch, queries, heads, head_dim)
 
@@ -113,22 +163,22 @@ def rotate(
 def rms_norm(
     x: Float[Array, "*batch width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*batch width"]:
-    """Normalises the last axis: x / sqrt(mean(x²) + eps) · weight; the division in float32, then in x's dtype.
+    """Normalises the last axis: x / sqrt(mean(x²) + eps) · weight; in float32, which it stays.
 
     Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight
+    return x32 * scale * weight.astype(jnp.float32)
 
 
 def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
-    """Multiplies the last axis by a matrix.
+    """Multiplies the last axis by a matrix; the result is float32.
 
     As a product of two matrices, because XLA's CPU compiler otherwise makes a transposed copy of the larger
     operand for every weight gradient: that alone took 17% off the backward pass of a 6M model.
     """
-    return (x.reshape(-1, x.shape[-1]) @ matrix).reshape(*x.shape[:-1], matrix.shape[-1])
+    return product("ni,io->no", x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], matrix.shape[-1])
 
 
 PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
@@ -167,36 +217,37 @@ class Layer(eqx.Module):
         """Queries, keys and values of each position, normalised (Qwen3) and rotated.
 
         Args:
-            x: The residual stream.
+            x: The residual stream, float32.
             cos: From `rotary_tables` at x's positions.
             sin: Sines from the same tables.
         """
-        config = self.config
-        normed = rms_norm(x, self.input_norm, config.rms_norm_eps)
+        config, dtype = self.config, self.query.dtype
+        normed = rounded(rms_norm(x, self.input_norm, config.rms_norm_eps), dtype)
         query = _heads(linear(normed, self.query), self.query_bias, config.num_attention_heads)
         key = _heads(linear(normed, self.key), self.key_bias, config.num_key_value_heads)
-        value = _heads(linear(normed, self.value), self.value_bias, config.num_key_value_heads)
+        value = rounded(_heads(linear(normed, self.value), self.value_bias, config.num_key_value_heads), dtype)
         if self.query_norm is not None and self.key_norm is not None:
             query = rms_norm(query, self.query_norm, config.rms_norm_eps)
             key = rms_norm(key, self.key_norm, config.rms_norm_eps)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = rounded(rotate(query, cos, sin), dtype), rounded(rotate(key, cos, sin), dtype)
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
     def finish(
         self, x: Float[Array, "*batch hidden"], attended: Float[Array, "*batch heads head_dim"]
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
+        dtype = self.gate.dtype
         attended = checkpoint_name(attended.reshape(*x.shape[:-1], -1), "attended")
         x = checkpoint_name(x + linear(attended, self.output), "residual")
-        normed = rms_norm(x, self.post_norm, self.config.rms_norm_eps)
-        gate = checkpoint_name(linear(normed, self.gate), "gate")
-        up = checkpoint_name(linear(normed, self.up), "up")
-        return x + linear(jax.nn.silu(gate) * up, self.down)
+        normed = rounded(rms_norm(x, self.post_norm, self.config.rms_norm_eps), dtype)
+        gate = checkpoint_name(rounded(linear(normed, self.gate), dtype), "gate").astype(jnp.float32)
+        up = checkpoint_name(rounded(linear(normed, self.up), dtype), "up").astype(jnp.float32)
+        return x + linear(rounded(jax.nn.silu(gate) * up, dtype), self.down)
 
 
 def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
-    """[..., heads * head_dim] -> [..., heads, head_dim], with the bias added where there is one."""
-    projected = projected if bias is None else projected + bias
+    """[..., heads * head_dim] -> [..., heads, head_dim], with the bias added where there is one; float32."""
+    projected = projected if bias is None else projected + bias.astype(jnp.float32)
     return projected.reshape(*projected.shape[:-1], heads, -1)
 
 
@@ -256,16 +307,16 @@ class Decoder(eqx.Module):
         return self.embedding if self.head is None else self.head
 
     def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
-        """The residual stream before the first layer."""
-        return self.embedding[tokens]
+        """The residual stream before the first layer, float32."""
+        return self.embedding[tokens].astype(jnp.float32)
 
     def layer(self, index: int) -> Layer:
         """One layer, without the layer axis."""
         return jax.tree.map(lambda array: array[index], self.layers)
 
     def normalise(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
-        """The final norm: from the last layer's residual stream to hidden states."""
-        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+        """The final norm: from the last layer's residual stream to hidden states, in the model's dtype."""
+        return rounded(rms_norm(x, self.final_norm, self.config.rms_norm_eps), self.final_norm.dtype)
 
     def hidden_states(
         self,
@@ -303,7 +354,8 @@ class Decoder(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Float32 scores of every token. For a few positions; the loss has its own tiled head."""
-        return jnp.einsum("...h,vh->...v", hidden, self.output_matrix, preferred_element_type=jnp.float32)
+        scores = product("nh,vh->nv", hidden.reshape(-1, hidden.shape[-1]), self.output_matrix)
+        return scores.reshape(*hidden.shape[:-1], -1)
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
