@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.batch import example_from_rollout
-from penstock.environments import EpisodeBuilder
+from penstock.batch import example_from_pair
 from penstock.inference import EngineConfig, EngineContext, InferenceEngine
 from penstock.inference.config import ServeConfig
 from penstock.inference.http_server import serve
@@ -90,15 +89,10 @@ def test_engine_and_learner_agree(tokenizer, dtype):
     assert greedy.text == "The capital of France is Paris." and greedy.finish_reason == "stop"
 
     learner = Learner(decoder, LearnerConfig(row_length=128, micro_batch_rows=4), 1)
-    rollouts = []
-    for number, (prompt, group) in enumerate(zip(prompts, answers, strict=True)):
-        for completion in group:
-            episode = EpisodeBuilder(QUESTIONS[number], prompt, decoding)
-            episode.say(completion)
-            rollouts.append(episode.rollout("smollm2", str(number)))
-    scores = learner.score([example_from_rollout(rollout, 0.0, 128, True) for rollout in rollouts])
+    sampled = [completion for group in answers for completion in group]
+    scores = learner.score([example_from_pair(each.prompt_tokens, each.response_tokens) for each in sampled])
     differences = np.concatenate(
-        [s[len(r.prompt_tokens) :] - r.response_logprobs for r, s in zip(rollouts, scores, strict=True)]
+        [score[len(each.prompt_tokens) :] - each.response_logprobs for each, score in zip(sampled, scores, strict=True)]
     ).astype(np.float64)
     kl = float(np.mean(np.expm1(differences) - differences))  # of the engine from the learner, by its samples
     sizes = np.abs(differences)

@@ -101,8 +101,8 @@ def save_decoder(
     with the tokenizer.
 
     Args:
-        decoder: With its shape and weights.
-        directory: Made where it is missing.
+        decoder: The policy, written in its own dtype.
+        directory: Path of what is written.
         tokenizer: Goes with it, and says which tokens end an answer.
         shard_bytes: Beyond so many bytes the weights are written in several files with an index.
     """
