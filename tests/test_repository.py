@@ -1,9 +1,11 @@
 """The repository itself: its README tells the truth, its links lead somewhere, and nothing in it is local."""
 
 import html
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +166,39 @@ def test_make_test_installs_everything_in_one_go_before_it_checks(tmp_path):
     commands = commands_of("test", tmp_path)
     assert re.findall(r"--editable (\S+)", commands) == ['".[dev]"']
     assert commands.index("--editable") < commands.index("pyright") < commands.index("pytest")
+
+
+GPU_FIGURES = ROOT / "scripts" / "gpu_figures.sh"
+
+
+def test_what_a_machine_with_a_card_is_to_run_exists():
+    """Each command of the script: its module, and every option that it gives."""
+    done = subprocess.run(
+        ["sh", str(GPU_FIGURES), "--dry-run"], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHON": "python"},
+    )  # fmt: skip
+    commands = done.stdout.splitlines()
+    assert len(commands) >= 6 and all(command.startswith("python -m ") for command in commands)
+    for command in commands:
+        module, *arguments = command.removeprefix("python -m ").split()
+        if module == "penstock":
+            source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src" / "penstock" / "cli").glob("*.py"))
+            assert re.search(rf"def {arguments[0]}\(|\"{arguments[0]}\"", source), command
+        else:
+            source = (ROOT / (module.replace(".", "/") + ".py")).read_text("utf-8")
+        missing = [option for option in arguments if option.startswith("--") and option[2:] not in source]
+        options = [option for option in missing if option[2:].replace("-", "_") not in source]
+        assert options == [], command
+
+
+def test_figures_of_a_card_are_not_taken_on_a_cpu(tmp_path):
+    environment = {**os.environ, "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    for arguments, words in (([], "usage:"), ([str(tmp_path / "figures")], "JAX computes on a CPU here")):
+        done = subprocess.run(
+            ["sh", str(GPU_FIGURES), *arguments], capture_output=True, text=True, timeout=120, env=environment
+        )
+        assert done.returncode == 2 and words in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_page_of_the_documentation_is_reached_from_its_index():

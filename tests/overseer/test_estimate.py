@@ -1,55 +1,176 @@
+"""The estimate by hand, and against the bytes that XLA's compiler allots to the real programs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache, to_device
+from penstock.inference.scheduler import SlotTable
+from penstock.learner import step
 from penstock.learner.config import LearnerConfig
+from penstock.learner.optimizer import applier, initial_state
+from penstock.model.language import Decoder
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.estimate import (
-    PROCESS_BYTES,
     activation_bytes,
+    attention_bytes,
     bytes_text,
     estimate_memory,
+    gradient_temporaries,
     kv_cache_bytes,
+    prefill_temporaries,
+    step_temporaries,
 )
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
 )  # fmt: skip
+HALF = MODEL.model_copy(update={"dtype": "bfloat16"})
+CLOSE = 0.15
 
 
 def test_kv_cache_by_hand():
     # keys and values · 3 layers · 5 slots · 7 positions · (2 heads · 4) · 4 bytes
     assert kv_cache_bytes(MODEL, 5, 7) == 2 * 3 * 5 * 7 * 8 * 4
-    assert kv_cache_bytes(MODEL.model_copy(update={"dtype": "bfloat16"}), 5, 7) == 2 * 3 * 5 * 7 * 8 * 2
+    assert kv_cache_bytes(HALF, 5, 7) == 2 * 3 * 5 * 7 * 8 * 2
+
+
+def test_attention_scores_are_quadratic_in_the_row_length_by_hand():
+    # 2 rows · 4 heads · 10 · 10 · (scores 4 + gradient 4 + weights)
+    assert attention_bytes(MODEL, 2, 10) == attention_bytes(HALF, 2, 10) == 2 * 4 * 100 * 12
+    assert attention_bytes(HALF, 2, 10, on_cpu=False) == 2 * 4 * 100 * 10
+    assert attention_bytes(MODEL, 2, 20) == 4 * attention_bytes(MODEL, 2, 10)
 
 
 def test_activations_by_hand():
-    tokens = 2 * 10
-    between = 3 * tokens * 16 * 4
-    inside = tokens * ((4 * 16 + 3 * 16 + 4 * 8 + 4 * 48) * 4 + 8 * 4 * 10)
-    assert activation_bytes(MODEL, 2, 10, remat=True) == between + inside
-    assert activation_bytes(MODEL, 2, 10, remat=False) == between + 3 * inside
+    tokens, inside = 20, 4 * 16 + 3 * 16 + 4 * 8 + 4 * 48
+    kept = 3 * tokens * (2 * 16 + 2 * 16 + 2 * 8 + 2 * 48)
+    assert activation_bytes(MODEL, 2, 10, remat=True) == 3 * tokens * 16 * 4 + tokens * inside * 4
+    assert activation_bytes(HALF, 2, 10, remat=True, on_cpu=False) == 3 * tokens * 16 * 2 + tokens * inside * 2
+    assert activation_bytes(MODEL, 2, 10, remat=False) == kept * 4 + tokens * (16 + 2 * 48) * 4
+    assert activation_bytes(HALF, 2, 10, remat=False) == kept * 2 + 2 * tokens * inside * 4
 
 
-def test_a_run_counts_two_parameter_sets():
-    estimate = estimate_memory(
-        MODEL, EngineConfig(max_slots=5, max_seq_len=7), LearnerConfig(row_length=10, head_tile_tokens=512)
-    )
-    parameters = MODEL.parameter_count * 4
-    assert estimate.parameters_bytes == estimate.optimizer_bytes == 2 * parameters
-    assert estimate.kv_cache_bytes == 2 * kv_cache_bytes(MODEL, 5, 7)
-    assert estimate.vocabulary_bytes == 2 * 4 * 100 * 512
-    parts = (
-        estimate.parameters_bytes + estimate.gradients_bytes + estimate.optimizer_bytes + estimate.kv_cache_bytes
-        + estimate.activations_bytes + estimate.vocabulary_bytes + PROCESS_BYTES
-    )  # fmt: skip
-    assert estimate.total_bytes == parts
+@pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
+def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model, width, state):
+    count = model.parameter_count
+    estimate = estimate_memory(model, EngineConfig(max_slots=5, max_seq_len=7), LearnerConfig(row_length=10))
+    assert estimate.parameters_bytes == estimate.engine_bytes == 2 * count * width
+    assert estimate.gradients_bytes == count * (4 + width) and estimate.optimizer_bytes == count * state
+    assert estimate.kv_cache_bytes == 2 * kv_cache_bytes(model, 5, 7)
+    copies = 4 * count + 8 * 100 * 16 + 4 * 100 * 16 + 2 * kv_cache_bytes(model, 5, 7)
+    assert estimate.copies_bytes == (0 if width == 4 else copies)
+    names = estimate.__dataclass_fields__
+    assert estimate.total_bytes == sum(getattr(estimate, name) for name in names)
 
 
 @pytest.mark.parametrize(("devices", "sets"), [(1, 2), (2, 3), (None, 3)])
 def test_an_engine_over_several_devices_has_parameters_of_its_own(devices, sets):
     estimate = estimate_memory(MODEL, EngineConfig(model_parallel=devices), LearnerConfig())
-    assert estimate.parameters_bytes == sets * MODEL.parameter_count * 4
+    assert estimate.engine_bytes == sets * MODEL.parameter_count * 4
+
+
+QWEN_HALF_BILLION = (896, 4864, 24, 14, 151936, True)
+QWEN_ONE_AND_A_HALF = (1536, 8960, 28, 12, 151936, True)
+QWEN_SEVEN = (3584, 18944, 28, 28, 152064, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "row_length", "rows", "gigabytes"),
+    [
+        (QWEN_HALF_BILLION, 2, 4096, 1, 4.1),
+        (QWEN_HALF_BILLION, 2, 4096, 8, 23.7),
+        (QWEN_HALF_BILLION, 2, 16384, 1, 43.7),
+        (QWEN_ONE_AND_A_HALF, 2, 4096, 1, 6.2),
+        (QWEN_ONE_AND_A_HALF, 2, 4096, 8, 25.0),
+        (QWEN_SEVEN, 4, 4096, 1, 21.8),
+    ],
+)
+def test_the_gradient_takes_what_the_compiler_for_an_h100_allotted(shape, kv_heads, row_length, rows, gigabytes):
+    """Temporaries of the update compiled for that card, bfloat16, remat; nothing was run on one."""
+    hidden, wide, layers, heads, vocabulary, tied = shape
+    model = ModelConfig(
+        model_type="qwen2", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=wide,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=hidden // heads, tie_word_embeddings=tied, dtype="bfloat16",
+    )  # fmt: skip
+    learner = LearnerConfig(row_length=row_length, micro_batch_rows=rows, remat=True)
+    assert sum(gradient_temporaries(model, learner, on_cpu=False).values()) / 1e9 == pytest.approx(gigabytes, rel=CLOSE)
+
+
+LONG = {"rows": 1, "row_length": 2048, "slots": 64, "window": 128, "prompts": (1, 1024)}
+SHORT = {"rows": 16, "row_length": 128, "slots": 32, "window": 512, "prompts": (8, 64)}
+NARROW = {"hidden_size": 256, "intermediate_size": 656, "num_hidden_layers": 6, "num_attention_heads": 4}
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+def peak_bytes(lowered: Any) -> int:
+    """What a program needs while it runs: arguments, temporaries, and results that take no argument's place."""
+    memory = lowered.compile().memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=[(NARROW, 8192, LONG), (WIDE, 32768, SHORT)], ids=["long", "short"])
+def shapes(request, dtype):
+    fields, vocabulary, sizes = request.param
+    model = ModelConfig(
+        vocab_size=vocabulary, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, dtype=dtype, **fields
+    )
+    shapes = model.parameter_shapes().items()
+    drawn = lambda: Decoder.from_arrays(model, {n: jnp.zeros(shape, jnp.dtype(dtype)) for n, shape in shapes})  # noqa: E731
+    return model, jax.eval_shape(drawn), sizes
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_the_gradient_takes_what_the_compiler_allots(shapes, remat):
+    model, decoder, sizes = shapes
+    learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
+    run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens))
+    batch = step.empty_micro_batch(sizes["row_length"], sizes["rows"])
+    allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
+    estimate = estimate_memory(model, EngineConfig(), learner)
+    held = estimate.parameters_bytes // 2 + 4 * model.parameter_count
+    assert held + sum(gradient_temporaries(model, learner).values()) == pytest.approx(allotted, rel=CLOSE)
+
+
+def test_the_optimiser_step_takes_what_the_compiler_allots(shapes):
+    model, decoder, _ = shapes
+    learner = LearnerConfig()
+    gradients, scalar = jax.eval_shape(step.zeros, decoder).gradients, jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(lambda parameters: initial_state(learner.optimizer, parameters), decoder)
+    allotted = peak_bytes(applier(learner.optimizer).lower(decoder, state, gradients, scalar, scalar))
+    held = 16 * model.parameter_count  # moments, gradient, and the master or the parameters where they are their own
+    assert held + step_temporaries(model) == pytest.approx(allotted, rel=CLOSE)
+
+
+def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):
+    model, decoder, sizes = shapes
+    weights = jax.eval_shape(ServedWeights.of, decoder)
+    cache = jax.eval_shape(lambda: create_cache(model, sizes["slots"], sizes["window"]))
+    run: Any = ONE_DEVICE
+    decoding = peak_bytes(run.decode.lower(weights, cache, to_device(SlotTable(sizes["slots"], 8).rows), steps=8))
+    estimate = estimate_memory(
+        model, EngineConfig(max_slots=sizes["slots"], max_seq_len=sizes["window"]), LearnerConfig()
+    )
+    held = estimate.engine_bytes // 2 + estimate.kv_cache_bytes // 2
+    scores = 6 * 4 * model.vocab_size * sizes["slots"]
+    copies = estimate.copies_bytes - gradient_temporaries(model, LearnerConfig())["copies"]
+    assert held + max(scores, copies) == pytest.approx(decoding, rel=CLOSE)
+    rows, length = sizes["prompts"]
+    prefilling = peak_bytes(run.prefill.lower(weights, jax.ShapeDtypeStruct((rows, length), jnp.int32)))
+    held = estimate.engine_bytes // 2 + kv_cache_bytes(model, rows, length)
+    close = CLOSE if model.dtype == "float32" else 0.2
+    assert held + prefill_temporaries(model, rows, length) == pytest.approx(prefilling, rel=close)
 
 
 @pytest.mark.parametrize(

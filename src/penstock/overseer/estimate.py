@@ -2,24 +2,31 @@
 
 Pure functions over the configs; nothing is allocated. With P parameters of b bytes, L layers, hidden size h,
 intermediate size i, query width q, key-value width v, H heads, vocabulary V, slots s, sequence length S, rows R of
-length T in a micro-batch (N = R T tokens):
+length T in a micro-batch (N = R T tokens), and c bytes of what is computed with (b, but 4 on CPUs, where XLA computes
+bfloat16 in float32):
 
-- *parameters* 2 P b: the learner's and the published ones that the engine decodes with (never donated); 3 P b where
-  the engine is split over several devices, because its parts are then copies;
-- *gradients* P b, accumulated over micro-batches, and as much again for the micro-batch being added;
-- *optimiser* 2 P b: AdamW's two moments;
+- *learner's parameters* 2 P b: the present and the next version (never donated: engines read them);
+- *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
+  devices holds are copies throughout, 3 P b with those that are put there;
+- *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
+- *optimiser* 8 P: AdamW's moments in float32; 12 P with the float32 master of a bfloat16 model;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
-- *activations* of one micro-batch: L N h b between layers, plus for each layer whose inside is kept (one where
-  `remat` recomputes them, otherwise L) N (4 h + 3 q + 4 v + 4 i) b + 2 · 4 N H T for attention scores;
-- *vocabulary* 2 · 4 V max(head tile, slots): scores of the learner's head tile with their gradient, or of one
-  decode step with their running sums.
+- *attention* R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; and of the
+  largest prefill, r prompts of length t, H r t² (4 + c) + 8 r t i;
+- *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
+  without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
+- *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
+  exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
+- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
+- *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
 
-Of all devices together: what an engine is split over holds an equal part of its parameters and cache each.
-An upper estimate to decide by, within a factor of about two; the process itself (Python, JAX, compiled programs) adds
-`PROCESS_BYTES`.
+Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
+tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
+split over holds an equal part of its parameters and cache each. The process itself (Python, JAX, compiled programs) adds `PROCESS_BYTES`.
 """
 
 import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -39,21 +46,29 @@ class MemoryEstimate:
     """Bytes by purpose; see the module's docstring.
 
     Attributes:
-        parameters_bytes: Two sets; three with an engine over several devices.
+        parameters_bytes: The learner's, of two versions.
+        engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
-        optimizer_bytes: Both moments.
+        optimizer_bytes: Both moments, and the float32 master.
         kv_cache_bytes: Twice the engine's cache.
+        attention_bytes: Scores of one micro-batch and of one prefill, quadratic in the row's length.
         activations_bytes: Of one micro-batch.
-        vocabulary_bytes: Scores over the vocabulary.
+        vocabulary_bytes: Gradient of the head, and scores over the vocabulary.
+        copies_bytes: In float32, on CPUs of a bfloat16 model.
+        step_bytes: What the optimiser step takes beyond the memory of the gradient.
         process_bytes: Everything else.
     """
 
     parameters_bytes: int
+    engine_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     kv_cache_bytes: int
+    attention_bytes: int
     activations_bytes: int
     vocabulary_bytes: int
+    copies_bytes: int
+    step_bytes: int
     process_bytes: int = PROCESS_BYTES
 
     @property
@@ -82,17 +97,59 @@ def model_shape(policy: PolicyConfig) -> ModelConfig:
     return ModelConfig.from_hugging_face(content, policy.dtype)
 
 
-def estimate_memory(model: ModelConfig, engine: EngineConfig, learner: LearnerConfig) -> MemoryEstimate:
-    """The memory of a training run in one process."""
-    parameters = model.parameter_count * _DTYPE_BYTES[model.dtype]
+def computes_on_cpu() -> bool:
+    """Whether this machine has no NVIDIA GPU, or JAX is told to leave it alone; asked without loading JAX."""
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/proc/driver/nvidia").exists()
+
+
+def estimate_memory(
+    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True
+) -> MemoryEstimate:
+    """The memory of a training run in one process.
+
+    Args:
+        model: Its shape and dtype.
+        engine: Slots and lengths.
+        learner: Rows of a micro-batch.
+        on_cpu: Where XLA computes bfloat16 in float32.
+    """
+    count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
+    cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
+    upcast = on_cpu and width < 4
+    gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
-        parameters_bytes=(2 if engine.model_parallel == 1 else 3) * parameters,
-        gradients_bytes=2 * parameters,
-        optimizer_bytes=2 * parameters,
-        kv_cache_bytes=2 * kv_cache_bytes(model, engine.max_slots, engine.max_seq_len),
-        activations_bytes=activation_bytes(model, learner.micro_batch_rows, learner.row_length, learner.remat),
-        vocabulary_bytes=2 * 4 * model.vocab_size * max(learner.head_tile_tokens, engine.max_slots),
+        parameters_bytes=2 * count * width,
+        engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
+        gradients_bytes=count * (4 + width),
+        optimizer_bytes=count * (8 if width == 4 else 12),
+        kv_cache_bytes=2 * cache,
+        attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
+        activations_bytes=gradient["activations"],
+        vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
+        copies_bytes=gradient["copies"]
+        + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
+        step_bytes=max(0, step_temporaries(model) - sum(gradient.values())),
     )
+
+
+def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
+    """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose."""
+    rows, length, count = learner.micro_batch_rows, learner.row_length, model.parameter_count
+    head = 8 * model.vocab_size * model.hidden_size
+    layers = {
+        "gradient": count * _DTYPE_BYTES[model.dtype],
+        "attention": attention_bytes(model, rows, length, on_cpu),
+        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
+        "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,
+    }
+    tile = 12 * model.vocab_size * min(learner.head_tile_tokens, rows * length)
+    scoring = head + tile + _kept_bytes(model, rows * length, learner.remat)
+    return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
+
+
+def step_temporaries(model: ModelConfig) -> int:
+    """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
+    return round(model.parameter_count * (10 if model.dtype == "float32" else 7.6))
 
 
 def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
@@ -100,14 +157,40 @@ def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
     return 2 * model.num_hidden_layers * slots * length * model.key_value_size * _DTYPE_BYTES[model.dtype]
 
 
-def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: bool) -> int:
-    """What the backward pass of one micro-batch keeps, without the head."""
+def attention_bytes(model: ModelConfig, rows: int, row_length: int, on_cpu: bool = True) -> int:
+    """Attention scores of one layer with their gradient: every query of a row against every key."""
+    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
+    return rows * model.num_attention_heads * row_length**2 * (8 + computed)
+
+
+def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool = True) -> int:
+    """Bytes that a prefill takes beside parameters and the keys and values that it makes."""
+    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
+    scores = rows * model.num_attention_heads * length**2 * (4 + computed)
+    return scores + 8 * rows * length * model.intermediate_size
+
+
+def _largest_prefill(model: ModelConfig, engine: EngineConfig, on_cpu: bool) -> int:
+    shapes = [(engine.prefill_row_counts(length)[-1], length) for length in engine.prefill_buckets]
+    return max(prefill_temporaries(model, rows, length, on_cpu) for rows, length in shapes)
+
+
+def activation_bytes(model: ModelConfig, rows: int, row_length: int, remat: bool, on_cpu: bool = True) -> int:
+    """What the backward pass of one micro-batch keeps and computes, without attention scores and the head."""
     tokens, width = rows * row_length, _DTYPE_BYTES[model.dtype]
-    between = model.num_hidden_layers * tokens * model.hidden_size * width
-    inside = (
-        4 * model.hidden_size + 3 * model.query_size + 4 * model.key_value_size + 4 * model.intermediate_size
-    ) * width + 2 * 4 * model.num_attention_heads * row_length
-    return between + (1 if remat else model.num_hidden_layers) * tokens * inside
+    computed = 4 if on_cpu else width
+    hidden, wide = model.hidden_size, model.intermediate_size
+    inside = tokens * (4 * hidden + 3 * model.query_size + 4 * model.key_value_size + 4 * wide) * computed
+    if not remat:  # what is kept needs no computing again
+        inside = tokens * (hidden + 2 * wide) * computed if computed == width else 2 * inside
+    return _kept_bytes(model, tokens, remat) + inside
+
+
+def _kept_bytes(model: ModelConfig, tokens: int, remat: bool) -> int:
+    """From the forward to the backward pass: each layer's input, or the results of its matrix products, too."""
+    products = model.hidden_size + 2 * (model.query_size + model.key_value_size + model.intermediate_size)
+    per_token = model.hidden_size + (0 if remat else products)
+    return model.num_hidden_layers * tokens * per_token * _DTYPE_BYTES[model.dtype]
 
 
 def bytes_text(count: int) -> str:

@@ -6,7 +6,7 @@ The text is itself a recipe: everything but the config is a comment.
 from typing import TYPE_CHECKING
 
 from penstock.overseer.config import RunConfig, rollout_workers
-from penstock.overseer.estimate import MemoryEstimate, bytes_text, estimate_memory, model_shape
+from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)
-    memory = estimate_memory(model, config.inference, config.learner)
+    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu())
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
@@ -40,12 +40,16 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 
 def _memory_lines(memory: MemoryEstimate) -> list[str]:
     parts = {
-        "parameters of learner and engine": memory.parameters_bytes,
+        "parameters of the learner": memory.parameters_bytes,
+        "parameters of the engine": memory.engine_bytes,
         "gradients": memory.gradients_bytes,
         "optimiser state": memory.optimizer_bytes,
         "KV cache": memory.kv_cache_bytes,
+        "attention scores": memory.attention_bytes,
         "activations": memory.activations_bytes,
         "scores over the vocabulary": memory.vocabulary_bytes,
+        "float32 copies on a CPU": memory.copies_bytes,
+        "the optimiser step": memory.step_bytes,
         "the process itself": memory.process_bytes,
         "total": memory.total_bytes,
     }

@@ -1,0 +1,44 @@
+#!/bin/sh
+# The figures of docs/performance.md on an accelerator, in one file: scripts/gpu_figures.sh [--dry-run | FILE]
+# Goes on where a command fails, and says so in the file; exits with 1 then, and with 2 where there is no accelerator.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+PYTHON=${PYTHON:-.venv/bin/python}
+
+commands() {
+    cat <<EOF
+$PYTHON -m penstock doctor
+$PYTHON -m penstock train cats --dry-run
+$PYTHON -m benchmarks.generation --repeats 9
+$PYTHON -m benchmarks.update --repeats 9
+$PYTHON -m benchmarks.steps --steps 12
+$PYTHON -m benchmarks.learning cats --seeds 3
+$PYTHON -m benchmarks.learning arithmetic --seeds 1 --control
+EOF
+}
+
+if [ "${1:-}" = --dry-run ]; then
+    commands
+    exit 0
+fi
+if [ $# -ne 1 ]; then
+    echo "usage: scripts/gpu_figures.sh [--dry-run | FILE]" >&2
+    exit 2
+fi
+if ! "$PYTHON" -c 'import sys, jax; sys.exit(jax.default_backend() == "cpu")'; then
+    echo "JAX computes on a CPU here: install NVIDIA's driver and pip install 'penstock[cuda]' (docs/gpu.md)" >&2
+    exit 2
+fi
+failed=0
+{
+    date -u
+    git rev-parse HEAD
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+} >"$1" 2>&1
+commands >"$1.commands"
+while IFS= read -r command; do
+    printf '\n$ %s\n' "$command" | tee -a "$1"
+    $command >>"$1" 2>&1 </dev/null || { echo "failed with exit code $?" | tee -a "$1"; failed=1; }
+done <"$1.commands"
+rm "$1.commands"
+exit $failed
