@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 
 import httpx
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -127,10 +128,10 @@ def trained(tmp_path_factory):
     environment = "curriculum.lessons.gsm8k.environment.env_args"
     words = [
         f"steps={UPDATES}", f"model.path={SMOLLM2}", f"{environment}.path={ROOT}/examples/data/word_problems.jsonl",
-        "curriculum.lessons.gsm8k.sampling_params={n_generations_per_prompt: 4, max_output_tokens: 64}",
-        "curriculum.eval_n_examples=16", "curriculum.eval_frequency=0", "replay.groups_per_batch=4",
-        "inference.max_slots=32", "inference.max_seq_len=192", "inference.prefill_lengths=[128]",
-        "learner.row_length=192", "overseer.no_progress_s=1800",
+        "curriculum.lessons.gsm8k.sampling_params={n_generations_per_prompt: 4, max_output_tokens: 48}",
+        "curriculum.eval_n_examples=8", "curriculum.eval_frequency=0", "replay.groups_per_batch=2",
+        "inference.max_slots=16", "inference.max_seq_len=160", "inference.prefill_lengths=[112]",
+        "learner.row_length=160", "learner.micro_batch_rows=2", "overseer.no_progress_s=1800",
     ]  # fmt: skip
     original = InProcessBroadcaster.publish
     with pytest.MonkeyPatch.context() as patch:
@@ -202,8 +203,8 @@ def test_transformers_has_equal_logits(which, tokenizer, tmp_path, request):
     )  # fmt: skip
     theirs = np.load(tmp_path / "arrays.npz")
     decoder = load_decoder(directory)
-    positions = np.arange(len(tokens))[None]
-    hidden = decoder.hidden_states(tokens[None], positions, np.ones_like(positions))
+    rows = jnp.asarray(tokens)[None]
+    hidden = decoder.hidden_states(rows, jnp.arange(rows.size)[None], jnp.ones_like(rows))
     ours = np.asarray(decoder.logits(hidden))[0]
     print(f"\n{which}: logits differ by {np.abs(ours - theirs['logits']).max():.2g} at most")
     np.testing.assert_allclose(ours, theirs["logits"], atol=1e-3)
