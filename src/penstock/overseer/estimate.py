@@ -22,7 +22,8 @@ bfloat16 in float32):
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
 tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
-split over holds an equal part of its parameters and cache each. The process itself (Python, JAX, compiled programs) adds `PROCESS_BYTES`.
+split over holds an equal part of its parameters and cache each. The process itself (Python, JAX, compiled programs)
+adds `PROCESS_BYTES`.
 """
 
 import json
