@@ -26,7 +26,7 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -54,7 +54,6 @@ def rounded(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape
     return jax.lax.reduce_precision(x, found.nexp, found.nmant).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(subscripts: str, left: Array, right: Array) -> Array:
     """Einsum of two arrays of one dtype, summed and returned in float32, on every platform.
 
@@ -67,6 +66,11 @@ def product(subscripts: str, left: Array, right: Array) -> Array:
         left: First operand.
         right: Second operand.
     """
+    return cast(Array, _product(subscripts, left, right))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(subscripts: str, left: Array, right: Array) -> Array:
     return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -84,7 +88,7 @@ def _product_backward(subscripts: str, operands: tuple[Array, Array], gradient: 
     return to_left.astype(left.dtype), to_right.astype(right.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
