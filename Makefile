@@ -70,8 +70,9 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
+# Bytecode is kept whatever the environment says: the many processes of tests read each module once.
 test: lint
-	XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
+	PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
 
 test-slow: $(RAY_STAMP)
 	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz

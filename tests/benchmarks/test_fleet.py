@@ -35,6 +35,7 @@ def test_the_workloads_are_the_promised_ones_and_fit_a_fleet():
     assert WORKLOADS["sleep32"].simulators[0].kwargs == {"observation_shape": (128, 128, 3), "step_s": 0.01}
 
 
+@pytest.mark.slow
 def test_a_tiny_fleet_is_measured_with_one_slow_simulator_and_its_books_close():
     small = replace(
         WORKLOADS["slow_reset"],
@@ -158,6 +159,7 @@ def test_a_step_that_is_missing_between_two_fragments_is_noticed():
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_simulator_is_killed_in_a_tiny_fleet_and_one_step_says_so(monkeypatch):
     monkeypatch.setattr(faults, "INIT_S", 0.05)
     monkeypatch.setattr(faults, "LEAST_S", 0.2)

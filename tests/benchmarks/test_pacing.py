@@ -11,6 +11,7 @@ def reports():
     return {name: pacing.Simulation(name, 2, 1.0, updates=40).run() for name in POLICIES}
 
 
+@pytest.mark.slow
 def test_paced_runs_waste_nothing_and_train_what_was_generated(reports):
     paced = reports["paced"]
     assert paced.waste == 0.0

@@ -103,6 +103,7 @@ def test_both_parquet_files_are_compared(workload, tmp_path):
         parquet.check_files(*paths, records)
 
 
+@pytest.mark.slow
 def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, capsys):
     sizes = {256: 1.2 * SHAPES[256].array_bytes, 4096: 1.1 * SHAPES[4096].array_bytes}
     monkeypatch.setattr(memory, "bytes_per_rollout", lambda tokens, rollouts, maker: sizes[tokens])

@@ -96,6 +96,7 @@ def test_a_dry_run_prints_a_recipe_with_the_memory_and_the_components(penstock, 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
+@pytest.mark.slow
 def test_doctor_finds_this_installation_sound(penstock_process):
     done = penstock_process("doctor")
     assert done.returncode == 0, done.stdout

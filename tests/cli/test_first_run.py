@@ -74,6 +74,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(interrupted):
     assert last_step(run_dir) == status["step"] >= 1
 
 
+@pytest.mark.slow
 def test_resume_goes_on_to_the_new_goal(interrupted, resumed):
     run_dir, _ = interrupted
     goal, done = resumed

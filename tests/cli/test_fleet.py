@@ -34,6 +34,7 @@ def test_a_mistake_with_a_fleet(penstock, tmp_path, words, parts):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, penstock_process, tmp_path):
     done = penstock_process("train", "cartpole", *SMALL, "--run-dir", "mine")
     assert done.returncode == 0, done.stderr
@@ -59,6 +60,7 @@ def test_a_fleet_is_trained_looked_at_evaluated_and_resumed(penstock, penstock_p
     assert read_status(tmp_path / "mine" / "status.json")["step"] == 3
 
 
+@pytest.mark.slow
 def test_autotune_and_the_recipes(penstock):
     shipped = penstock("recipes").stdout
     for recipe in ("cartpole", "memory", "pong", "crafter", "vizdoom_basic", "minecraft"):

@@ -125,7 +125,11 @@ def test_a_module_that_starts_threads_is_left_to_each_process(worlds):
     ("trouble", "reason"),
     [
         ("os._exit(3) if FIRST else None", "it ended"),
-        ("time.sleep(600) if FIRST else None", "it took longer than fleet.limits.spawn_timeout_s = 2"),
+        pytest.param(
+            "time.sleep(600) if FIRST else None",
+            "it took longer than fleet.limits.spawn_timeout_s = 2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_module_that_ends_its_fork_server_is_left_to_each_process(trouble, reason, worlds, tmp_path):

@@ -199,6 +199,7 @@ def test_tasks_share_processes_and_must_share_their_spaces():
         driver.steps(1)
 
 
+@pytest.mark.slow
 def test_a_pool_whose_tasks_differ_is_closed_whole_also_while_more_of_them_come():
     two = {"a": {"id": "tests.fleet.toys:Counter"}, "b": {"id": "CartPole-v1"}}
     before = open_descriptors()

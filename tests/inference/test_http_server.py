@@ -103,6 +103,7 @@ def checkpoint(tmp_path, make_decoder):
     return tmp_path / "step-4"
 
 
+@pytest.mark.slow
 def test_serve_announces_its_address_and_runs_until_told(checkpoint, config):
     said, stop, announced = [], threading.Event(), threading.Event()
     settings = ServeConfig(port=0, engine=config.model_copy(update={"windows": (48,), "prefill_lengths": (46,)}))

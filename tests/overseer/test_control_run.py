@@ -172,6 +172,7 @@ def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir:
     assert not any(b"a token for this test" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are_counted(run_dir: Path):
     with running(run_dir, {"steps": 24}) as run:
         # four fragments of each slot, of which two wait and one is being sent at most
@@ -195,6 +196,7 @@ def test_a_rollout_worker_that_dies_is_replaced_with_new_seeds_and_its_steps_are
     assert first != second
 
 
+@pytest.mark.slow
 def test_each_worker_films_into_the_run_directory_and_leaves_no_draft_of_an_earlier_life(run_dir: Path):
     films = {"tasks": {"guess": {"id": "tests.overseer.simulators:Shown"}}, "video": {"every_episodes": 3, "fps": 10}}
     changes = {"steps": 100_000, "fleet": films, "overseer": {"checkpoint_every": 1000}}
@@ -214,6 +216,7 @@ def test_each_worker_films_into_the_run_directory_and_leaves_no_draft_of_an_earl
     assert all(name.endswith("_return5.mp4") for name in films_there), "whole episodes"
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_room_no_longer_than_it_is_told_to(run_dir: Path):
     with running(run_dir, {"steps": 100_000, "replay": {"max_waiting_s": 0.5}}) as run:
         run.until(lambda: run.conductor.step >= 1, "first update")
@@ -243,6 +246,7 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
     assert run.launcher.incarnations("rollout-0") == [0]  # workers go on
 
 
+@pytest.mark.slow
 def test_a_run_is_scaled_while_it_goes_on(run_dir: Path):
     with running(run_dir, {"steps": 100_000}) as run:
         run.until(lambda: run.conductor.step >= 1, "first update")

@@ -22,6 +22,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_training_episodes_are_filmed_whole(run_dir: Path):
     assert train(tiny(CHANGES), run_dir, quiet=True).complete
     paths = sorted((run_dir / "videos").glob("fleet-0.0-0_guess_slot*_episode*_return5.mp4"))

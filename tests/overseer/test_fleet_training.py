@@ -132,7 +132,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert "serve" not in text and "prompts" not in text and "lessons" not in text
 
 
-@pytest.mark.parametrize("memory", ["none", "gru"])
+@pytest.mark.parametrize("memory", ["none", pytest.param("gru", marks=pytest.mark.slow)])
 def test_steps_that_are_too_old_are_cut_off_and_every_step_is_accounted_for(run_dir: Path, memory: str):
     """A budget of zero versions: no fragment that was sent may hold steps of two."""
     changes = {"steps": 8, "fleet": {"max_staleness": 0}, "model": {"memory": memory}, "evaluation": {"before": False}}
@@ -147,6 +147,7 @@ def test_steps_that_are_too_old_are_cut_off_and_every_step_is_accounted_for(run_
     assert sum(fragment.length for fragment in stored) == sent, "one book continues the other, step by step"
 
 
+@pytest.mark.slow
 def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: Path):
     train(tiny({"steps": 4, "fleet": {"workers": 2}, "evaluation": {"before": False}}), run_dir, quiet=True)
     events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "simulator_started"]
@@ -197,6 +198,7 @@ def test_a_stop_request_leaves_a_checkpoint_that_a_resume_goes_on_from(run_dir: 
     assert [event for event in events if event["event"] == "worker_failed"] == []
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     changes = {
         "learner": {"optimizer": {"learning_rate": 0.0}},
@@ -213,6 +215,7 @@ def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     np.testing.assert_equal(first, last)
 
 
+@pytest.mark.slow
 def test_evaluations_during_the_run_and_offline_play_the_same_episodes(run_dir: Path):
     changes = {"evaluation": {"every": 1, "before": False}, "overseer": {"keep_checkpoints": 9}, "steps": 4}
     summary = train(tiny(changes), run_dir, quiet=True)
@@ -230,6 +233,7 @@ def test_evaluations_during_the_run_and_offline_play_the_same_episodes(run_dir: 
         evaluate_fleet(run_dir, tiny())
 
 
+@pytest.mark.slow
 def test_a_simulator_that_cannot_be_made_is_found_before_anything_is_written(run_dir: Path):
     for simulator, words in (
         ("tests.overseer.simulators:Unmakeable", "the engine is not here"),
@@ -249,6 +253,7 @@ def test_a_resume_with_simulators_that_the_policy_does_not_fit_is_refused_and_ch
     assert {path: path.read_bytes() for path in run_dir.rglob("*.*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 70}}}
@@ -262,6 +267,7 @@ def test_a_simulator_that_dies_is_replaced_told_and_counted(run_dir: Path):
     assert faulty >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_an_observation_of_nan_costs_its_step_and_is_told_and_counted(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"nan_every": 25}}}
@@ -280,6 +286,7 @@ def test_an_observation_of_nan_costs_its_step_and_is_told_and_counted(run_dir: P
     assert 0.02 < faulty / trained < 0.06, "one step in 25, and no more than that"
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_simulators_that_all_fail_too_often_end_the_run_with_a_checkpoint(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"die_at": 60}}}

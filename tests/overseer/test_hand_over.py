@@ -42,6 +42,7 @@ def waiting_files(folder: Path) -> list[Path]:
     return list(folder.glob("w-*/*.arrow"))
 
 
+@pytest.mark.slow
 def test_at_staleness_zero_both_kinds_train_the_same(tmp_path: Path):
     train(tiny({"async": False}), tmp_path / "memory", quiet=True)
     train(tiny({"async": False, "rollout": FILES}), tmp_path / "file", quiet=True)

@@ -95,6 +95,7 @@ def test_descriptors_that_are_closed_from_the_start_fail_no_command(tmp_path: Pa
     assert subprocess.run(words, cwd=tmp_path, timeout=120).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_a_dead_terminal_fails_no_command(tmp_path: Path):
     controller, terminal = pty.openpty()

@@ -133,10 +133,10 @@ def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path)
     assert not any(secret.encode() in text for text in texts)
 
 
-SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("curriculum-0", "evaluator-0")]
+SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("rollout-0", "curriculum-0", "evaluator-0")]
 
 
-@pytest.mark.parametrize("name", ["rollout-0", "inference-1", *SLOW_NAMES])
+@pytest.mark.parametrize("name", ["inference-1", *SLOW_NAMES])
 @pytest.mark.attack
 def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
@@ -155,7 +155,8 @@ def test_what_dies_is_replaced_and_no_group_is_lost_or_trained_twice(run_dir: Pa
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
-@pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
 @pytest.mark.attack
 def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
     with running(run_dir, {"steps": 10}) as run:
@@ -176,7 +177,8 @@ def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_di
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
-@pytest.mark.parametrize("look_s", [0.5, 60.0])  # what was seen long ago must not hide that the learner trains
+# What was seen long ago must not hide that the learner trains.
+@pytest.mark.parametrize("look_s", [pytest.param(0.5, marks=pytest.mark.slow), 60.0])
 @pytest.mark.attack
 def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     run_dir: Path, look_s: float, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +232,7 @@ def test_a_run_that_began_twice_can_be_resumed_and_says_at_once_how_far_it_is(ru
     assert len(again.events("rewind")) == 1  # the first life's
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     begun, cut_short = threading.Event(), threading.Event()
     evaluate = Evaluator.evaluate
@@ -249,6 +252,7 @@ def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir:
     assert run.conductor.complete
 
 
+@pytest.mark.slow
 def test_a_lesson_with_workers_of_its_own_keeps_them(run_dir: Path):
     more = {**tiny().dump()["curriculum"]["lessons"]["cats"], "lesson_id": "more"}
     changes = {"steps": 1000, "rollout": {"workers": {"cats": 1, "more": 1}}, "curriculum": {"lessons": {"more": more}}}
@@ -268,7 +272,8 @@ def components(run: Run) -> dict[str, Any]:
     return run.conductor.status()["components"]
 
 
-@pytest.mark.parametrize("name", ["inference-1", pytest.param("evaluator-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inference-1", "evaluator-0"])
 def test_what_its_machine_tells_to_end_drains_and_is_replaced(run_dir: Path, name: str):
     with running(run_dir, {"steps": 12}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -300,7 +305,8 @@ def test_a_server_that_drains_is_not_waited_for(run_dir: Path, monkeypatch: pyte
     run.log.close()
 
 
-@pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
 def test_a_machine_that_goes_has_the_newest_version_saved_first(run_dir: Path, name: str):
     with running(run_dir, {"steps": 20, "overseer": {"checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 5, "fifth update")
@@ -316,6 +322,7 @@ def test_a_machine_that_goes_has_the_newest_version_saved_first(run_dir: Path, n
     assert updates == list(range(1, 21))  # no update was made twice
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_deaths_without_a_new_version_end_the_run_however_slowly_they_come(run_dir: Path):
     limits = {"max_restarts": 1, "restart_window_s": 0.001, "checkpoint_every": 500}

@@ -91,6 +91,7 @@ def check_all_is_trained_once(run: Run, steps: int) -> None:
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_scaled_away_finishes_what_it_began(run_dir: Path, gate: Gate):
     with running(run_dir, HELD_BACK) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -129,6 +130,7 @@ def test_a_worker_that_dies_while_it_leaves_is_not_replaced_and_its_groups_go_to
     assert all(gate.begun.count(ticket) == 2 for ticket in gate.held)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_machine_goes_finishes_what_it_began_and_is_replaced(run_dir: Path, gate: Gate):
     with running(run_dir, HELD_BACK) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")

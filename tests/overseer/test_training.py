@@ -216,6 +216,7 @@ def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(
     assert (failure["event"], failure["message"]) == ("failure", "no space left on device")
 
 
+@pytest.mark.slow
 def test_a_hanging_environment_ends_the_run_naming_what_is_waited_for(run_dir: Path):
     lesson = {"environment": {"env_class": "tests.overseer.environments.HangingEnvironment"}}
     config = tiny(

@@ -107,6 +107,14 @@ def test_any_fragments_come_back_exactly(drawn, data):
         assert (right.group_id, right.group_key) == (left.group_id, "CartPole-v1:3")
 
 
+def test_infinite_rewards_are_stored_whatever_they_add_up_to(tmp_path):
+    fragment = replace(make_fragment(steps=2), rewards=np.array([np.inf, -np.inf], np.float32))
+    assert np.isnan(fragment.episode_reward)
+    write_parquet(tmp_path / "p.parquet", table_from_fragments([record(fragment)]))
+    [back] = fragments_from_table(read_parquet(tmp_path / "p.parquet"))
+    assert back.rollout.rewards.tolist() == [np.inf, -np.inf]
+
+
 def test_arrays_in_any_layout_are_stored_in_c_order(tmp_path):
     image = np.asfortranarray(np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3))
     fragment = replace(make_fragment(), observations={"a": image, "b": np.arange(10.0)[::2]})

@@ -130,8 +130,9 @@ class SampleFragment:
 
     @property
     def episode_reward(self) -> float:
-        """Sum of the rewards of steps without a fault."""
-        return float(self.rewards[~self.faults].sum(dtype=np.float64))
+        """Sum of the rewards of steps without a fault; NaN where infinite ones cancel."""
+        with np.errstate(invalid="ignore"):
+            return float(self.rewards[~self.faults].sum(dtype=np.float64))
 
     @property
     def newest_weight_step(self) -> int:

@@ -71,6 +71,7 @@ def slow_to_reset(seconds: float, **limits: float) -> FleetRunConfig:
     return build({"fleet": fleet, "model": {"hidden_sizes": [4]}})
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_before_every_simulator_has_stepped(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.05)
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)

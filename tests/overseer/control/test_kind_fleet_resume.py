@@ -99,6 +99,7 @@ def test_other_simulators_and_other_policies_are_refused(checkpoint: Path):
         check_resume(tiny(), OTHER_SPACES, checkpoint)
 
 
+@pytest.mark.slow
 def test_a_resume_under_either_runtime_with_another_network_or_task_changes_nothing(
     trained: Path, launchers: list[object]
 ):

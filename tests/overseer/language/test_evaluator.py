@@ -107,6 +107,7 @@ def role(tmp_path):
     role.stop(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_while_answers_come(role):
     ctx = role.ctx
 

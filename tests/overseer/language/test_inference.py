@@ -176,7 +176,7 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
     assert engine.served == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("frozen", [(), ("embedding",)])
+@pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("embedding",)])
 def test_the_first_weights_are_let_go_after_the_first_swap_but_for_those_that_never_travel(tmp_path, broadcast, frozen):
     role = make_role(tmp_path, Around())
     first = {name: weakref.ref(array) for name, array in role._own.items()}
@@ -203,6 +203,7 @@ def test_the_seconds_of_a_swap_are_told(role, broadcast):
     assert 0.2 <= role.condition().metrics["weights/swap_s"] < LIMIT_S
 
 
+@pytest.mark.slow
 def test_a_broadcaster_that_cannot_be_reached_is_named_and_survived_for_a_while(role, broadcast):
     """As behind a firewall, or under a wrong `weights.advertise`."""
     engine = role._engine
