@@ -20,7 +20,7 @@ def agrees(counts: Counter[str], ids: list[str], weights: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
-@pytest.mark.parametrize("unit", ["group", "rollout"])
+@pytest.mark.parametrize("unit", ["group", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_newer_ones_are_drawn_more_often_by_the_exact_probabilities(add, alpha, unit):
     maker = RecencyBatchMaker(alpha=alpha, unit=unit, max_samples=-1, seed=3)
     ids = [f"a-0-{index}" for index in range(5)]

@@ -88,10 +88,10 @@ def test_a_model_tokenizer_or_environment_that_is_not_there(penstock, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_directory_is_never_overwritten(penstock_process, tmp_path):
+def test_a_run_directory_is_never_overwritten(penstock, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    expect_refusal(penstock_process("train", "cats", "--run-dir", "mine"), "mine exists already", "--resume")
+    expect_refusal(penstock("train", "cats", "--run-dir", "mine"), "mine exists already", "--resume")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 

@@ -51,6 +51,9 @@ SAYS = {
 }
 
 
+LONG = {"detached_hang", "stop", "stop_parent"}  # as "hang", with other means
+
+
 def asking(deed, *texts):
     return {"completions": list(texts), "deed": [deed]}
 
@@ -79,7 +82,9 @@ def test_the_table_says_of_every_deed_what_comes_of_it():
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("deed", sorted(SAYS))
+@pytest.mark.parametrize(
+    "deed", [pytest.param(deed, marks=pytest.mark.slow) if deed in LONG else deed for deed in sorted(SAYS)]
+)
 def test_a_function_that_misbehaves_fails_its_own_group_and_says_how(pool, deed):
     before = resident_bytes()
     with pytest.raises(EnvironmentFailure, match=SAYS[deed]) as failure:

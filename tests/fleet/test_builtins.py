@@ -93,7 +93,7 @@ def of_first(driver) -> list[int]:
     ("id", "package", "leaf", "shape"),
     [
         ("atari:pong", "ale_py", "", (84, 84, 4)),
-        ("crafter", "crafter", "", (64, 64, 3)),
+        pytest.param("crafter", "crafter", "", (64, 64, 3), marks=pytest.mark.slow),
         ("minigrid:Empty-5x5-v0", "minigrid", "image", (7, 7, 3)),
     ],
 )

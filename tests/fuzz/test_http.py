@@ -197,7 +197,13 @@ def make_expensive(rng):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("count", [40, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(40, marks=pytest.mark.slow),
+        pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)]),
+    ],
+)
 def test_wide_and_expensive_bodies_cost_nobody_else_anything(count, tmp_path):
     """In rounds, a few bodies at a time and some connections that stay half open, so that each round is judged."""
     with served(write_checkpoint(tmp_path / "tiny")) as server, ThreadPoolExecutor(4) as threads:

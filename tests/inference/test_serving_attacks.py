@@ -98,7 +98,12 @@ EXPENSIVE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE | EXPENSIVE)
+SLOW = ["150 KB of objects as prompts"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in WIDE | EXPENSIVE]
+)
 def test_a_wide_or_expensive_body_costs_nobody_else_anything(server, name):
     path, content, status = (WIDE | EXPENSIVE)[name]
 

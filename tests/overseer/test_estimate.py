@@ -120,7 +120,9 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=[(NARROW, 8192, LONG), (WIDE, 32768, SHORT)], ids=["long", "short"])
+@pytest.fixture(
+    params=[(NARROW, 8192, LONG), pytest.param((WIDE, 32768, SHORT), marks=pytest.mark.slow)], ids=["long", "short"]
+)
 def shapes(request, dtype):
     fields, vocabulary, sizes = request.param
     model = ModelConfig(

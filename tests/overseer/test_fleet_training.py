@@ -72,6 +72,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Run, "on_metrics", stopping)
 
 
+@pytest.mark.slow
 def test_rollout_workers_are_components_of_a_run_while_they_live(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[dict] = []
     original = Run.on_metrics

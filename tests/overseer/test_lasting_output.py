@@ -80,7 +80,7 @@ def test_the_streams_are_given_back(capsys):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("program", [PRINTS, TRAINS], ids=["recipes", "train"])
+@pytest.mark.parametrize("program", [PRINTS, pytest.param(TRAINS, marks=pytest.mark.slow)], ids=["recipes", "train"])
 def test_a_pipe_that_is_closed_fails_no_command(program: str, tmp_path: Path):
     read, write = os.pipe()
     os.close(read)
