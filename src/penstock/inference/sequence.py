@@ -249,7 +249,7 @@ class Response:
         Args:
             tokenizer: Decodes the text.
             current: Stands for the weights where no token was sampled.
-            engine: Name of the engine.
+            engine: Name and incarnation of the engine that sampled it.
         """
         touched = [*self.versions, *([self.prefilled_by] if self.prefilled_by else [])]
         oldest = min(touched, default=current)

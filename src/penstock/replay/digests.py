@@ -64,8 +64,8 @@ class WeightDigests:
 
         Args:
             engine: Its name and incarnation, as in its rollouts' metadata.
-            lineage: Of the version.
-            step: Of the version.
+            lineage: Of the run when the version was made.
+            step: Number of the version, as its tokens have it.
             digests: Of the arrays that it computes with.
 
         Returns:

@@ -257,7 +257,7 @@ class _NotedContext:
     """Notes which engines answer an environment, which need not pass it on. Implements `InferenceContext`.
 
     Args:
-        context: Is asked.
+        context: The one that is asked.
 
     Attributes:
         engines: Their names, in the order of their first answers.

@@ -70,6 +70,7 @@ class InferenceRole(ThreadedComponent):
         self._told: tuple[WeightVersion, bool, Identity] | None = None
         self._digests: dict[WeightVersion, dict[str, str]] = {}  # what was served and is not verified; the last stays
         self._verified_by: Identity | None = None
+        self._verified = threading.Event()  # what it serves is what the learner made
         self._swap_s = 0.0
         self._failing_since: float | None = None
 
@@ -146,6 +147,7 @@ class InferenceRole(ThreadedComponent):
         with self._swap:
             if self._leased:
                 return  # the lease began during the fetch
+            self._verified.clear()
             started = time.perf_counter()
             merged = merged_arrays(self._own, arrays)
             self._engine.set_weights(version, with_named_arrays(self._shape, merged))
@@ -198,6 +200,7 @@ class InferenceRole(ThreadedComponent):
                     continue
                 if version == self._held:
                     self._verified_by = replay
+                    self._verified.set()
                 else:
                     del self._digests[version]
         except MismatchError as mismatch:
@@ -235,10 +238,16 @@ class InferenceRole(ThreadedComponent):
     def canary(
         self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
     ) -> list[Completion]:
-        """`InferenceEngine.canary`, for the learner; none while an evaluation holds the server at its version."""
+        """`InferenceEngine.canary`, for the learner.
+
+        None while an evaluation holds the server at its version, nor of weights that are not known to be what the
+        learner made: that is another fault, which has its own remedy.
+        """
+        limit = time.monotonic() + timeout_s
         if self._leased:
             return []
-        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        answers = self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        return answers if self._verified.wait(max(0.0, limit - time.monotonic())) else []
 
     def release(self) -> None:
         """Ends the lease."""

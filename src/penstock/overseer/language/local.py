@@ -16,7 +16,7 @@ from penstock.curriculum import Curriculum, CurriculumEvent
 from penstock.environments import Environment
 from penstock.inference import EngineContext, InferenceEngine
 from penstock.model.arrays import shapes_of
-from penstock.model.language import with_named_arrays
+from penstock.model.language import Decoder, with_named_arrays
 from penstock.overseer.assembly import (
     LocalBatches,
     config_error_for,
@@ -45,6 +45,8 @@ from penstock.weights import InProcessBroadcaster
 WORKER_ID = "rollout-worker-0"
 ENGINE_NAME = "inference-0#0"
 """As its only incarnation would be named in a process of its own."""
+SWAP_S = 60.0
+"""Longest wait for the dispatch that runs, after which the engine takes new weights."""
 
 
 def local_components(
@@ -69,14 +71,6 @@ def local_components(
         ENGINE_NAME,
     )
 
-    shape = shapes_of(start.policy)
-
-    def set_weights(version: WeightVersion, arrays: Mapping[str, Any]) -> None:
-        """Returns when they are served, and known to be what the learner made."""
-        engine.set_weights(version, with_named_arrays(shape, arrays))
-        served, digests = engine.digests(config.weights.fetch_timeout_s)
-        replay.tell_digests(ENGINE_NAME, served.lineage, served.step, digests)
-
     def tell(event: CurriculumEvent) -> None:
         log.event(event.kind, lesson=event.lesson_id, reason=event.reason)
 
@@ -86,7 +80,7 @@ def local_components(
         config.seed,
         settings.lineage,
         environments,
-        set_weights,
+        partial(_set_weights, engine, shapes_of(start.policy), lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
         partial(engine.stop, config.overseer.stop_timeout_s),
         tell,
     )
@@ -111,6 +105,19 @@ def local_components(
         "replay-0": replay,
         "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared, start),
     }
+
+
+def _set_weights(
+    engine: InferenceEngine,
+    shape: Decoder,
+    tell_digests: Callable[[int, int, Mapping[str, str]], bool],
+    version: WeightVersion,
+    arrays: Mapping[str, Any],
+) -> None:
+    """Returns when they are served, and known to be what the learner made."""
+    engine.set_weights(version, with_named_arrays(shape, arrays))
+    served, digests = engine.digests(SWAP_S)
+    tell_digests(served.lineage, served.step, digests)
 
 
 @final

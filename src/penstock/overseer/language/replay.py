@@ -98,8 +98,8 @@ def arrived_examples(
     """The newest rollouts of which version `step` sampled the first token, as examples to be scored.
 
     Args:
-        buffer: Where they arrived.
-        step: The version.
+        buffer: Where they arrived, of the run in this process.
+        step: Number of the version that the learner holds.
         most: So many of each engine.
 
     Returns:
