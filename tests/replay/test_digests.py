@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tests.replay.memory_store import MemoryStore
 from tests.replay.stored import HandClock
+from tests.waiting import wait_until
 
-from penstock.replay import PacedReplayBuffer, ReplayBufferConfig, TicketIssuer, TicketRules
+from penstock.replay import PacedReplayBuffer, ReplayBufferConfig, TicketIssuer, TicketRules, training_pool
 from penstock.replay.condition import NotifyingCondition
 from penstock.replay.digests import WeightDigests
 from penstock.replay.freshness import Verdict
@@ -227,13 +228,15 @@ def test_groups_whose_digests_come_late_wait_uningested_and_the_news_lets_them_i
     assert set(run.buffer.try_next_batch(0).group_ids) == {first.ticket_id, second.ticket_id}
 
 
-def test_who_waits_for_a_batch_is_woken_by_the_news(paced):
+def test_who_waits_for_a_batch_is_woken_by_the_news(paced, monkeypatch):
+    monkeypatch.setattr(training_pool, "RECHECK_S", 10 * LIMIT_S)
     run = paced()
     for ticket in run.issuer.acquire(2, 0):
         run.deliver(ticket, A)
     batches = []
-    learner = threading.Thread(target=lambda: batches.append(run.buffer.next_batch(0, LIMIT_S)))
+    learner = threading.Thread(target=lambda: batches.append(run.buffer.next_batch(0, 10 * LIMIT_S)), daemon=True)
     learner.start()
+    wait_until(lambda: run.issuer.changed._waiters)
     run.digests.tell_digests(A, 0, 0, MADE)
     learner.join(LIMIT_S)
     assert len(batches[0].group_ids) == 2

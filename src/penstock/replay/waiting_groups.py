@@ -23,6 +23,7 @@ from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
 from penstock.types import (
     ConfigError,
     Experience,
+    Fate,
     FragmentExample,
     InvalidRolloutError,
     PackedRollout,

@@ -37,7 +37,7 @@ from penstock.weights import WeightClient, merged_arrays, open_client
 
 CALL_S = 10.0
 """Longest wait for the replay service's answer to a word about the version."""
-MOST_UNHEARD = 64
+MOST_UNVERIFIED = 64
 """Versions whose digests wait for a replay service that does not answer; the oldest are given up, and with them what
 was sampled."""
 
@@ -206,7 +206,7 @@ class InferenceRole(ThreadedComponent):
         except MismatchError as mismatch:
             self.ctx.event("weights_differ", reason=str(mismatch))
             raise
-        for version in list(self._digests)[:-MOST_UNHEARD]:
+        for version in list(self._digests)[:-MOST_UNVERIFIED]:
             del self._digests[version]
 
     # --- what others call ----------------------------------------------------------------------------------------
