@@ -108,6 +108,9 @@ class Engine:
             raise NoProgressError("the test never let the engine swap")
         self.served.append(self.next)
 
+    def canary(self, version: WeightVersion, prompts: Any, max_tokens: int, timeout_s: float) -> list[str]:
+        return [f"an answer of version {version.step}"]
+
     def digests(self, timeout_s: float) -> tuple[WeightVersion, dict[str, str]]:
         return self.version, {"final_norm": f"{self.served[-1]:g}"}
 
@@ -401,6 +404,23 @@ def test_a_server_whose_arrays_are_others_fails_before_it_counts_as_serving_them
     assert role.condition().error == "inference-0#0 serves version 0 with other weights than the learner made"
     assert ctx.told == [] and role.condition().address == {}
     assert ctx.kinds[-1] == "weights_differ" and ctx.events[-1] == {"reason": role.condition().error}
+
+
+def test_a_canary_is_no_evidence_before_the_weights_behind_it_are_verified(role, broadcast):
+    engine, ctx = role._engine, role.ctx
+    engine.may_swap.set()
+    heard = threading.Event()
+    ctx.verdict, ctx.others = heard.is_set, (Peer(Identity("replay", 0, 0), {}),)
+    broadcast(role, 1.0)
+    role.start()
+    wait_until(lambda: ctx.digests)
+    assert role.canary((0, 0), [], 8, 0.1) == []
+    heard.set()
+    assert role.canary((0, 0), [], 8, LIMIT_S) == ["an answer of version 0"]
+    heard.clear()
+    broadcast(role, 2.0, step=1)
+    wait_until(lambda: len(engine.served) == 2)
+    assert role.canary((0, 1), [], 8, 0.1) == []
 
 
 def test_the_engine_has_the_limit_of_a_start_for_each_program_and_each_is_told(tmp_path):
