@@ -66,15 +66,12 @@ def _signature(array: Array | np.ndarray | jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-Digests = Mapping[str, str]
-"""By an array's name, its digest in 16 hexadecimal digits."""
-
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 """One for each lane."""
 
 
 def digests_of(arrays: Mapping[str, Array | np.ndarray]) -> dict[str, str]:
-    """The digest of every array, by its name."""
+    """The digest of every array in 16 hexadecimal digits, by its name."""
     return joined_digests([(0, arrays)])
 
 
