@@ -81,7 +81,7 @@ def config() -> EngineConfig:
 @pytest.fixture(scope="session")
 def served_engine(decoder: Decoder, codec: ByteCodec, config: EngineConfig) -> Iterator[InferenceEngine]:
     """One that runs for all tests that only ask it through HTTP."""
-    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, config)
+    engine = InferenceEngine(decoder, WeightVersion(2, 7), codec, config, "inference-0#3")
     engine.start()
     engine.wait_until_ready(READY_TIMEOUT_S)
     yield engine

@@ -68,7 +68,7 @@ def test_an_answer_becomes_completions_in_order(codec):
         choice(0, "hi!?"),
         choice(1),
         choice(2, "", finish_reason="length"),
-        choice(3, "zz", weight_steps=[4, 5]),
+        choice(3, "zz", weight_steps=[4, 5], engine="inference-1#2"),
     ]
     choices[1]["token_logprobs"] = [float(exact)]
     groups = request.read(json.dumps({"choices": choices}).encode())
@@ -81,6 +81,7 @@ def test_an_answer_becomes_completions_in_order(codec):
     assert (third.finish_reason, len(third.response_tokens), third.text) == ("length", 0, "")
     assert fourth.weight_steps.tolist() == [4, 5] and fourth.weight_steps.dtype == np.int32
     assert (fourth.oldest_weight_step, fourth.lineage) == (2, 1)
+    assert (first.engine, fourth.engine) == ("", "inference-1#2")
 
 
 def test_a_logprob_that_is_not_finite_stays_so(codec):
@@ -108,6 +109,8 @@ def test_a_logprob_that_is_not_finite_stays_so(codec):
         ({"token_logprobs": [10**400]}, "OverflowError"),
         ({"oldest_weight_step": -1}, "oldest_weight_step is -1"),
         ({"lineage": "1"}, "lineage is '1'"),
+        ({"engine": 3}, "engine is 3, not a name"),
+        ({"engine": "e" * 257}, "engine is 'e.*, not a name of at most 256"),
         ({"finish_reason": "aborted"}, "finish_reason is 'aborted'"),
     ],
 )

@@ -2,13 +2,16 @@
 
 import threading
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from penstock.inference import GenerationRequest
-from penstock.types import Decoding, WeightsError, WeightVersion
+from penstock.model.arrays import digests_of
+from penstock.model.language import named_arrays
+from penstock.types import Decoding, NoProgressError, WeightsError, WeightVersion
 
 WAIT_S = 60.0
 PROMPT = np.arange(60, 72, dtype=np.int32)
@@ -117,6 +120,41 @@ def test_generation_goes_on_while_weights_are_brought_into_their_form(engine, ma
     publisher.join(WAIT_S)
     (after,) = engine.submit([request()])[0].result(WAIT_S)
     assert set(after.weight_steps) == {1} and unstacked_by == [publisher]
+
+
+def test_an_engine_tells_the_digests_of_what_the_next_dispatch_reads(engine, make_decoder, monkeypatch):
+    new, other = make_decoder(9), make_decoder(8)
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 0), digests_of(named_arrays(engine_decoder(engine))))
+    prepare = engine._batch._runner.prepare
+    monkeypatch.setattr(
+        engine._batch._runner, "prepare",
+        lambda decoder: eqx.tree_at(lambda w: w.ends.final_norm, prepare(decoder), other.final_norm),
+    )  # fmt: skip
+    engine.set_weights(WeightVersion(0, 5), new)
+    version, found = engine.digests(WAIT_S)
+    expected = digests_of(named_arrays(new))
+    assert version == WeightVersion(0, 5)
+    assert {name for name in expected if found[name] != expected[name]} == {"final_norm"}
+
+
+def test_digests_wait_for_weights_that_are_not_swapped_in_yet(engine, make_decoder, monkeypatch):
+    """Also where those have the number of what is served, as after a warm start."""
+    busy, free = threading.Event(), threading.Event()
+    load = engine._batch.load
+
+    def slow_load(weights):
+        busy.set()
+        load(weights)
+
+    take = engine._take_weights
+    monkeypatch.setattr(engine, "_take_weights", lambda: (free.wait(WAIT_S), take()))
+    monkeypatch.setattr(engine._batch, "load", slow_load)
+    engine.set_weights(WeightVersion(0, 0), make_decoder(9))
+    with pytest.raises(NoProgressError, match="had not swapped its weights after 0.05 s"):
+        engine.digests(0.05)
+    assert not busy.is_set()
+    free.set()
+    assert engine.digests(WAIT_S) == (WeightVersion(0, 0), digests_of(named_arrays(make_decoder(9))))
 
 
 def test_a_new_lineage_is_recorded(engine, decoder):

@@ -1,8 +1,10 @@
 """No program is compiled after `wait_until_ready`, whatever is asked."""
 
+import dataclasses
 import threading
 from collections import Counter
 
+import equinox as eqx
 import jax.monitoring
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from penstock.inference import GenerationRequest
 from penstock.inference.model_runner import ModelRunner
 from penstock.inference.scheduler import SlotTable
+from penstock.model.arrays import digests_of
+from penstock.model.language import named_arrays
 from penstock.types import Decoding, WeightVersion
 
 WAIT_S = 60.0
@@ -83,6 +87,24 @@ def test_resizing_passes_only_compiled_steps(decoder, config):
         runner.resize(window)
         seen.append(runner.window)
     assert seen == [32, 8, 8, 64, 16]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_digests_of_what_is_served_are_those_of_the_decoder(make_decoder, config, tied):
+    decoder = make_decoder(3, tie_word_embeddings=tied)
+    expected = digests_of(named_arrays(decoder))
+    runner = ModelRunner(decoder, config)
+    assert runner.weights.digests() == expected and ("head" in expected) is not tied
+    stale = ModelRunner(make_decoder(4, tie_word_embeddings=tied), config).weights.layers[1].query
+    runner.load(eqx.tree_at(lambda weights: weights.layers[1].query, runner.weights, stale))
+    found = runner.weights.digests()
+    assert {name for name in expected if found[name] != expected[name]} == {"layers.query"}
+    first, second = runner.weights.layers
+    runner.load(dataclasses.replace(runner.prepare(decoder), layers=(second, first)))
+    found = runner.weights.digests()
+    assert {name for name in expected if found[name] != expected[name]} == {
+        name for name in expected if name.startswith("layers.")
+    }
 
 
 def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config):

@@ -57,7 +57,7 @@ def assert_same(completion, other):
     assert completion.response_tokens.tolist() == other.response_tokens.tolist()
     np.testing.assert_allclose(completion.response_logprobs, other.response_logprobs, atol=1e-5)
     assert completion.weight_steps.tolist() == other.weight_steps.tolist()
-    for name in ("oldest_weight_step", "lineage", "text", "finish_reason"):
+    for name in ("oldest_weight_step", "lineage", "text", "finish_reason", "engine"):
         assert getattr(completion, name) == getattr(other, name)
     for name in ("prompt_tokens", "response_tokens", "response_logprobs", "weight_steps"):
         assert getattr(completion, name).dtype == getattr(other, name).dtype
@@ -80,6 +80,7 @@ def test_completions_are_those_of_the_engine(remote, local, decoding):
         for completion, same in zip(group, other, strict=True):
             assert_same(completion, same)
     assert groups[0][0].lineage == 2 and groups[0][0].oldest_weight_step == 7
+    assert groups[0][0].engine == "inference-0#3"
     assert groups[0][0].response_tokens.tolist() != groups[2][0].response_tokens.tolist() or not decoding.temperature
 
 

@@ -14,6 +14,8 @@ from tests.inference.test_model_runner_decoding import FAMILIES, packed_logprobs
 from penstock.inference import GenerationRequest
 from penstock.inference.model_runner import ModelRunner, ModelSplit, to_device
 from penstock.inference.scheduler import SlotTable
+from penstock.model.arrays import digests_of
+from penstock.model.language import named_arrays
 from penstock.types import ConfigError, Decoding, WeightVersion
 
 WAIT_S = 120.0
@@ -152,6 +154,14 @@ def test_host_arrays_are_weights_too(make_decoder, start_engine, split):
     for completion, scored in zip(completions, packed_logprobs(second, completions, 1.0), strict=True):
         assert set(completion.weight_steps) == {1}
         np.testing.assert_allclose(completion.response_logprobs, scored, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+def test_parts_on_two_devices_have_the_digests_of_the_whole(make_decoder, split, fields):
+    decoder = make_decoder(3, **fields)
+    runner = ModelRunner(decoder, split)
+    assert len(runner.weights.layers[0].query.sharding.device_set) == 2
+    assert runner.weights.digests() == digests_of(named_arrays(decoder))
 
 
 def test_one_thread_writes_and_counts_and_compiles_nothing_when_ready(make_decoder, start_engine, split, monkeypatch):

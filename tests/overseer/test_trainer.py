@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.model.arrays import digests_of
 from penstock.overseer import load_config, trainer
 from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
@@ -24,6 +25,19 @@ class Step:
     step = 0
 
 
+class Replay(Lonely):
+    """Replay alone is there, from some moment on, and hears of digests."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.there, self.heard = True, []
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        if method != "expect_digests" or not self.there:
+            raise UnreachableError(f"{method}: nobody is there")
+        self.heard.append(args)
+
+
 def weights(step: int) -> dict[str, np.ndarray]:
     return {"embedding": np.full((8, 4), step, np.float32)}
 
@@ -32,7 +46,7 @@ def weights(step: int) -> dict[str, np.ndarray]:
 def role(tmp_path):
     config = load_config("cats", ["runtime=ray"])
     settings = Settings(config, RunDirectory.create(tmp_path / "run", {}), "0" * 64)
-    role = LearnerComponent(Lonely("learner"), settings, LanguageKind())
+    role = LearnerComponent(Replay("learner"), settings, LanguageKind())
     yield role
     role.stop(LIMIT_S)
 
@@ -89,6 +103,25 @@ def test_versions_are_published_while_the_broadcaster_is_restarted_again_and_aga
     assert role._broadcaster is not None and role._broadcaster.latest() == WeightVersion(0, 59)
 
 
+def test_replay_hears_what_a_version_is_before_anybody_can_fetch_it(role, monkeypatch):
+    replay = role.ctx
+    replay.there = False
+    begin(role)  # servers may fetch, although replay is not there yet
+    assert replay.heard == [] and role._broadcaster.latest() == WeightVersion(0, 0)
+    replay.there = True
+    order = []
+    publish = type(role._broadcaster).publish
+    monkeypatch.setattr(
+        type(role._broadcaster), "publish",
+        lambda self, version, arrays: (order.append((version.step, len(replay.heard))), publish(self, version, arrays)),
+    )  # fmt: skip
+    role.publish(WeightVersion(0, 0), weights(0))  # told again before it trains, and not published again
+    role.publish(WeightVersion(0, 1), weights(1))
+    assert replay.heard == [(0, step, digests_of(weights(step))) for step in (0, 1)] and order == [(1, 2)]
+    role.restart_broadcaster()
+    assert replay.heard[2:] == [(0, 1, digests_of(weights(1)))]
+
+
 def test_a_learner_that_loads_has_no_broadcaster_to_restart(role):
     with pytest.raises(UnreachableError, match="learner-0#0 has no broadcaster yet"):
         role.restart_broadcaster()
@@ -101,8 +134,9 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
         asked.append(method)
         return {}
 
-    monkeypatch.setattr(Lonely, "call", call)
+    monkeypatch.setattr(Replay, "call", call)
     monkeypatch.setattr(trainer, "save_checkpoint", lambda *args: asked.append("save"))
     begin(role)
+    asked.clear()
     role.save(0)
     assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]

@@ -27,6 +27,7 @@ from penstock.types import (
 )
 
 GROUP_SIZES = {"easy": 2, "hard": 3}
+ENGINE = "inference-0#0"
 
 
 class Curriculum:
@@ -65,6 +66,7 @@ class World:
     hanging: float = 0.0
     slow: float = 0.2
     serving_lag_s: float = 0.0
+    digest_lag_s: float | None = None
     ahead: int = 0
 
 
@@ -104,7 +106,7 @@ def make_rollout(
         response_logprobs=np.array([-0.5, -1.0], np.float32),
         token_rewards=np.array([0.0, reward], np.float32),
         episode_reward=float(np.float32(reward)),
-        metadata=RolloutMetadata(worker_id, timestamp, weight_step, lineage),
+        metadata=RolloutMetadata(worker_id, timestamp, weight_step, lineage, engines=(ENGINE,)),
         rollout_id=rollout_id,
         lesson_id=lesson_and_index(rollout_id.rpartition("/")[0])[0] if lesson_id is None else lesson_id,
         response_weight_steps=steps,
@@ -172,7 +174,7 @@ class Simulation:
         self._busy = 0
         self._learning = False
         self._ready: deque[TrainingBatch] = deque()
-        self.issuer.set_serving_step(self.step)
+        self._publish()
 
     def clock(self) -> float:
         return self.now
@@ -329,4 +331,16 @@ class Simulation:
                     "issuer": self.issuer.state(),
                     "replay": self.buffer.state(),
                 }
-        self._after(self.world.serving_lag_s, self.issuer.set_serving_step, self.step)
+        self._publish()
+
+    def _publish(self) -> None:
+        """The learner's version; what engines tell of it comes so much later than they serve it."""
+        serving_s, telling_s = self.world.serving_lag_s, self.world.digest_lag_s
+        if telling_s is not None:
+            told = self.issuer.lineage, self.step, {"weights": str(self.step)}
+            self.buffer.digests.expect_digests(*told)
+            self._after(serving_s + telling_s, self.buffer.digests.tell_digests, ENGINE, *told)
+        if self.trained:
+            self._after(serving_s, self.issuer.set_serving_step, self.step)
+        else:
+            self.issuer.set_serving_step(self.step)

@@ -22,6 +22,7 @@ def worlds(draw):
         malformed=draw(st.sampled_from([0.0, 0.15])),
         slow=draw(st.sampled_from([0.0, 0.2, 0.8])),
         serving_lag_s=draw(st.sampled_from([0.0, 0.5, 5.0])),
+        digest_lag_s=draw(st.sampled_from([None, 0.0, 0.5, 20.0])),
         ahead=draw(st.sampled_from([0, 1, 2])),
     )
 

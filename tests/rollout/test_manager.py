@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 
 from penstock.environments import Environment
+from penstock.inference import ScriptedContext
 from penstock.rollout import RolloutManager
-from penstock.types import EnvironmentFailure, PenstockError, RolloutMetadata, Stopped, WeightVersion
+from penstock.types import (
+    EnvironmentFailure,
+    PenstockError,
+    Rollout,
+    RolloutGroup,
+    RolloutMetadata,
+    Stopped,
+    WeightVersion,
+)
 
 
 class OneMethodEnvironment(Environment):
@@ -36,6 +45,31 @@ def test_rollouts_are_stamped_with_what_environments_must_not_know(manager: Roll
     # the engine's version, 4, wins over the 9 that the caller passed
     assert stamped.metadata == RolloutMetadata("w0", 99.0, weight_step=4, lineage=2)
     assert batch.metadata.weight_step == 4
+
+
+def test_the_engines_that_answered_are_noted_whatever_an_environment_passes_on(manager: RolloutManager, tokenizer):
+    class Servers(ScriptedContext):
+        """Every call is answered by another server, but for the third."""
+
+        def generate(self, *asked):
+            engine = f"inference-{len(self.calls) % 2}#4"
+            return [[replace(done, engine=engine) for done in answer] for answer in super().generate(*asked)]
+
+    class TwoTurns(OneMethodEnvironment):
+        def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+            prompts = [np.array([1, 2], np.int32)]
+            answers = [inference_ctx.generate(prompts, 1, decoding, [turn]) for turn in range(3)]
+            tokens = answers[0][0][0].response_tokens
+            zeros = np.zeros(len(tokens), np.float32)
+            rollout = Rollout("custom", "1", prompts[0], tokens, zeros, zeros, 0.0)
+            return [RolloutGroup("custom:1", (rollout,))], {}
+
+    environment = TwoTurns(lambda: None)
+    servers = Servers(tokenizer, ["a"])
+    group = managing(manager, environment).sample_batch("cats", 1, 1, context=servers)[0].groups[0]
+    assert group.rollouts[0].metadata.engines == ("inference-0#4", "inference-1#4")
+    plain = manager.sample_batch("cats", 1, 1, rng=5)[0].groups[0]
+    assert plain.rollouts[0].metadata.engines == ()
 
 
 def test_the_callers_group_ids_are_used_and_seeds_select_examples(manager: RolloutManager):

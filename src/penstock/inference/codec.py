@@ -44,6 +44,9 @@ OTHER_BYTES = 4096
 LARGEST_INTEGER = 2**31 - 1
 """Of tokens and weight steps, which records keep as int32."""
 
+LONGEST_NAME = 256
+"""Of an engine, in characters."""
+
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -197,6 +200,7 @@ class _Reader:
             lineage=_integer(choice, "lineage"),
             text=text_of(self.tokenizer, tokens.tolist(), self.stop_strings),
             finish_reason=_finish_reason(choice),
+            engine=_engine(choice),
         )
 
 
@@ -225,6 +229,13 @@ def _integer(choice: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
         raise ValueError(f"{name} is {value!r}, not a natural number below 2**31")
     return value
+
+
+def _engine(choice: dict[str, Any]) -> str:
+    name = choice.get("engine", "")
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        raise ValueError(f"engine is {name!r:.100}, not a name of at most {LONGEST_NAME} characters")
+    return name
 
 
 def _finish_reason(choice: dict[str, Any]) -> FinishReason:

@@ -49,14 +49,17 @@ class InferenceEngine:
         version: Lineage and step of `decoder`.
         tokenizer: Stop tokens, and the text of responses.
         config: Shapes and limits.
+        name: Said by every completion; unique in the run, so that a replaced server is another one.
 
     Raises:
         ConfigError: the sequence length exceeds what the model is meant for.
     """
 
-    def __init__(self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, version: WeightVersion, tokenizer: TextCodec, config: EngineConfig, name: str = ""
+    ) -> None:
         _check_length(decoder, config)
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer, self._config, self._name = tokenizer, config, name
         self._vocab_size = decoder.config.vocab_size
         self._signature = _signature(decoder)
         self._meter = ThroughputMeter()
@@ -228,6 +231,25 @@ class InferenceEngine:
         if served < version:
             raise NoProgressError(f"the inference engine still served {served} and not {version} after {timeout_s} s")
 
+    def digests(self, timeout_s: float) -> tuple[WeightVersion, dict[str, str]]:
+        """What it serves, read from where the next dispatch reads it: the version, and each array's digest.
+
+        Args:
+            timeout_s: Longest wait for weights that were given and are not swapped in yet.
+
+        Raises:
+            NoProgressError: they were not in time.
+            RunFailed: the engine failed meanwhile.
+            Stopped: it was stopped meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._next_weights or self._stopping or self._failure, timeout_s)
+            self._refuse_if_ended()
+            if self._next_weights is not None:
+                raise NoProgressError(f"the inference engine had not swapped its weights after {timeout_s} s")
+            version, weights = self._served, self._batch.weights
+        return version, weights.digests()
+
     @property
     def busy_s(self) -> float:
         """Seconds in which it prefilled or decoded, since its start."""
@@ -301,7 +323,7 @@ class InferenceEngine:
         ended = self._batch.decode(self._served)
         self._close(len(ended))
         for response in ended:
-            response.finish(self._tokenizer, self._served)
+            response.finish(self._tokenizer, self._served, self._name)
 
     def _take_weights(self) -> None:
         with self._changed:
@@ -309,8 +331,8 @@ class InferenceEngine:
         if taken is None:
             return
         version, weights = taken
-        self._batch.load(weights)
         with self._changed:
+            self._batch.load(weights)
             self._served = version
             if self._next_weights is taken:  # a newer one that came meanwhile waits for the next turn
                 self._next_weights = None
@@ -342,7 +364,7 @@ class InferenceEngine:
         return [*self._batch.responses, *waiting]
 
     def _abort(self) -> None:
-        self._end(lambda response: response.finish(self._tokenizer, self._served))
+        self._end(lambda response: response.finish(self._tokenizer, self._served, self._name))
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -45,6 +45,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.sampling import sample, uniforms
+from penstock.model.arrays import joined_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
 from penstock.model.programs import Programs, choose_cache, compile_programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
@@ -206,6 +207,11 @@ class ServedWeights(eqx.Module):
         """Logits from the last layer's residual stream, whole on every device, where each of them then samples."""
         logits = self.ends.logits(self.ends.normalise(x))
         return functools.reduce(lax.with_sharding_constraint, self.scores_via, logits)
+
+    def digests(self) -> dict[str, str]:
+        """Of what lies here, by the names of the decoder's arrays: equal to `digests_of` the decoder that is served."""
+        layers = [{f"layers.{name}": array for name, array in named_leaves(layer).items()} for layer in self.layers]
+        return joined_digests([(0, named_leaves(self.ends)), *enumerate(layers)])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -453,6 +459,11 @@ class ModelRunner:
         """Weights as the programs take them, on their devices; what is served stays as it is. For any thread."""
         weights = ServedWeights.of(decoder) if self._split is None else self._split.serve(decoder)
         return jax.block_until_ready(weights)
+
+    @property
+    def weights(self) -> ServedWeights:
+        """What is served; never donated."""
+        return self._weights
 
     def load(self, weights: ServedWeights) -> None:
         """Serves these from the next program on: a reference changes. Cached keys and values stay as they are."""

@@ -313,6 +313,11 @@ class RunningBatch:
         """Weights as the programs take them; what runs goes on meanwhile. For any thread."""
         return self._runner.prepare(decoder)
 
+    @property
+    def weights(self) -> ServedWeights:
+        """What is served. For any thread."""
+        return self._runner.weights
+
     def load(self, weights: ServedWeights) -> None:
         """Serves these from the next program on; prompts cached before are not shared any more."""
         self._runner.load(weights)

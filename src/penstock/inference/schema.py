@@ -113,6 +113,7 @@ def _record(completion: Completion) -> dict[str, Any]:
         "weight_steps": completion.weight_steps.tolist(),
         "oldest_weight_step": completion.oldest_weight_step,
         "lineage": completion.lineage,
+        "engine": completion.engine,
     }
 
 

@@ -243,12 +243,13 @@ class Response:
         elif self.remaining_tokens == 0:
             self.finish_reason = "length"
 
-    def finish(self, tokenizer: TextCodec, current: WeightVersion) -> None:
+    def finish(self, tokenizer: TextCodec, current: WeightVersion, engine: str) -> None:
         """Hands the completion to its request.
 
         Args:
             tokenizer: Decodes the text.
             current: Stands for the weights where no token was sampled.
+            engine: Name and incarnation of the engine that sampled it.
         """
         touched = [*self.versions, *([self.prefilled_by] if self.prefilled_by else [])]
         oldest = min(touched, default=current)
@@ -261,5 +262,6 @@ class Response:
             lineage=oldest.lineage,
             text=text_of(tokenizer, self.tokens, self.pending.request.decoding.stop_strings),
             finish_reason=self.finish_reason or "aborted",
+            engine=engine,
         )
         self.pending.complete(self.index, completion)

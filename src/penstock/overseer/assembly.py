@@ -114,6 +114,12 @@ class LocalBatches:
         self.finish_update = replay.buffer.finish_update
         self.set_current_step = replay.buffer.set_current_step
 
+    def expect_digests(self, step: int, digests: Mapping[str, str]) -> None:
+        """Version `step`, which is about to be offered, has arrays with these digests."""
+        buffer, issuer = self._replay.buffer, self._replay.issuer
+        assert isinstance(buffer, PacedReplayBuffer) and issuer is not None  # of others nobody asks for digests
+        buffer.digests.expect_digests(issuer.lineage, step, digests)
+
     def checkpoint_states(self, step: int, timeout_s: float) -> dict[str, Any]:
         """Of the boundary before update `step`: ``replay``, and what else there is."""
         with self._replay.buffer.boundary():

@@ -101,6 +101,10 @@ def _nothing(*_: object) -> None:
     pass
 
 
+def _no_digests(arrays: Mapping[str, Any]) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerTasks:
     """What a learner's process does beside training.
@@ -111,6 +115,8 @@ class LearnerTasks:
         on_stop: Called when the component ends.
         before_update: Given the batch of each update.
         after_update: Called after it, before the new version is offered; gives metrics.
+        digests: Given the arrays of a version that is about to be offered; gives what replay is told of them, by which
+            it knows what engines serve. Nothing where nobody asks.
     """
 
     methods: Mapping[str, Callable[..., Any]]
@@ -118,6 +124,7 @@ class LearnerTasks:
     on_stop: Callable[[], object] = _nothing
     before_update: Callable[[TrainingBatch[Any]], object] = _nothing
     after_update: Callable[[], Mapping[str, float]] = dict[str, float]
+    digests: Callable[[Mapping[str, Any]], Mapping[str, str]] = _no_digests
 
 
 class PolicyKind(Protocol):

@@ -24,6 +24,8 @@ from penstock.replay import RemoteBatches
 from penstock.types import PenstockError, Stopped, TrainingBatch, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
+ANNOUNCE_S = 5.0
+"""Longest wait for replay before a first version is offered."""
 STATES_S = 120.0
 """Longest wait for the other components' states at a checkpoint."""
 
@@ -134,6 +136,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         """A new server; it offers what was published last, or else the learner's present version."""
         settings = self.settings
         version, arrays = self._published or (self._version(), self.arrays())
+        self._announce(version, arrays, patiently=False)
         broadcaster: Broadcaster
         if self.shared is not None:
             broadcaster = self.shared.weights
@@ -150,11 +153,25 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def publish(self, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
         """Offers a version to whoever fetches; what is published already is not published again."""
+        self._announce(version, arrays, patiently=True)
         with self._publishing:
             assert self._broadcaster is not None  # opened before there is anything to publish
             if self._broadcaster.latest() != version:
                 self._broadcaster.publish(version, self._travelling(arrays))
                 self._published = version, arrays
+
+    def _announce(self, version: WeightVersion, arrays: Mapping[str, Any], patiently: bool) -> None:
+        """Tells replay what a version is, before anybody can serve it.
+
+        Impatiently where others wait for a server: before it trains, all of it is told again.
+        """
+        digests = self._more.digests(arrays)
+        if digests and patiently:
+            self._commits.expect_digests(version.step, digests)
+        elif digests:
+            with suppress(UnreachableError):
+                told = version.lineage, version.step, digests
+                self._replay.call("expect_digests", *told, timeout_s=ANNOUNCE_S)
 
     def _travelling(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.shared is not None:
@@ -196,6 +213,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self.save(learner.step)
         else:
             threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
+        self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
         self._replay.call("admit", timeout_s=STATES_S)
         self._loop, self._training = loop, True
         if self._finishing.is_set():

@@ -27,6 +27,11 @@ class NotifyingCondition(threading.Condition):
         super().notify_all()
         self.on_notify()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `raise_if_over` would raise."""
+        return self._closed or self._failure is not None
+
     def raise_if_over(self) -> None:
         """Ends whoever asks.
 

@@ -172,6 +172,11 @@ class ReplayBufferConfig(BaseModel):
         own = self.tolerances.get(lesson_id, Tolerance()).max_rollout_step_delay
         return self.max_rollout_step_delay if own is None else own
 
+    @property
+    def longest_step_delay(self) -> int:
+        """The largest `step_delay` of all lessons."""
+        return max([self.max_rollout_step_delay, *map(self.step_delay, self.tolerances)])
+
     def timestamp_delay_s(self, lesson_id: str) -> float | None:
         """Seconds that a rollout of a lesson stays fresh; None without limit."""
         own = self.tolerances.get(lesson_id, Tolerance()).max_rollout_timestamp_delay

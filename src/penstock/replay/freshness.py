@@ -9,8 +9,8 @@ A group keeps its remaining members when some are malformed, stale or from weigh
 nothing here raises.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.replay.config import ReplayBufferConfig
 from penstock.types import Experience, Fate, RolloutGroup, RolloutMetadata, WeightVersion
@@ -106,12 +106,14 @@ class IngestRules:
         survives: Whether a version's weights are those that the present lineage had at that step.
         current: The learner's version.
         now: Unix seconds.
+        faults: What is wrong with single rollouts beside that, by id.
     """
 
     freshness: FreshnessRules
     survives: Callable[[WeightVersion], bool]
     current: int
     now: float
+    faults: Mapping[str, Verdict] = field(default_factory=dict[str, Verdict])
 
     def judge(self, rollout: Experience, lesson_id: str) -> Verdict | None:
         """Why a rollout of a lesson may not be trained; None where it may."""
@@ -129,7 +131,7 @@ class IngestRules:
             return Verdict(
                 "rolled_back", f"its weights (lineage {newest.lineage}, step {newest.step}) are of a dead lineage"
             )
-        return None
+        return self.faults.get(rollout.rollout_id)
 
 
 def judge_group(

@@ -5,6 +5,10 @@ staleness zero groups are ingested in ticket order, so that nothing downstream d
 that come early are held until their turn. What the run's last life had finished of a ticket that is drawn again is
 claimed instead of being generated again. All of it happens under the issuer's lock, which is also the pool's.
 
+A delivered group waits in front of ingestion until it is known that its engines served what the learner made
+(`penstock.replay.digests`): counted as waiting, and in its turn at staleness zero. News of digests wakes it; after
+`VERIFY_S`, and when its engine is dead, it is invalid.
+
 Not covered: storage, freshness, uses and fates (`training_pool`); whoever takes what arrives without tickets
 (`penstock.replay.ReplayBuffer`).
 """
@@ -17,6 +21,8 @@ from itertools import islice
 from typing import Any
 
 from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.digests import WeightDigests
+from penstock.replay.freshness import Verdict
 from penstock.replay.history import History
 from penstock.replay.ledger import TicketKey, rollout_ids
 from penstock.replay.outstanding import Outstanding
@@ -36,6 +42,9 @@ from penstock.types import (
     TrainingBatch,
 )
 
+VERIFY_S = 60.0
+"""So long a group waits for the digests of what its engines served."""
+
 
 class PacedReplayBuffer:
     """Implements `penstock.types.RolloutSink`, `BatchSource` and `Checkpointable`. Thread-safe.
@@ -50,6 +59,7 @@ class PacedReplayBuffer:
 
     Attributes:
         pool: The groups.
+        digests: What the learner made, and engines serve.
 
     Raises:
         ConfigError: `config` limits how much may wait.
@@ -74,6 +84,9 @@ class PacedReplayBuffer:
         self.pool.on_gone, self.pool.on_filtered = issuer.free, self._on_filtered
         self.pool.on_trainable = issuer.set_trainable
         issuer.bind(self._claim, self._ingest_ready)
+        self.digests = WeightDigests(self._changed, issuer.lineage)
+        self.digests.on_news = self._on_digests
+        self._unverified: dict[str, float] = {}
         self._held: dict[str, tuple[RolloutGroup[Experience], Outstanding]] = {}
         self._claims: dict[TicketKey, RolloutGroup[Experience]] = {}
         self._claimed: dict[str, RolloutGroup[Experience]] = {}
@@ -116,6 +129,7 @@ class PacedReplayBuffer:
             self.pool.advance_to(step)
             self.pool.drop_expired()
             self._expire_claims()
+            self.digests.drop_before(step - self._config.longest_step_delay)
         if self.pool.sealer.due:
             self.pool.sealer.seal()
 
@@ -126,22 +140,56 @@ class PacedReplayBuffer:
             return
         entry.phase = "delivered"
         self._held[group.group_id] = (group, entry)
+        self._faults_of(group.group_id)  # from now on it waits for digests, where those are not in
         self._ingest_ready()
 
     def _ingest_ready(self) -> None:
-        """Ingests what was delivered or claimed; at staleness zero, only whose turn it is."""
+        """Ingests what was delivered or claimed and is verified; at staleness zero, only whose turn it is."""
         for group_id in [group_id for group_id in self._claimed if group_id not in self._held]:
             entry = self._issuer.outstanding.get(group_id)
             if entry is not None:
                 self._held[group_id] = (self._claimed[group_id], entry)
         if not self._config.synchronous:
-            while self._held:
-                self._ingest(next(iter(self._held)))
+            for group_id in list(self._held):
+                self._ingest_if_verified(group_id)
             return
-        while (turn := self._issuer.next_turn()) is not None and turn in self._held:
-            self._ingest(turn)
+        while (turn := self._issuer.next_turn()) is not None and self._ingest_if_verified(turn):
+            pass
 
-    def _ingest(self, group_id: str) -> None:
+    def _ingest_if_verified(self, group_id: str) -> bool:
+        """Returns whether it was there and was ingested."""
+        faults = self._faults_of(group_id) if group_id in self._held else None
+        if faults is not None:
+            self._ingest(group_id, faults)
+        return faults is not None
+
+    def _faults_of(self, group_id: str) -> dict[str, Verdict] | None:
+        """By rollout, what is wrong with the weights behind it; None while that is waited for."""
+        if group_id in self._claimed:
+            return {}  # it was verified before it was stored
+        faults: dict[str, Verdict] = {}
+        now = self._clock()
+        since = self._unverified.get(group_id, now)
+        for rollout in self._held[group_id][0].rollouts:
+            proof = self.digests.proof_of(rollout)
+            if proof == "unknown" and now - since >= VERIFY_S:
+                proof = Verdict("invalid", f"{self.digests.missing_of(rollout)} did not come within {VERIFY_S:g} s")
+            if proof == "unknown":
+                if group_id not in self._unverified:
+                    self._unverified[group_id] = now
+                    self.pool.ledger.deliver(group_id)
+                return None
+            if proof != "verified":
+                faults[rollout.rollout_id] = proof
+        return faults
+
+    def _on_digests(self) -> None:
+        """News of what engines serve: groups that waited for it may be ingested."""
+        if self._unverified and not self._changed.is_over:
+            self._ingest_ready()
+            self._changed.notify_all()
+
+    def _ingest(self, group_id: str, faults: Mapping[str, Verdict]) -> None:
         group, entry = self._held.pop(group_id)
         entry.phase = "waiting"
         durable = self._claimed.pop(group_id, None) is not None
@@ -153,6 +201,8 @@ class PacedReplayBuffer:
             since=entry.since,
             deadline_step=entry.ticket.deadline_step,
             durable=durable,
+            waiting=self._unverified.pop(group_id, None) is not None,
+            faults=faults,
         )
         if failure is not None:
             self._issuer.free(group_id, failure)
@@ -254,6 +304,8 @@ class PacedReplayBuffer:
 
     def _form(self, step: int, hurry: bool) -> FormedBatch | None:
         self.pool.drop_expired(step)
+        if self._unverified:  # some may have waited for too long
+            self._ingest_ready()
         if step != self._issuer.update:
             raise RunFailed(f"the batch of update {step} was asked for, but {self._issuer.update} is next")
         if hurry:  # a learner that waits does not wait for stragglers for ever
@@ -301,6 +353,7 @@ class PacedReplayBuffer:
             return {
                 **self.pool.metrics(),
                 "replay/outstanding_groups": float(len(self._issuer.outstanding)),
+                "replay/unverified": float(sum(self._held[group_id][1].size for group_id in self._unverified)),
                 "replay/late_deliveries": float(self._issuer.late_deliveries),
             }
 
@@ -315,6 +368,7 @@ class PacedReplayBuffer:
                 f"{issuer.outstanding.trainable} are ready",
                 f"running: {self._describe_running()}",
                 f"not yet taken by a worker: {phases['pending'] + phases['returned']}",
+                f"waiting for digests of their engines' weights: {len(self._unverified)}",
                 f"being stored: {phases['waiting']}",
                 f"must come first: {', '.join(missing) or 'nothing'}",
                 f"outstanding {len(issuer.outstanding)} of at most {issuer.limit}",

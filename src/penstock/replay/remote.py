@@ -9,7 +9,7 @@ one is refused there and counted here.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from penstock.replay.history import LANGUAGE, ExperienceFormat
@@ -272,6 +272,10 @@ class RemoteBatches:
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`."""
         self._call("set_current_step", step, timeout_s=CALL_S)
+
+    def expect_digests(self, step: int, digests: Mapping[str, str]) -> None:
+        """Version `step`, which is about to be offered, has arrays with these digests."""
+        self._call("expect_digests", step, digests, timeout_s=CALL_S)
 
     def checkpoint_states(self, step: int, timeout_s: float = LIMIT_S) -> dict[str, Any]:
         """States of curriculum, issuer and replay for the checkpoint of version `step`, by those names."""

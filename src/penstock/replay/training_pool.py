@@ -33,6 +33,7 @@ from penstock.replay.store import ExperienceStore, Sealer
 from penstock.replay.waiting_groups import (
     AnyMaker,
     BatchMakers,
+    BatchMetrics,
     WaitingGroup,
     WaitingGroups,
     batch_metrics,
@@ -145,6 +146,8 @@ class TrainingPool:
         since: float | None = None,
         deadline_step: int | None = None,
         durable: bool = False,
+        waiting: bool = False,
+        faults: Mapping[str, Verdict] | None = None,
     ) -> str | None:
         """Judges a delivered group, tells the curriculum of it, and takes what may be trained.
 
@@ -155,15 +158,18 @@ class TrainingPool:
             since: When that began, in Unix seconds; None where nobody knows.
             deadline_step: The last update that may train it for the first time; None without deadline.
             durable: It is in a file already, and counted as waiting.
+            waiting: It is counted as waiting already.
+            faults: By id, what is wrong with a rollout beside what is judged here.
 
         Returns:
             Why nothing of it may be trained; None where something may.
         """
         with self.changed:
-            rules = IngestRules(self._rules, self.survives, self.current, self._clock())
+            rules = IngestRules(self._rules, self.survives, self.current, self._clock(), faults or {})
             judged = judge_group(group, lesson_id, expected_ids, rules)
-            if not durable:
+            if not (durable or waiting):
                 self.ledger.deliver(group.group_id)
+            if not durable:
                 self.sealer.add(group.group_id, [_record(rollout, group, since) for rollout in judged.storable])
             for rollout_id, verdict in judged.rejected.items():
                 self.settle([rollout_id], verdict.fate, verdict.reason)
@@ -183,10 +189,10 @@ class TrainingPool:
                 self.add(WaitingGroup.of(trainable, deadline_step), durable)
             return None
 
-    def arrived_under(self, step: int, most: int) -> list[Experience]:
-        """The newest arrivals of which version `step` sampled the first token, at most so many."""
+    def arrived_under(self, step: int) -> list[Experience]:
+        """The last arrivals of which version `step` sampled the first token, the newest first."""
         with self.changed:
-            return [each for each in reversed(self.arrived) if each.oldest_weight_step == step][:most]
+            return [each for each in reversed(self.arrived) if each.oldest_weight_step == step]
 
     def add(self, group: WaitingGroup, durable: bool = False, spent: Sequence[Experience] = ()) -> None:
         """Takes a judged group; one that is not durable yet is trainable later.
@@ -562,31 +568,6 @@ class TrainingPool:
     def describe_disk(self) -> str:
         """In words, for how long there has been no room on the disk; empty where there is."""
         return self.sealer.space.describe() or self.ledger.space.describe()
-
-
-class BatchMetrics:
-    """What happened since the last batch: the numbers behind the ``replay/…`` metrics."""
-
-    def __init__(self) -> None:
-        self.dropped: Counter[Fate] = Counter()
-        self.dead_in_batch = 0
-
-    def of_batch(self, step: int, rollouts: Sequence[Experience]) -> dict[str, float]:
-        """Metrics of the batch of update `step`, which trains on these rollouts; starts counting anew."""
-        ages = [step - rollout.metadata.weight_step for rollout in rollouts if rollout.metadata is not None]
-        metrics = {
-            "replay/staleness_mean": sum(ages) / len(ages) if ages else 0.0,
-            "replay/staleness_max": float(max(ages, default=0)),
-            "replay/filtered": float(self.dropped["filtered"]),
-            "replay/aborted": float(self.dropped["aborted"]),
-            "replay/stale": float(self.dropped["stale_step"] + self.dropped["stale_time"]),
-            "replay/invalid": float(self.dropped["invalid"] + self.dropped["rolled_back"]),
-            "replay/evicted": float(self.dropped["evicted"]),
-            "replay/dead_in_batch": float(self.dead_in_batch),
-        }
-        self.dropped.clear()
-        self.dead_in_batch = 0
-        return metrics
 
 
 def _record(rollout: Experience, group: RolloutGroup[Experience], since: float | None) -> RolloutRecord[Experience]:

@@ -23,6 +23,7 @@ from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
 from penstock.types import (
     ConfigError,
     Experience,
+    Fate,
     FragmentExample,
     InvalidRolloutError,
     PackedRollout,
@@ -397,3 +398,28 @@ def _environment_name(maker: AnyMaker) -> str | None:
 
 def _refused(rollout: Experience, reason: str) -> Dropped:
     return Dropped(rollout.rollout_id, "invalid", reason)
+
+
+class BatchMetrics:
+    """What happened since the last batch: the numbers behind the ``replay/…`` metrics."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[Fate] = Counter()
+        self.dead_in_batch = 0
+
+    def of_batch(self, step: int, rollouts: Sequence[Experience]) -> dict[str, float]:
+        """Metrics of the batch of update `step`, which trains on these rollouts; starts counting anew."""
+        ages = [step - rollout.metadata.weight_step for rollout in rollouts if rollout.metadata is not None]
+        metrics = {
+            "replay/staleness_mean": sum(ages) / len(ages) if ages else 0.0,
+            "replay/staleness_max": float(max(ages, default=0)),
+            "replay/filtered": float(self.dropped["filtered"]),
+            "replay/aborted": float(self.dropped["aborted"]),
+            "replay/stale": float(self.dropped["stale_step"] + self.dropped["stale_time"]),
+            "replay/invalid": float(self.dropped["invalid"] + self.dropped["rolled_back"]),
+            "replay/evicted": float(self.dropped["evicted"]),
+            "replay/dead_in_batch": float(self.dead_in_batch),
+        }
+        self.dropped.clear()
+        self.dead_in_batch = 0
+        return metrics

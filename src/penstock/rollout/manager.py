@@ -13,10 +13,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
+
 from penstock.curriculum import Curriculum, CurriculumEvent, LessonConfig
 from penstock.environments import Environment, load_environment, validate_groups, validate_metrics
 from penstock.types import (
     Clock,
+    Completion,
     Decoding,
     EnvironmentFailure,
     InferenceContext,
@@ -28,6 +31,7 @@ from penstock.types import (
     RolloutGroup,
     RolloutMetadata,
     Stopped,
+    TextCodec,
     WeightVersion,
     fold,
 )
@@ -129,8 +133,9 @@ class RolloutManager:
         lesson = self.lesson(lesson_id)
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
+        asked = _NotedContext(context or self.context)
         try:
-            found, numbers = environment.sample(context or self.context, n_examples, n_generations, decoding, rng, mode)
+            found, numbers = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
             groups = validate_groups(found, n_examples, n_generations, environment.name)
             metrics = validate_metrics(numbers, environment.name)
         except PenstockError:
@@ -147,18 +152,24 @@ class RolloutManager:
                 f"{len(ids)} were asked for"
             )
         stamped = [
-            self._stamp(group, group_id, lesson_id, weight_step, worker_id)
+            self._stamp(group, group_id, lesson_id, weight_step, worker_id, tuple(asked.engines))
             for group, group_id in zip(groups, ids, strict=True)
         ]
         return RolloutBatch.of(tuple(stamped)), metrics
 
     def _stamp(
-        self, group: RolloutGroup, group_id: str, lesson_id: str, weight_step: int, worker_id: str
+        self,
+        group: RolloutGroup,
+        group_id: str,
+        lesson_id: str,
+        weight_step: int,
+        worker_id: str,
+        engines: tuple[str, ...],
     ) -> RolloutGroup:
         finished = self._clock()
         rollouts = tuple(
             rollout.with_metadata(
-                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self.lineage),
+                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self.lineage, engines=engines),
                 f"{group_id}/{position}",
                 lesson_id,
             )
@@ -240,6 +251,34 @@ class RolloutManager:
                 closing.callback(self._stop_engine)
             for environment in environments.values():
                 closing.callback(environment.close)
+
+
+class _NotedContext:
+    """Notes which engines answer an environment, which need not pass it on. Implements `InferenceContext`.
+
+    Args:
+        context: The one that is asked.
+
+    Attributes:
+        engines: Their names, in the order of their first answers.
+    """
+
+    def __init__(self, context: InferenceContext) -> None:
+        self._context = context
+        self.engines: dict[str, None] = {}
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The policy's."""
+        return self._context.tokenizer
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """As the context's own."""
+        answers = self._context.generate(prompts, n, decoding, seeds)
+        self.engines |= dict.fromkeys(done.engine for answer in answers for done in answer if done.engine)
+        return answers
 
 
 def _members(group: RolloutGroup) -> list[Rollout]:

@@ -157,6 +157,7 @@ class Completion:
         lineage: Lineage of the weights.
         text: The response decoded, without special tokens and without what follows a stop string.
         finish_reason: Why it ended.
+        engine: Name and incarnation of the engine that sampled it, such as ``inference-0#2``; empty where it has none.
     """
 
     prompt_tokens: np.ndarray
@@ -167,3 +168,4 @@ class Completion:
     lineage: int
     text: str
     finish_reason: FinishReason
+    engine: str = ""

@@ -121,6 +121,8 @@ class RolloutMetadata:
         weight_step: The oldest weight step that sampled any of its tokens.
         lineage: Lineage of those weights.
         schema_version: Version of the record's stored form.
+        engines: Names of the inference engines that answered in its group, each with its incarnation, in the order of
+            their first answers; empty where nobody said so.
     """
 
     worker_id: str
@@ -128,6 +130,7 @@ class RolloutMetadata:
     weight_step: int
     lineage: int = 0
     schema_version: int = SCHEMA_VERSION
+    engines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

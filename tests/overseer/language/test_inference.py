@@ -20,7 +20,14 @@ from penstock.overseer.language.inference import InferenceRole
 from penstock.overseer.language.rollout import make_pool, servers_of
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.rundir import RunDirectory
-from penstock.types import CompiledProgram, Decoding, NoProgressError, UnreachableError, WeightVersion
+from penstock.types import (
+    CompiledProgram,
+    Decoding,
+    MismatchError,
+    NoProgressError,
+    UnreachableError,
+    WeightVersion,
+)
 from penstock.weights import Broadcaster, open_broadcaster
 from tests.certificates import write_certificate
 from tests.inference.fake_servers import FakeServer, Reply, answer
@@ -44,9 +51,13 @@ class Around:
         self.view = Membership()
         self.others: tuple[Peer, ...] = ()
         self.told: list[tuple[Any, ...]] = []
+        self.digests: list[tuple[Any, ...]] = []
+        self.verdict: Callable[[], bool] = lambda: True
         self.events: list[dict[str, Any]] = []
+        self.kinds: list[str] = []
 
     def event(self, kind: str, step: int = 0, **fields: Any) -> None:
+        self.kinds.append(kind)
         self.events.append(fields)
 
     def follow(self, role: InferenceRole, broadcaster: Broadcaster) -> None:
@@ -60,6 +71,9 @@ class Around:
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         if self.view.peer("replay-0") is None:
             raise UnreachableError(f"{method}: nobody is there")
+        if method == "tell_digests":
+            self.digests.append(args)
+            return self.verdict()
         self.told.append((method, *args))
 
 
@@ -86,13 +100,19 @@ class Engine:
         return {"inference/running": self.running(), "inference/waiting": 0.0, "inference/tokens_total": 0.0}
 
     def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
-        self.next = float(named_arrays(decoder)["final_norm"][0])
+        self.next, self.version = float(named_arrays(decoder)["final_norm"][0]), version
 
     def wait_until_served(self, version: WeightVersion, timeout_s: float) -> None:
         self.swapping.set()
         if not self.may_swap.wait(LIMIT_S):
             raise NoProgressError("the test never let the engine swap")
         self.served.append(self.next)
+
+    def canary(self, version: WeightVersion, prompts: Any, max_tokens: int, timeout_s: float) -> list[str]:
+        return [f"an answer of version {version.step}"]
+
+    def digests(self, timeout_s: float) -> tuple[WeightVersion, dict[str, str]]:
+        return self.version, {"final_norm": f"{self.served[-1]:g}"}
 
 
 class Api(FakeServer):
@@ -140,13 +160,13 @@ def role(tmp_path):
 def broadcast(tmp_path):
     opened = []
 
-    def broadcast(role, value, frozen=()):
+    def broadcast(role, value, frozen=(), step=0):
         broadcaster = open_broadcaster(role.config.weights, "job", TOKEN, str(tmp_path))
         opened.append(broadcaster)
         shapes = {name: shape for name, shape in named_leaves(role._shape).items() if name not in frozen}
         arrays = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
         arrays["final_norm"][:] = value
-        broadcaster.publish(VERSION, arrays)
+        broadcaster.publish(WeightVersion(0, step), arrays)
         role.ctx.follow(role, broadcaster)
         return broadcaster.endpoint()["incarnation"]
 
@@ -344,6 +364,64 @@ def test_the_ticket_issuer_and_the_clients_are_told_of_a_lease_and_of_its_end(ro
     role.release()
     wait_until(lambda: ctx.told[2:] == [(*holds, False)])
     assert not role.condition().address["held_back"]
+
+
+def test_the_digests_of_every_version_are_told_in_order_until_they_are_verified(role, broadcast):
+    engine, ctx = role._engine, role.ctx
+    engine.may_swap.set()
+    first = broadcast(role, 1.0)
+    role.start()
+    wait_until(lambda: told(role) == first)
+    assert ctx.digests == []  # nobody to tell
+    again = broadcast(role, 2.0, step=1)
+    wait_until(lambda: told(role) == again)
+    heard = threading.Event()
+    ctx.verdict = heard.is_set
+    ctx.others = (Peer(Identity("replay", 0, 0), {}),)
+    ctx.view = Membership(9, 0, (*ctx.view.peers, *ctx.others))
+    wait_until(lambda: len(ctx.digests) >= 4)
+    zero, one = ("inference-0#0", 0, 0, {"final_norm": "1"}), ("inference-0#0", 0, 1, {"final_norm": "2"})
+    assert ctx.digests[:4] == [zero, one, zero, one]
+    heard.set()
+    wait_until(lambda: role._verified_by == ctx.others[0].identity)
+    count = len(ctx.digests)
+    last = broadcast(role, 3.0, step=2)
+    wait_until(lambda: len(ctx.digests) > count and role._verified_by is not None and told(role) == last)
+    assert ctx.digests[count:] == [one, ("inference-0#0", 0, 2, {"final_norm": "3"})]
+    assert role.condition().address["digests"]
+
+
+def test_a_server_whose_arrays_are_others_fails_before_it_counts_as_serving_them(role, broadcast):
+    engine, ctx = role._engine, role.ctx
+    engine.may_swap.set()
+
+    def refuse() -> bool:
+        raise MismatchError("inference-0#0 serves version 0 with other weights than the learner made")
+
+    ctx.verdict, ctx.others = refuse, (Peer(Identity("replay", 0, 0), {}),)
+    broadcast(role, 1.0)
+    role.start()
+    wait_until(lambda: role.condition().state == "failed")
+    assert role.condition().error == "inference-0#0 serves version 0 with other weights than the learner made"
+    assert ctx.told == [] and role.condition().address == {}
+    assert ctx.kinds[-1] == "weights_differ" and ctx.events[-1] == {"reason": role.condition().error}
+
+
+def test_a_canary_is_no_evidence_before_the_weights_behind_it_are_verified(role, broadcast):
+    engine, ctx = role._engine, role.ctx
+    engine.may_swap.set()
+    heard = threading.Event()
+    ctx.verdict, ctx.others = heard.is_set, (Peer(Identity("replay", 0, 0), {}),)
+    broadcast(role, 1.0)
+    role.start()
+    wait_until(lambda: ctx.digests)
+    assert role.canary((0, 0), [], 8, 0.1) == []
+    heard.set()
+    assert role.canary((0, 0), [], 8, LIMIT_S) == ["an answer of version 0"]
+    heard.clear()
+    broadcast(role, 2.0, step=1)
+    wait_until(lambda: len(engine.served) == 2)
+    assert role.canary((0, 1), [], 8, 0.1) == []
 
 
 def test_the_engine_has_the_limit_of_a_start_for_each_program_and_each_is_told(tmp_path):

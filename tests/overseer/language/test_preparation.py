@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.overseer.language.preparation import ParityCheck, Preparation
+from penstock.overseer.supervisor.messages import Identity, Peer
 from penstock.types import (
     Completion,
     Decoding,
@@ -61,11 +62,15 @@ class Cluster:
 
     def __init__(self, *engines: str) -> None:
         self.engines, self.off, self.dead, self.asked = engines, dict.fromkeys(engines, 0.0), set(), []
-        self.arrived: list[RLExample] = []
+        self.arrived: list[Any] = []
+        self.marked: list[tuple[Any, ...]] = []
+        self.silent: set[str] = set()
 
     @property
     def view(self) -> Any:
-        peers = [SimpleNamespace(identity=SimpleNamespace(name=name), address={}) for name in self.engines]
+        peers = [
+            Peer(Identity("inference", int(name[-1]), 0), {"digests": name not in self.silent}) for name in self.engines
+        ]
         return SimpleNamespace(of=lambda role: peers if role == "inference" else [])
 
     def caller(self, name: str) -> Any:
@@ -73,7 +78,11 @@ class Cluster:
 
     def answer(self, name: str, method: str, *args: Any) -> Any:
         if method == "arrived_under":
-            return [example for example in self.arrived if example.weight_steps[-1] == args[0]]
+            of_version = [each for each in self.arrived if each[0].weight_steps[-1] == args[0]]
+            return [each for each in of_version][: args[1] * max(1, len(self.engines))]
+        if method == "mark_engine":
+            self.marked.append(args)
+            return None
         assert method == "canary"
         version, prompts, most, _ = args
         self.asked.append((name, version, [len(prompt) for prompt in prompts]))
@@ -124,9 +133,39 @@ def test_of_a_version_that_gave_none_each_engine_is_asked_and_scored_by_the_arra
 
 def test_what_arrived_under_the_version_spares_the_only_engine_a_canary():
     cluster, learner = Cluster("inference-0"), Learner()
-    learner.step, cluster.arrived = 3, [example(3), example(2)]
+    learner.step, cluster.arrived = 3, [(example(3), ("inference-0#0",)), (example(2), ())]
     metrics = update(check_of(cluster), learner, example(2))
     assert cluster.asked == [] and metrics["train/parity_checked"] == 8
+
+
+def test_of_several_engines_each_that_arrivals_name_is_judged_by_them_and_the_others_are_asked():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    learner.step = 3
+    one, other = ("inference-1#0",), ("inference-0#7",)
+    cluster.arrived = [(example(3), one), (example(3, response=9), one), (example(3), other), (example(3), one + other)]
+    metrics = update(check_of(cluster), learner, example(3), example(3))
+    assert [name for name, *_ in cluster.asked] == ["inference-0"]  # another incarnation of it answered
+    assert metrics["train/parity_checked"] == 4 * 2 + (8 + 9) + 2 * 8
+    kinds = {"inference-0", "inference-1", "rollouts"}
+    assert {f"train/parity_kl/{kind}" for kind in kinds} <= metrics.keys()
+    assert metrics["train/parity_unchecked"] == 0 and cluster.marked == []
+    cluster.arrived = [(example(4, off=1.0), one)]
+    with pytest.raises(MismatchError, match="version 4: inference-1 and the learner"):
+        update(check_of(cluster), learner, example(4))
+
+
+def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():
+    cluster, learner = Cluster("inference-0", "inference-1"), Learner()
+    cluster.silent, learner.step = {"inference-1"}, 5
+    update(check_of(cluster), learner, example(4))
+    assert cluster.marked == [("inference-1#0", 2, 5, "")]
+    cluster.dead = {"inference-1"}
+    update(check_of(cluster, wait_s=1.0), learner, example(4))
+    assert len(cluster.marked) == 1  # no evidence is no verdict
+    cluster.dead, cluster.off["inference-1"] = set(), 0.7
+    with pytest.raises(MismatchError):
+        update(check_of(cluster), learner, example(5))
+    assert cluster.marked[1][:3] == ("inference-1#0", 2, 7) and "inference-1 and the learner" in cluster.marked[1][3]
 
 
 def test_an_engine_that_does_not_answer_is_counted_and_ends_nothing():

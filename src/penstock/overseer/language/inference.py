@@ -2,6 +2,9 @@
 
 Generation goes on while weights are fetched and prepared; the swap, between two dispatches, changes a reference. A
 holder of the lease (an evaluation) keeps the server at its version for a limited time.
+
+After each swap the server reads the digests of what it computes with, and tells replay, which knows what the learner
+made. Where the two differ it fails: it leaves routing with that, and another takes its place.
 """
 
 import threading
@@ -21,11 +24,22 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.language.rollout import reachable
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Membership
-from penstock.types import Completion, NoProgressError, PenstockError, UnreachableError, WeightsError, WeightVersion
+from penstock.types import (
+    Completion,
+    MismatchError,
+    NoProgressError,
+    PenstockError,
+    UnreachableError,
+    WeightsError,
+    WeightVersion,
+)
 from penstock.weights import WeightClient, merged_arrays, open_client
 
 CALL_S = 10.0
 """Longest wait for the replay service's answer to a word about the version."""
+MOST_UNVERIFIED = 64
+"""Versions whose digests wait for a replay service that does not answer; the oldest are given up, and with them what
+was sampled."""
 
 
 class InferenceRole(ThreadedComponent):
@@ -38,7 +52,7 @@ class InferenceRole(ThreadedComponent):
         decoder = load_policy(config.model, config.seed, tokenizer)
         self._shape = shapes_of(decoder)
         self._own = named_arrays(decoder)  # after the first swap those alone that do not travel
-        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference)
+        self._engine = InferenceEngine(decoder, WeightVersion(-1, 0), tokenizer, config.inference, str(ctx.identity))
         served = config.inference
         app = create_app(
             self._engine, tokenizer, MODEL_NAME, AccessRules(settings.token, max_waiting=served.max_waiting)
@@ -54,6 +68,9 @@ class InferenceRole(ThreadedComponent):
         self._leased_to = -1  # incarnation of the evaluator
         self._held_back = False  # by a lease, until it has looked for newer weights after that
         self._told: tuple[WeightVersion, bool, Identity] | None = None
+        self._digests: dict[WeightVersion, dict[str, str]] = {}  # what was served and is not verified; the last stays
+        self._verified_by: Identity | None = None
+        self._verified = threading.Event()  # what it serves is what the learner made
         self._swap_s = 0.0
         self._failing_since: float | None = None
 
@@ -130,10 +147,16 @@ class InferenceRole(ThreadedComponent):
         with self._swap:
             if self._leased:
                 return  # the lease began during the fetch
+            self._verified.clear()
             started = time.perf_counter()
             merged = merged_arrays(self._own, arrays)
             self._engine.set_weights(version, with_named_arrays(self._shape, merged))
-            self._engine.wait_until_served(version, self.config.weights.fetch_timeout_s)
+            limit_s = self.config.weights.fetch_timeout_s
+            self._engine.wait_until_served(version, limit_s)
+            served, digests = self._engine.digests(limit_s)
+            self._digests.pop(served, None)  # told anew, behind the others
+            self._digests[served] = digests
+            self._verified_by = None
             shapes = named_leaves(self._shape)
             self._own = {name: shapes[name] if name in arrays else own for name, own in self._own.items()}
             self._swap_s = time.perf_counter() - started
@@ -145,19 +168,46 @@ class InferenceRole(ThreadedComponent):
             self._held_back &= self._leased  # a lease may have begun meanwhile
 
     def _tell_replay(self) -> None:
-        """The ticket issuer paces by the oldest version that any server holds and is free to leave."""
+        """The ticket issuer paces by the oldest version that any server holds and is free to leave.
+
+        Raises:
+            MismatchError: this server serves other arrays than the learner made.
+        """
         replay, held_back = self.ctx.view.peer("replay-0"), self._held_back
-        if replay is None or self._held is None or self._told == (self._held, held_back, replay.identity):
+        if replay is None or self._held is None or self._held.lineage != self.ctx.view.lineage:
             return
-        if self._held.lineage != self.ctx.view.lineage:
-            return
-        me, held = self.ctx.identity, self._held
         try:
+            self._tell_digests(replay.identity)
+            if self._told == (self._held, held_back, replay.identity):
+                return
+            me, held = self.ctx.identity, self._held
             told = me.name, me.incarnation, held.lineage, held.step, held_back
             self._replay.call("server_holds", *told, timeout_s=CALL_S)
         except UnreachableError:
             return  # told again soon, to this incarnation or the next
         self._told = (held, held_back, replay.identity)
+
+    def _tell_digests(self, replay: Identity) -> None:
+        """Every version that was served, in order, until it is known to be what the learner made."""
+        if self._verified_by == replay:
+            return
+        assert self._held is not None  # or there is nothing to tell
+        self._digests = {v: told for v, told in self._digests.items() if v.lineage == self._held.lineage}
+        try:
+            for version, digests in list(self._digests.items()):
+                told = str(self.ctx.identity), version.lineage, version.step, digests
+                if not self._replay.call("tell_digests", *told, timeout_s=CALL_S):
+                    continue
+                if version == self._held:
+                    self._verified_by = replay
+                    self._verified.set()
+                else:
+                    del self._digests[version]
+        except MismatchError as mismatch:
+            self.ctx.event("weights_differ", reason=str(mismatch))
+            raise
+        for version in list(self._digests)[:-MOST_UNVERIFIED]:
+            del self._digests[version]
 
     # --- what others call ----------------------------------------------------------------------------------------
 
@@ -188,10 +238,16 @@ class InferenceRole(ThreadedComponent):
     def canary(
         self, version: tuple[int, int], prompts: Sequence[np.ndarray], max_tokens: int, timeout_s: float
     ) -> list[Completion]:
-        """`InferenceEngine.canary`, for the learner; none while an evaluation holds the server at its version."""
+        """`InferenceEngine.canary`, for the learner.
+
+        None while an evaluation holds the server at its version, nor of weights that are not known to be what the
+        learner made: that is another fault, which has its own remedy.
+        """
+        limit = time.monotonic() + timeout_s
         if self._leased:
             return []
-        return self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        answers = self._engine.canary(WeightVersion(*version), prompts, max_tokens, timeout_s)
+        return answers if self._verified.wait(max(0.0, limit - time.monotonic())) else []
 
     def release(self) -> None:
         """Ends the lease."""
@@ -215,6 +271,7 @@ class InferenceRole(ThreadedComponent):
         if held is not None and self.state in ("running", "drained") and not self.stopping.is_set():
             address = {"url": reachable(self._server.url), "lineage": held.lineage, "step": held.step}
             address |= {"weights": self._held_from, "held_back": self._held_back, "draining": self.draining}
+            address["digests"] = True
         client = {} if self._client is None else self._client.metrics()
         lived_s, busy_s = busy_s + idle_s, self._engine.busy_s
         progress = stats["inference/tokens_total"] if stats["inference/running"] else None

@@ -11,6 +11,7 @@ from typing import Any, Self, final
 from penstock.environments import Environment, load_environment
 from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
+from penstock.model.arrays import digests_of
 from penstock.model.language import load_policy, named_arrays
 from penstock.model.language.config import ModelConfig
 from penstock.model.programs import Programs
@@ -270,6 +271,7 @@ class LanguageKind:
             preparation.close,
             preparation.before_update,
             preparation.after_update,
+            digests_of,
         )
 
     # --- phases --------------------------------------------------------------------------------------------------

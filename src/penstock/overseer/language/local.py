@@ -43,6 +43,10 @@ from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, We
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
+ENGINE_NAME = "inference-0#0"
+"""As its only incarnation would be named in a process of its own."""
+SWAP_S = 60.0
+"""Longest wait for the dispatch that runs, after which the engine takes new weights."""
 
 
 def local_components(
@@ -60,7 +64,11 @@ def local_components(
     """
     config = settings.config
     engine = InferenceEngine(
-        start.policy, WeightVersion(settings.lineage, step_of(settings.checkpoint)), start.codec, config.inference
+        start.policy,
+        WeightVersion(settings.lineage, step_of(settings.checkpoint)),
+        start.codec,
+        config.inference,
+        ENGINE_NAME,
     )
 
     def tell(event: CurriculumEvent) -> None:
@@ -72,7 +80,7 @@ def local_components(
         config.seed,
         settings.lineage,
         environments,
-        partial(_set_weights, engine, shapes_of(start.policy)),
+        partial(_set_weights, engine, shapes_of(start.policy), lambda *told: replay.tell_digests(ENGINE_NAME, *told)),
         partial(engine.stop, config.overseer.stop_timeout_s),
         tell,
     )
@@ -99,8 +107,17 @@ def local_components(
     }
 
 
-def _set_weights(engine: InferenceEngine, shape: Decoder, version: WeightVersion, arrays: Mapping[str, Any]) -> None:
+def _set_weights(
+    engine: InferenceEngine,
+    shape: Decoder,
+    tell_digests: Callable[[int, int, Mapping[str, str]], bool],
+    version: WeightVersion,
+    arrays: Mapping[str, Any],
+) -> None:
+    """Returns when they are served, and known to be what the learner made."""
     engine.set_weights(version, with_named_arrays(shape, arrays))
+    served, digests = engine.digests(SWAP_S)
+    tell_digests(served.lineage, served.step, digests)
 
 
 @final
@@ -163,6 +180,9 @@ class LocalReplay(ThreadedComponent):
         buffer = self.opened.buffer
         assert isinstance(buffer, PacedReplayBuffer) and self.opened.issuer is not None  # there are rules for tickets
         self.issuer = self.opened.issuer
+        digests = buffer.digests
+        self.expect_digests, self.tell_digests = digests.expect_digests, digests.tell_digests
+        self.mark_engine = digests.mark_engine
         self._receiver = RolloutReceiver(self.storage, buffer, buffer if storage.kind == "file" else None)
 
     def restore(self, start: RunStart, tell: Callable[[CurriculumEvent], None]) -> None:
@@ -181,8 +201,8 @@ class LocalReplay(ThreadedComponent):
     def start(self) -> None:
         self.state, self.doing = "running", "waiting for the learner to train"
 
-    def arrived_under(self, step: int, most: int) -> list[RLExample]:
-        """`TrainingPool.arrived_under`, as examples."""
+    def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
+        """`arrived_examples`."""
         return arrived_examples(self.opened.buffer, step, most)
 
     def admit(self) -> None:
@@ -373,9 +393,10 @@ class LocalInference(ThreadedComponent):
         super().stop(timeout_s)
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        stats, address, held = self._engine.stats(), dict[str, Any](), self._held
+        stats, held = self._engine.stats(), self._held
+        address: dict[str, Any] = {"digests": True}
         if held is not None and not self._rollout.trains:
-            address = {"lineage": held[0].lineage, "step": held[0].step, "weights": held[1]}
+            address |= {"lineage": held[0].lineage, "step": held[0].step, "weights": held[1]}
         return ComponentStatus(
             self.state,
             self.doing,

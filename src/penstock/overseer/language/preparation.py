@@ -12,6 +12,7 @@ packed forward pass; then every update is checked (`ParityCheck`). How far apart
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
@@ -32,6 +33,7 @@ from penstock.rollout import RolloutManager
 from penstock.types import (
     Completion,
     EnvironmentFailure,
+    MismatchError,
     RLExample,
     Stopped,
     TrainingBatch,
@@ -50,23 +52,42 @@ CALL_S = 10.0
 
 
 class _Check(NamedTuple):
-    """One that is under way."""
+    """One that is under way.
+
+    Attributes:
+        step: The version.
+        decoder: Its arrays.
+        evidence: By engine's name, sequences that it sampled; `UNATTRIBUTED` where nobody knows which one did.
+        engines: The engines that serve, by name, with their incarnations as rollouts have them.
+        silent: Names of those that tell no digests: what is found stands in for them.
+        canaries: Answers that are waited for.
+        started: On the performance counter.
+    """
 
     step: int
     decoder: Decoder
-    examples: list[RLExample]
-    engines: tuple[str, ...]
+    evidence: Mapping[str, Sequence[RLExample]]
+    engines: Mapping[str, str]
+    silent: tuple[str, ...]
     canaries: Mapping[str, Future[list[Completion]]]
     started: float
+
+    def lacking(self) -> list[str]:
+        """Engines of which there is too little evidence."""
+        return [name for name in self.engines if _sampled(self.evidence.get(name, ())) < LEAST_TOKENS]
+
+
+UNATTRIBUTED = "rollouts"
+"""Stands for the engine where several answered, or none is named."""
 
 
 @final
 class ParityCheck:
     """Compares engines and learner at every update, while the learner still holds the version that is judged.
 
-    Evidence is what the version sampled itself: sequences of the batch, else of what arrived lately. Where there is
-    none of an engine, or several could have sampled it, each answers a few prompts of the batch anew while the update
-    is computed: canaries, and one context near the longest length.
+    Evidence is what the version sampled itself: sequences of the batch, else of what arrived lately, which says who
+    answered. An engine of which there is none answers a few prompts of the batch anew while the update is computed:
+    canaries, and one context near the longest length.
 
     Args:
         ctx: The component's, which knows the engines.
@@ -95,17 +116,19 @@ class ParityCheck:
         if batch.step % self._config.every or not batch.examples:
             return
         started = time.perf_counter()
-        own = [example for example in batch.examples if sampled_first_by(example, batch.step)]
-        examples = own[: self._config.sequences] or self._arrived(batch.step)
         serving = [peer for peer in self._ctx.view.of("inference") if not peer.address.get("draining")]
-        engines = tuple(peer.identity.name for peer in serving)
-        sampled = sum(int(example.loss_mask.sum()) for example in examples)
-        check = _Check(batch.step, learner.decoder, examples, engines, {}, started)
-        if len(engines) == 1 and sampled >= LEAST_TOKENS:
+        engines = {peer.identity.name: str(peer.identity) for peer in serving}
+        silent = tuple(peer.identity.name for peer in serving if not peer.address.get("digests"))
+        own = [example for example in batch.examples if sampled_first_by(example, batch.step)]
+        evidence = {name: own[: self._config.sequences] for name in engines} if own and len(engines) == 1 else {}
+        check = _Check(batch.step, learner.decoder, evidence, engines, silent, {}, started)
+        if check.lacking() or not engines:
+            check = check._replace(evidence={**check.evidence, **self._arrived(check)})
+        if engines and not check.lacking():
             self._metrics = self._judge(learner, check)
             return
         prompts = self._prompts(batch.examples)
-        canaries = {name: self._calls.submit(self._canary, name, batch.step, prompts) for name in engines}
+        canaries = {name: self._calls.submit(self._canary, name, batch.step, prompts) for name in check.lacking()}
         seconds = time.perf_counter() - started
         self._check = check._replace(canaries=canaries, started=-seconds)
 
@@ -119,8 +142,8 @@ class ParityCheck:
         if check is None:
             return self._metrics
         started = time.perf_counter() + check.started
-        examples = check.examples or self._arrived(check.step)
-        return self._judge(learner, check._replace(examples=examples, started=started))
+        evidence = {**check.evidence, **self._arrived(check)} if check.lacking() else check.evidence
+        return self._judge(learner, check._replace(evidence=evidence, started=started))
 
     def close(self) -> None:
         """Asks nobody any more."""
@@ -130,15 +153,25 @@ class ParityCheck:
         limit = time.monotonic() + self._config.wait_s
         found: dict[str, np.ndarray] = {}
         for name in check.engines:
-            found[name] = self._answered(learner, check, name, limit)
-        arrived = self._compare(learner, check, check.examples)
-        if len(check.engines) == 1:
-            (name,) = check.engines
-            found[name] = np.concatenate((found[name], arrived))
-        elif len(arrived):
-            found["rollouts"] = arrived
-        metrics = self.monitor.judge(check.step, found)
+            sampled = self._compare(learner, check, check.evidence.get(name, ()))
+            found[name] = np.concatenate((self._answered(learner, check, name, limit), sampled))
+        if check.evidence.get(UNATTRIBUTED):
+            found[UNATTRIBUTED] = self._compare(learner, check, check.evidence[UNATTRIBUTED])
+        try:
+            metrics = self.monitor.judge(check.step, found)
+        except MismatchError as mismatch:
+            self._mark(check, found, str(mismatch))
+            raise
+        self._mark(check, found, "")
         return metrics | {"time/parity": time.perf_counter() - check.started}
+
+    def _mark(self, check: _Check, found: Mapping[str, np.ndarray], fault: str) -> None:
+        """The verdict about engines that tell no digests."""
+        for name in check.silent:
+            if len(found[name]) >= LEAST_TOKENS:
+                told = check.engines[name], self._lineage, check.step, fault
+                with suppress(UnreachableError):  # what they sampled stays unverified
+                    self._replay.call("mark_engine", *told, timeout_s=CALL_S)
 
     def _answered(self, learner: Learner, check: _Check, name: str, limit: float) -> np.ndarray:
         if name not in check.canaries:
@@ -152,12 +185,22 @@ class ParityCheck:
     def _compare(self, learner: Learner, check: _Check, examples: Sequence[RLExample]) -> np.ndarray:
         return differences_of(examples, learner.score(examples, check.decoder), check.step)
 
-    def _arrived(self, step: int) -> list[RLExample]:
+    def _arrived(self, check: _Check) -> dict[str, list[RLExample]]:
+        """What the version sampled lately, by engine; nothing where replay does not answer."""
+        found: dict[str, list[RLExample]] = {}
+        names = {identity: name for name, identity in check.engines.items()}
+        (only,) = check.engines if len(check.engines) == 1 else (UNATTRIBUTED,)
+        asked = check.step, self._config.sequences
         try:
-            arrived = self._replay.call("arrived_under", step, self._config.sequences, timeout_s=self._config.wait_s)
+            arrived = self._replay.call("arrived_under", *asked, timeout_s=self._config.wait_s)
         except UnreachableError:
-            return []
-        return [example for example in arrived if len(example.tokens) <= self._row_length]
+            return found
+        for example, engines in arrived:
+            name = names.get(engines[0], only) if len(engines) == 1 else only
+            mine = found.setdefault(name, [])
+            if len(example.tokens) <= self._row_length and len(mine) < self._config.sequences:
+                mine.append(example)
+        return found
 
     def _canary(self, name: str, step: int, prompts: Sequence[np.ndarray]) -> list[Completion]:
         limits = self._config.canary_tokens, self._config.wait_s
@@ -173,6 +216,11 @@ class ParityCheck:
         room = self._row_length - self._config.canary_tokens
         starts = [example.tokens[: int(example.loss_mask.argmax())][-room:] for example in chosen]
         return [np.ascontiguousarray(tokens, np.int32) for tokens in [*starts, context]]
+
+
+def _sampled(examples: Sequence[RLExample]) -> int:
+    """Tokens."""
+    return sum(int(example.loss_mask.sum()) for example in examples)
 
 
 def sampled_first_by(example: RLExample, step: int) -> bool:

@@ -81,6 +81,10 @@ def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
     return in_hand > 0 or any(metrics[name] > 0 for name in waiting)
 
 
+DIGESTS_SERVED = ("expect_digests", "mark_engine", "tell_digests")
+"""Methods of the buffer's digests that others call as they are."""
+
+
 class _CountedSink:
     """The buffer, as the receiver sees it."""
 
@@ -88,10 +92,27 @@ class _CountedSink:
         self.add_batches = receiving.of(buffer.add_batches)
 
 
-def arrived_examples(buffer: ReplayBuffer | PacedReplayBuffer, step: int, most: int) -> list[RLExample]:
-    """The newest rollouts of which version `step` sampled the first token, as examples to be scored."""
-    arrived = cast(list[AnyRollout], buffer.pool.arrived_under(step, most))
-    return [example_from_rollout(rollout, 0.0, sys.maxsize, True) for rollout in arrived if rollout.sampled_tokens]
+def arrived_examples(
+    buffer: ReplayBuffer | PacedReplayBuffer, step: int, most: int
+) -> list[tuple[RLExample, tuple[str, ...]]]:
+    """The newest rollouts of which version `step` sampled the first token, as examples to be scored.
+
+    Args:
+        buffer: Where they arrived, of the run in this process.
+        step: Number of the version that the learner holds.
+        most: So many of each engine.
+
+    Returns:
+        Each with the engines that answered it.
+    """
+    taken: Counter[tuple[str, ...]] = Counter()
+    found: list[tuple[RLExample, tuple[str, ...]]] = []
+    for rollout in cast(list[AnyRollout], buffer.pool.arrived_under(step)):
+        engines = () if rollout.metadata is None else rollout.metadata.engines
+        if rollout.sampled_tokens and taken[engines] < most:
+            taken[engines] += 1
+            found.append((example_from_rollout(rollout, 0.0, sys.maxsize, True), engines))
+    return found
 
 
 class ReplayRole(ThreadedComponent):
@@ -148,6 +169,10 @@ class ReplayRole(ThreadedComponent):
             setattr(self, method, self._handling.of(getattr(self._service, method)))
         for method in TICKETS_SERVED:
             setattr(self, method, self._handling.of(getattr(self._tickets, method)))
+        assert isinstance(buffer, PacedReplayBuffer)
+        self._digests = buffer.digests
+        for method in DIGESTS_SERVED:
+            setattr(self, method, self._handling.of(getattr(self._digests, method)))
         self.acquire, self.next_batch = self._tickets.acquire, self._service.next_batch  # waiting in them is no work
 
     @override
@@ -164,6 +189,7 @@ class ReplayRole(ThreadedComponent):
                 self._tickets.release(identity.name, identity.incarnation)
             else:
                 self._tickets.forget_server(identity.name, identity.incarnation)
+                self._digests.forget_engine(identity.name, identity.incarnation)
         self._alive = alive
         super().look(view)
 
@@ -184,8 +210,8 @@ class ReplayRole(ThreadedComponent):
         if values:
             self.ctx.metrics(step + 1, values)
 
-    def arrived_under(self, step: int, most: int) -> list[RLExample]:
-        """`TrainingPool.arrived_under`, as examples."""
+    def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
+        """`arrived_examples`."""
         return arrived_examples(self._replay.buffer, step, most)
 
     def drain(self) -> None:
