@@ -55,6 +55,20 @@ def test_noise_ends_nothing_and_a_fault_is_named_within_three_checks(dtype: str,
     assert dtype in message and "inference-0" in message and "usual causes" in message.lower()
 
 
+def test_a_rounding_now_and_then_hides_no_fault_and_one_check_alone_is_no_jump():
+    """A small bfloat16 model: most checks differ by nothing, one in ten by one rounding."""
+    monitor = ParityMonitor(ParityConfig(), "bfloat16")
+    monitor.calibrate(noise(1.1e-6))
+    for step in range(100):
+        monitor.judge(step, {"inference-0": noise(1e-6 if step % 10 == 0 else 3e-14, seed=step)})
+    monitor.judge(100, {"inference-0": noise(4e-3, seed=100)})  # once
+    for step in range(101, 110):
+        monitor.judge(step, {"inference-0": noise(3e-14, seed=step)})
+    monitor.judge(110, {"inference-0": noise(5e-4, seed=110)})
+    with pytest.raises(MismatchError, match=r"version 111: .* times what was usual in this run"):
+        monitor.judge(111, {"inference-0": noise(5e-4, seed=111)})
+
+
 def test_noise_that_grows_with_the_policy_is_followed_up_to_the_limit_of_the_dtype():
     monitor = ParityMonitor(ParityConfig(), "bfloat16")
     monitor.calibrate(noise(1e-6))
