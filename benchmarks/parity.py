@@ -9,7 +9,6 @@ rule. The policy is a drawn decoder whose embedding is larger, so that it is as 
 """
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -55,6 +54,7 @@ class Outcome:
         versions: From the first damaged one to the one whose check ended the run, both counted; None: not found.
         rule: Which one ended it.
         kl: Median KL of checks before the fault, and the largest since.
+        by_digests: `versions`, had the digests of what the engine serves been asked; None: they are right.
     """
 
     fault: str
@@ -62,6 +62,7 @@ class Outcome:
     versions: int | None
     rule: str
     kl: tuple[float, float]
+    by_digests: int | None = None
 
     def __str__(self) -> str:
         return "not found" if self.versions is None else f"{self.versions} {self.rule}"
@@ -136,12 +137,15 @@ def outcome(fault: str, staleness: int, error: str, rows: Sequence[dict[str, flo
     since = [row["train/parity_kl"] for row in rows[FIRST:] if "train/parity_kl" in row]
     found = re.search(r"version (\d+): \S+ and the learner disagree.*KL ([\d.e+-]+|inf|nan)", error)
     assert found is not None or not error, error
+    unlike = [step for step, names in sorted(parity_faults.UNLIKE.items()) if names]
+    by_digests = unlike[0] - FIRST + 1 if unlike else None
     if found is None:
-        return Outcome(fault, staleness, None, "", (float(np.median(before)), max(since, default=0.0)))
+        return Outcome(fault, staleness, None, "", (float(np.median(before)), max(since, default=0.0)), by_digests)
     rule = next(rule for words, rule in RULES.items() if words in error)
     versions = int(found[1]) - FIRST + 1
     assert versions > 0, f"a false alarm: {error}"
-    return Outcome(fault, staleness, versions, rule, (float(np.median(before)), max([*since, float(found[2])])))
+    kl = float(np.median(before)), max([*since, float(found[2])])
+    return Outcome(fault, staleness, versions, rule, kl, by_digests)
 
 
 def curve(options: argparse.Namespace, folder: Path, runtime: str) -> list[Outcome]:
@@ -161,18 +165,26 @@ def curve(options: argparse.Namespace, folder: Path, runtime: str) -> list[Outco
     return found
 
 
-def table(found: Sequence[Outcome], staleness: Sequence[int]) -> list[str]:
-    """By fault and staleness, as Markdown; exceptions are said below."""
+def table(found: Sequence[Outcome], staleness: Sequence[int], with_digests: bool = False) -> list[str]:
+    """By fault and staleness, as Markdown; exceptions are said below.
+
+    Args:
+        found: Of every fault at every staleness.
+        staleness: The columns.
+        with_digests: Whether there were any, in this process.
+    """
     lines = [
-        "| fault | " + " | ".join(f"staleness {each}" for each in staleness) + " | KL before → after |",
-        "| --- |" + " --- |" * (len(staleness) + 1),
+        "| fault | " + " | ".join(f"staleness {each}" for each in staleness) + " | KL before → after | digests |",
+        "| --- |" + " --- |" * (len(staleness) + 2),
     ]
     for fault in dict.fromkeys(each.fault for each in found):
         of_fault = {each.staleness: each for each in found if each.fault == fault}
         before = np.median([each.kl[0] for each in of_fault.values()])
         after = np.median([each.kl[1] for each in of_fault.values()])
         cells = " | ".join(str(of_fault[each]) for each in staleness)
-        lines.append(f"| {fault} | {cells} | {before:.1e} → {after:.1e} |")
+        proven = {each.by_digests for each in of_fault.values()}
+        digests = "/".join(sorted(str(each or "right") for each in proven)) if with_digests else "—"
+        lines.append(f"| {fault} | {cells} | {before:.1e} → {after:.1e} | {digests} |")
     late = [each for each in found if each.versions is None or each.versions > WITHIN]
     lines += ["", f"found within {WITHIN} versions: {len(found) - len(late)} of {len(found)}"]
     lines += [f"exception: {each.fault}, staleness {each.staleness}: {each}" for each in late]
@@ -191,49 +203,43 @@ def undisturbed(options: argparse.Namespace, folder: Path, updates: int) -> str:
     return (
         f"{len(rows):,} undisturbed updates at staleness {options.staleness[-1]} in {seconds:.0f} s: "
         f"{'no false alarm' if not error else 'FALSE ALARM: ' + error}; {len(kls):,} checked, {unchecked:.0f} without "
-        f"evidence; KL {low:.1e} to {high:.1e} (1% to 99%), median {middle:.1e}, largest {kls.max():.1e}"
+        f"evidence; KL {low:.1e} to {high:.1e} (1% to 99%), median {middle:.1e}, largest {kls.max():.1e}; "
+        f"entropy {rows[0]['train/entropy']:.2f} nats at first, {rows[-1]['train/entropy']:.2f} at last"
     )
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ray", action="store_true", help="under Ray, too; skipped with the reason where it is missing"
-    )
+    parser.add_argument("--ray", action="store_true", help="under Ray; skipped with the reason where it is missing")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--wait-s", type=float, default=20.0, help="learner.parity.wait_s")
-    parser.add_argument("--faults", nargs="+", default=list(parity_faults.NAMES), choices=parity_faults.NAMES)
+    parser.add_argument("--faults", nargs="*", default=list(parity_faults.NAMES), help="by name; all by default")
     parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
     parser.add_argument("--undisturbed", type=int, default=0, metavar="UPDATES", help="of a run without a fault")
-    parser.add_argument("--json", type=Path, help="write the outcomes there, too")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if unknown := set(options.faults) - set(parity_faults.NAMES):
+        parser.error(f"--faults names {', '.join(sorted(unknown))}; known are {', '.join(parity_faults.NAMES)}")
+    return options
 
 
 def main() -> int:
     options = parse()
-    found: dict[str, list[Outcome]] = {}
+    runtime = "ray" if options.ray else "local"
+    if options.ray and (missing := _without_ray()):
+        print(f"skipped: {missing}")
+        return 0
     with tempfile.TemporaryDirectory(prefix="penstock-parity-") as name:
         folder = Path(name)
         write_policy(folder / "policy", options)
-        for runtime in ("local", *(["ray"] if options.ray else [])):
-            if runtime == "ray" and (missing := _without_ray()):
-                print(f"under Ray: skipped: {missing}")
-                continue
-            found[runtime] = curve(options, folder, runtime)
-        for runtime, outcomes in found.items():
-            print(
-                f"\n{runtime}, {options.dtype}, learning rate {options.learning_rate:g}: versions until found, and the rule"
-            )
-            print("\n".join(table(outcomes, options.staleness)))
+        if options.faults:
+            print(f"{runtime}, {options.dtype}, learning rate {options.learning_rate:g}: versions until found, by what")
+            with_digests = parity_faults.WITH_DIGESTS and not options.ray
+            print("\n" + "\n".join(table(curve(options, folder, runtime), options.staleness, with_digests)))
         if options.undisturbed:
             print(undisturbed(options, folder, options.undisturbed), flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({name: [vars(each) for each in each_found] for name, each_found in found.items()})
-        )
     return 0
 
 

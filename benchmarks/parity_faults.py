@@ -3,6 +3,9 @@
 `FaultyEngine` is the inference engine with one of them. It reaches into the engine, which knows nothing of faults: what
 it does to weights happens between their arrival and the engine's own preparation, what it does to programs while they
 are traced. `make_inference` is the factory of an inference server under Ray that has one.
+
+Where Penstock has digests of what an engine serves, they are compared here with those of what it was given (`UNLIKE`),
+and the run is told the latter, so that the numeric guard is measured alone.
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ import numpy as np
 
 from penstock.inference import GenerationRequest, InferenceEngine, model_runner
 from penstock.inference.sequence import PendingRequest
+from penstock.model import arrays as digesting
 from penstock.model.language import Decoder, named_arrays, with_named_arrays
 from penstock.types import Completion, WeightVersion
 
@@ -101,7 +105,9 @@ NAMES = (
     "head at lower precision",
     "mask off by one",
 )
-SEEN_BY_DIGESTS = tuple(WEIGHTS)
+UNLIKE: dict[int, list[str]] = {}
+"""By version: names of the arrays that the last engine of this process served with another digest than it was given."""
+WITH_DIGESTS = hasattr(digesting, "digests_of")
 
 
 @functools.cache
@@ -143,11 +149,17 @@ class FaultyEngine(InferenceEngine):
     def __init__(self, fault: str, first: int, *told: Any, **more: Any) -> None:
         self._fault, self._first = fault, first
         self._given: Arrays | None = None
+        self._published: dict[int, Mapping[str, str]] = {}
+        UNLIKE.clear()
         super().__init__(*told, **more)
+        if WITH_DIGESTS:
+            self._published[self._served.step] = self._batch._runner._weights.digests()  # type: ignore[attr-defined]
 
     def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
         given, before = named_arrays(decoder), self._given
         self._given = given
+        if WITH_DIGESTS:
+            self._published[version.step] = digesting.digests_of(given)  # type: ignore[attr-defined]
         if self._fault in WEIGHTS and version.step >= self._first and before is not None:
             decoder = with_named_arrays(decoder, WEIGHTS[self._fault](given, before))
         super().set_weights(version, decoder)
@@ -166,6 +178,9 @@ class FaultyEngine(InferenceEngine):
         runner: Any = self._batch._runner
         before = runner._weights
         super()._take_weights()
+        if WITH_DIGESTS and runner._weights is not before:
+            published, served = self._published[self._served.step], runner._weights.digests()
+            UNLIKE[self._served.step] = [name for name, digest in published.items() if served[name] != digest]
         if self._served.step < self._first or runner._programs is not model_runner.ONE_DEVICE:
             return
         if self._fault in PROGRAMS:
@@ -173,6 +188,11 @@ class FaultyEngine(InferenceEngine):
         elif self._fault == STALE_PREFIX:
             good = model_runner.ONE_DEVICE
             runner._programs = good._replace(prefill=lambda _, tokens: good.prefill(before, tokens))
+
+    def digests(self, timeout_s: float) -> tuple[WeightVersion, Mapping[str, str]]:
+        """As if what it serves were what it was given."""
+        version, _ = super().digests(timeout_s)  # type: ignore[misc]
+        return version, self._published[version.step]
 
     def _pend(self, request: GenerationRequest) -> PendingRequest:
         if self._fault != WRONG_TOKEN or self.version.step < self._first:
