@@ -165,6 +165,19 @@ def curve(options: argparse.Namespace, folder: Path, runtime: str) -> list[Outco
     return found
 
 
+def start(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """By fault that may be there from the first version on: what finds it, the probe at the start or a later check."""
+    said: dict[str, str] = {}
+    for fault in (each for each in options.faults if each in parity_faults.FROM_THE_START):
+        config = configuration(options, folder / "policy", 1, WATCHED, "local")
+        error, _ = run(config, folder / f"start-{parity_faults.NAMES.index(fault)}", fault, 0)
+        numbers = re.search(r"(?:(at start-up)|version (\d+)).*KL ([\d.e+-]+|inf)", error)
+        assert numbers is not None or not error, error
+        said[fault] = "not found" if numbers is None else numbers[1] or f"version {numbers[2]}"
+        print(f"  from the start: {fault:<24} {said[fault]}" + (f", KL {numbers[3]}" if numbers else ""), flush=True)
+    return said
+
+
 def table(found: Sequence[Outcome], staleness: Sequence[int], with_digests: bool = False) -> list[str]:
     """By fault and staleness, as Markdown; exceptions are said below.
 
@@ -238,6 +251,8 @@ def main() -> int:
             print(f"{runtime}, {options.dtype}, learning rate {options.learning_rate:g}: versions until found, by what")
             with_digests = parity_faults.WITH_DIGESTS and not options.ray
             print("\n" + "\n".join(table(curve(options, folder, runtime), options.staleness, with_digests)))
+        if options.faults and not options.ray:
+            start(options, folder)
         if options.undisturbed:
             print(undisturbed(options, folder, options.undisturbed), flush=True)
     return 0

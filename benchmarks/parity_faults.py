@@ -105,6 +105,8 @@ NAMES = (
     "head at lower precision",
     "mask off by one",
 )
+FROM_THE_START = tuple(name for name in NAMES if name not in ("one tensor left old", "one update missed", STALE_PREFIX))
+"""Those that need no version before the first."""
 UNLIKE: dict[int, list[str]] = {}
 """By version: names of the arrays that the last engine of this process served with another digest than it was given."""
 WITH_DIGESTS = hasattr(digesting, "digests_of")
@@ -152,8 +154,13 @@ class FaultyEngine(InferenceEngine):
         self._published: dict[int, Mapping[str, str]] = {}
         UNLIKE.clear()
         super().__init__(*told, **more)
+        decoder, version = told[0], told[1]
         if WITH_DIGESTS:
-            self._published[self._served.step] = self._batch._runner._weights.digests()  # type: ignore[attr-defined]
+            self._published[version.step] = digesting.digests_of(named_arrays(decoder))  # type: ignore[attr-defined]
+        if fault in FROM_THE_START and version.step >= first:
+            given = named_arrays(decoder)
+            damaged = with_named_arrays(decoder, WEIGHTS[fault](given, given)) if fault in WEIGHTS else decoder
+            self._batch._runner.load(self._batch.prepare(damaged))
 
     def set_weights(self, version: WeightVersion, decoder: Decoder) -> None:
         given, before = named_arrays(decoder), self._given
@@ -171,8 +178,9 @@ class FaultyEngine(InferenceEngine):
             runner._programs = _programs(self._fault)
             for _, run in runner._first_runs(self._batch._slots.rows):
                 run()
-            runner._programs = model_runner.ONE_DEVICE
             runner.resize(runner._windows[0])
+            if self._served.step < self._first:
+                runner._programs = model_runner.ONE_DEVICE
 
     def _take_weights(self) -> None:
         runner: Any = self._batch._runner

@@ -94,6 +94,21 @@ def test_a_start_beyond_the_limit_is_refused_and_the_limit_is_a_key():
     assert (KL_LIMITS["float32"], KL_LIMITS["bfloat16"]) == (1e-8, 5e-3)
 
 
+def test_at_the_start_eight_times_what_rounding_alone_does_is_the_limit():
+    """A fault that is there from the beginning would become what is usual."""
+    config, monitor = ParityConfig(), ParityMonitor(ParityConfig(), "bfloat16")
+    rounding = np.full(32, 0.01)  # KL 5e-5
+    assert monitor.limit_at_start(rounding) == pytest.approx(8 * 5.02e-5, rel=1e-2)
+    assert monitor.calibrate(noise(2e-4, 256), rounding).kl < 4e-4
+    with pytest.raises(MismatchError, match=r"at start-up: KL .* in bfloat16 .the limit is 0.000401; learner.parity"):
+        monitor.calibrate(noise(8e-4, 256), rounding)
+    assert monitor.calibrate(noise(8e-4, 256)).kl > 4e-4  # nothing is known of its rounding
+    assert monitor.limit_at_start(np.full(32, 0.5)) == monitor.limit == 5e-3  # that of the dtype is never exceeded
+    assert monitor.limit_at_start(np.zeros(32)) == 5e-6  # a policy that is sure of everything rounds nothing
+    own = ParityMonitor(config.model_copy(update={"kl_limit": 1e-3}), "bfloat16")
+    assert own.limit_at_start(rounding) == 1e-3
+
+
 def test_each_engine_is_judged_by_itself_and_one_without_evidence_is_counted():
     monitor = ParityMonitor(ParityConfig(), "float32")
     few = noise(1e-11, 7)

@@ -16,6 +16,10 @@ Three rules, in the order of how bad it is:
   counts as that: most checks of a small bfloat16 model differ in nothing, and one rounding in a few of them would make
   the deviation of their logarithms so large that no fault stands out.
 
+At the start nothing was usual yet, and a fault below the limit of the dtype would become it. But what rounding to
+that dtype alone does to this model is known: the learner scores the probe's tokens in float32, too. Engine and learner
+may be eight times as far apart, an engine being as rounded as a learner is.
+
 Measured noise: float32 about 1e-11, bfloat16 1e-5 to 1e-3 (docs/learner.md); limits 1e-8 and 5e-3.
 """
 
@@ -38,6 +42,7 @@ _MOST_SURPRISE = 4.0  # beyond the slack, of one check
 _LEAST_DEVIATION = 0.5  # of log KL
 _MEMORY = 1 / 32  # weight of a check in what is usual
 _LEAST_CHECKS = 4
+_ROUNDINGS = 8.0  # KL at the start over that of rounding alone; two independent ones would have 2
 _NEGLIGIBLE = 1e-3  # of the limit: a smaller KL is no fault that could matter
 _CAUSES = (
     "usual causes: other weights (a tensor that did not arrive), another temperature, RoPE base or attention mask, "
@@ -101,20 +106,31 @@ class ParityMonitor:
         """Of the winsorised KL."""
         return self._limit
 
-    def calibrate(self, differences: np.ndarray) -> Parity:
+    def limit_at_start(self, rounding: np.ndarray | None) -> float:
+        """Of the winsorised KL of the start-up probe.
+
+        Args:
+            rounding: `Learner.rounding` of the tokens that are probed, float [tokens]; None: not known.
+        """
+        if rounding is None or self._config.kl_limit is not None:
+            return self._limit
+        return min(self._limit, max(_ROUNDINGS * Parity.of(rounding).kl, _NEGLIGIBLE * self._limit))
+
+    def calibrate(self, differences: np.ndarray, rounding: np.ndarray | None = None) -> Parity:
         """Takes the start-up probe as what is usual for this model and engine.
 
         Args:
             differences: x, float [tokens].
+            rounding: As of `limit_at_start`.
 
         Raises:
             MismatchError: it exceeds the limit already.
         """
-        found = Parity.of(differences)
-        if not found.kl <= self._limit:
+        found, limit = Parity.of(differences), self.limit_at_start(rounding)
+        if not found.kl <= limit:
             raise MismatchError(
                 f"engine and learner disagree about log-probabilities at start-up: {found}, over {found.tokens} tokens "
-                f"in {self._dtype} (the limit is {self._limit:g}; learner.parity.kl_limit changes it); {_CAUSES}"
+                f"in {self._dtype} (the limit is {limit:.3g}; learner.parity.kl_limit changes it); {_CAUSES}"
             )
         self._usual = _Usual(self._log(found.kl))
         return found

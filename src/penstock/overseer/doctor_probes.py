@@ -140,7 +140,7 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
         room = min(length, config.learner.row_length) - tokens
         prompts = [tokenizer.render(text)[-room:] for text in TEXTS]
         examples = _examples(_answers(engine, prompts, tokens, 2))
-        parity = _parity(learner, examples)
+        parity, rounding = _parity(learner, examples), learner.rounding(examples)
         generation = _generation(engine, settings, prompts[1], tokens)
         update = Check("update", "warn", "not tried: it would take more memory than there is")
         if estimated <= free_bytes:
@@ -149,7 +149,7 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
     finally:
         engine.stop(ANSWER_LIMIT_S)
     memory = _memory(estimated, free_bytes, settings, config.learner)
-    return [loaded, *compiled, _judged(parity, config), generation, update, memory]
+    return [loaded, *compiled, _judged(parity, rounding, config), generation, update, memory]
 
 
 def _loaded(shape: ModelConfig, seconds: float) -> Check:
@@ -181,9 +181,14 @@ def _parity(learner: Learner, examples: Sequence[RLExample]) -> Parity:
     return Parity.of(differences_of(examples, learner.score(examples), learner.step))
 
 
-def _judged(parity: Parity, config: DoctorConfig) -> Check:
-    limit = ParityMonitor(config.learner.parity, config.model.dtype).limit
-    detail = f"{parity}; {parity.tokens} tokens in {config.model.dtype}, the limit of the KL is {limit:g}"
+def _judged(parity: Parity, rounding: np.ndarray | None, config: DoctorConfig) -> Check:
+    monitor = ParityMonitor(config.learner.parity, config.model.dtype)
+    limit = monitor.limit_at_start(rounding)
+    detail = f"{parity}; {parity.tokens} tokens in {config.model.dtype}, the limit of the KL is {limit:.3g}"
+    if rounding is not None:
+        detail += (
+            f" at the start and {monitor.limit:g} later; rounding alone makes a KL of {Parity.of(rounding).kl:.3g}"
+        )
     if not parity.kl <= limit:  # so that NaN fails too
         remedy = "a run would end at once: see docs/learner.md; learner.parity.kl_limit changes the limit"
         return Check("parity", "fail", f"engine and learner disagree: {detail}", remedy)
