@@ -136,6 +136,8 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
     try:
         engine.start()
         compiled = [_compilation("engine", engine.compiling(COMPILE_LIMIT_S))]
+        if estimated <= free_bytes:
+            compiled.append(_compilation("learner", compile_programs(learner.programs())))
         tokens = max(1, min(MOST_ANSWER_TOKENS, min(length, config.learner.row_length) // 2))
         room = min(length, config.learner.row_length) - tokens
         prompts = [tokenizer.render(text)[-room:] for text in TEXTS]
@@ -144,7 +146,6 @@ def examine_checkpoint(checkpoint: Path, config: DoctorConfig) -> list[Check]:
         generation = _generation(engine, settings, prompts[1], tokens)
         update = Check("update", "warn", "not tried: it would take more memory than there is")
         if estimated <= free_bytes:
-            compiled.append(_compilation("learner", compile_programs(learner.programs())))
             update = _update(engine, learner, examples)
     finally:
         engine.stop(ANSWER_LIMIT_S)
