@@ -5,7 +5,8 @@
 The shape is a Qwen2 of 6.3 million float32 parameters; a step is 64 completions of 64 tokens after prompts of 16,
 scored, stored, packed, trained on, and handed over. The split is of synchronous steps (staleness zero), in which the
 stages follow one another; the asynchronous line says what overlapping them gives on the same machine. Medians over
-the steps after the first three. The run checks its own correctness: engine and learner agree at every step.
+the steps after the first three. The run checks its own correctness: engine and learner agree at every step. With
+`--parity ROUNDS` it prints instead what that costs: runs that check every step and runs that never do, in turn.
 """
 
 import argparse
@@ -26,7 +27,13 @@ WARM_UP = 3
 MARKS = {"generation tokens/s": 4500.0, "update s": 1.5}
 
 
-def configuration(options: argparse.Namespace, staleness_budget: int) -> penstock.RunConfig:
+NEVER = 1_000_000
+"""Updates between two checks of parity, for a run without any."""
+MOST_PARITY = 0.03
+"""Of a step, where the evidence is in the batch."""
+
+
+def configuration(options: argparse.Namespace, staleness_budget: int, every: int = 1) -> penstock.RunConfig:
     environment = {
         "env_class": "benchmarks.fixed_length.FixedLengthEnvironment",
         "env_args": {"vocab_size": VOCAB, "prompt_tokens": PROMPT_TOKENS},
@@ -46,18 +53,20 @@ def configuration(options: argparse.Namespace, staleness_budget: int) -> penstoc
         },
         "inference": {"max_slots": options.groups * options.samples, "max_seq_len": length},
         "replay": {"groups_per_batch": options.groups, "staleness_budget": staleness_budget},
-        "learner": {"row_length": length, "micro_batch_rows": options.micro_batch_rows},
+        "learner": {
+            "row_length": length, "micro_batch_rows": options.micro_batch_rows, "parity": {"every": every},
+        },
         "overseer": {"checkpoint_every": 10_000},
     }  # fmt: skip
     return build_config(penstock.RunConfig, values)
 
 
-def run(options: argparse.Namespace, staleness_budget: int, folder: Path) -> list[dict[str, float]]:
+def run(options: argparse.Namespace, staleness_budget: int, folder: Path, every: int = 1) -> list[dict[str, float]]:
     """One row of seconds per step after the warm-up."""
     fixed_length.GENERATED.clear()
     fixed_length.SCORED.clear()
-    run_dir = folder / f"staleness-{staleness_budget}"
-    penstock.train(configuration(options, staleness_budget), run_dir, recipe="steps", quiet=True)
+    run_dir = folder / f"staleness-{staleness_budget}-{len(list(folder.iterdir()))}"
+    penstock.train(configuration(options, staleness_budget, every), run_dir, recipe="steps", quiet=True)
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["trained"] == (options.steps + WARM_UP) * options.groups * options.samples, ledger
     assert any(event["event"] == "parity" for event in read_events(run_dir / "events.jsonl"))
@@ -86,6 +95,28 @@ def split(rows: list[dict[str, float]], options: argparse.Namespace) -> dict[str
     return stages
 
 
+def cost_of_parity(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What checking every step costs, by staleness: the learner's own seconds, and the difference between steps."""
+    lines: list[str] = []
+    for staleness, evidence in ((0, "sequences of the batch"), (1, "canaries where none arrived in time")):
+        seconds: dict[int, list[float]] = {1: [], NEVER: []}
+        parity: list[float] = []
+        for _ in range(options.parity):
+            for every in seconds:
+                rows = run(options, staleness, folder, every)
+                seconds[every] += [row["seconds"] for row in rows]
+                parity += [row["time/parity"] for row in rows if every == 1]
+        checked, unchecked = (statistics.median(each) for each in seconds.values())
+        parity_s = statistics.median(parity)
+        share = parity_s / checked
+        verdict = f" (at most {MOST_PARITY:.0%}: {'reached' if share <= MOST_PARITY else 'MISSED'})"
+        lines.append(
+            f"staleness {staleness}, {evidence}: {parity_s * 1e3:.1f} ms of a step of {checked:.3f} s, "
+            f"{share:.1%}{verdict if staleness == 0 else ''}; steps without any check {unchecked:.3f} s"
+        )
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
@@ -93,7 +124,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--micro-batch-rows", type=int, default=16)
+    parser.add_argument("--parity", type=int, default=0, metavar="ROUNDS")
     options = parser.parse_args()
+    if options.parity:
+        with tempfile.TemporaryDirectory(prefix="penstock-steps-") as folder:
+            print("\n".join(cost_of_parity(options, Path(folder))))
+        return 0
     tokens = options.groups * options.samples * options.tokens
     with tempfile.TemporaryDirectory(prefix="penstock-steps-") as folder:
         stages = split(run(options, 0, Path(folder)), options)

@@ -28,6 +28,7 @@ from penstock.inference.http_server import serve
 from penstock.learner import Learner
 from penstock.learner.config import LearnerConfig
 from penstock.model.language import PolicyConfig, load_decoder, load_policy
+from penstock.model.language.config import LoadingConfig
 from penstock.rundir import read_events, read_metrics
 from penstock.text import Tokenizer
 from penstock.types import Decoding, WeightVersion
@@ -219,6 +220,7 @@ def test_the_command_evaluates_the_foreign_directory(tmp_path):
             f"curriculum.lessons.gsm8k.environment.env_args.path={ROOT}/examples/data/word_problems.jsonl",
             "curriculum.lessons.gsm8k.sampling_params.max_output_tokens=32", "inference.max_slots=4",
             "inference.max_seq_len=192", "inference.prefill_lengths=[128]", "overseer.no_progress_s=1200",
+            "model.dtype=bfloat16",
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
@@ -229,7 +231,7 @@ def test_the_command_evaluates_the_foreign_directory(tmp_path):
 
 def test_the_foreign_directory_is_served_in_bfloat16():
     engine = EngineConfig(max_slots=4, max_seq_len=128, prefill_lengths=(64,))
-    settings = ServeConfig(port=0, dtype="bfloat16", ready_timeout_s=1200.0, engine=engine)
+    settings = ServeConfig(port=0, model=LoadingConfig(dtype="bfloat16"), ready_timeout_s=1200.0, engine=engine)
     said, stop, ready = [], threading.Event(), threading.Event()
 
     def announce(line):

@@ -1,9 +1,14 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from penstock import cli
+from penstock.model.language import Decoder, InitConfig, save_decoder
+from penstock.overseer.config_loading import load_config
+from penstock.rundir import RunDirectory
+from penstock.text import Tokenizer
 from penstock.types import (
     CheckpointError,
     ConfigError,
@@ -103,3 +108,38 @@ def test_doctor_finds_this_installation_sound(penstock_process):
     for check in ("python", "packages", "devices", "memory", "disk", "matrix product", "parity"):
         assert f" {check} " in done.stdout
     assert "0 failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("eval foreign --recipe cats", "float32"),
+        ("eval foreign --recipe cats model.dtype=bfloat16", "bfloat16"),
+        ("eval mine/checkpoints/step-1", "bfloat16"),  # as the run's own config says
+        ("eval mine/checkpoints/step-1 model.dtype=float32", "float32"),
+        ("serve foreign", "float32"),
+        ("serve foreign model.dtype=bfloat16", "bfloat16"),
+        ("serve mine/checkpoints/step-1 model.dtype=bfloat16", "bfloat16"),
+        ("doctor mine/checkpoints/step-1 model.dtype=bfloat16", "bfloat16"),
+    ],
+)
+def test_every_command_takes_the_dtype_by_the_same_key(tmp_path, monkeypatch, capsys, words, dtype):
+    def engine(decoder, *_):
+        assert {str(array.dtype) for array in jax.tree.leaves(decoder)} == {decoder.config.dtype}
+        raise ConfigError(f"the engine would compute in {decoder.config.dtype}")  # enough: the command ends here
+
+    for module in ("inference.http_server", "overseer.language.evaluation", "overseer.doctor_probes"):
+        monkeypatch.setattr(f"penstock.{module}.InferenceEngine", engine)
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.load("penstock")
+    shape = InitConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1).model(tokenizer.vocab_size, "float32")
+    run = RunDirectory.create(tmp_path / "mine", load_config("cats", ["model.dtype=bfloat16"]).dump())
+    for folder in (tmp_path / "foreign", run.checkpoints / "step-1" / "model"):
+        save_decoder(Decoder.initialise(shape, jax.random.key(0)), folder, tokenizer)
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err == f"penstock: the engine would compute in {dtype}\n"
+
+
+def test_the_old_key_of_serve_is_answered_with_the_new_one(penstock):
+    done = penstock("serve", "nowhere", "dtype=bfloat16")
+    assert done.returncode == 2 and done.stderr == "penstock: unknown key dtype: did you mean model.dtype?\n"

@@ -195,6 +195,16 @@ def warm(config) -> LearnerConfig:
     return config.model_copy(update={"warm_start": WarmStartConfig(steps=30, learning_rate=0.02)})
 
 
+def test_rounding_is_what_the_dtype_alone_changes(decoder, config):
+    pairs = _pairs()
+    assert Learner(decoder, config, 1).rounding(pairs) is None
+    arrays = {name: array.astype("bfloat16") for name, array in Learner(decoder, config, 1).named_arrays().items()}
+    half = Decoder.from_arrays(decoder.config.model_copy(update={"dtype": "bfloat16"}), arrays)
+    rounding = Learner(half, config, 1).rounding(pairs)
+    assert rounding.shape == (sum(int(pair.loss_mask.sum()) for pair in pairs),) and rounding.dtype == np.float32
+    assert 1e-5 < np.abs(rounding).mean() < 0.05  # 8 bits of each factor, and not the rounding of the parameters
+
+
 def _pairs() -> list[RLExample]:
     rng = np.random.default_rng(3)
     return [

@@ -55,6 +55,20 @@ def test_noise_ends_nothing_and_a_fault_is_named_within_three_checks(dtype: str,
     assert dtype in message and "inference-0" in message and "usual causes" in message.lower()
 
 
+def test_a_rounding_now_and_then_hides_no_fault_and_one_check_alone_is_no_jump():
+    """A small bfloat16 model: most checks differ by nothing, one in ten by one rounding."""
+    monitor = ParityMonitor(ParityConfig(), "bfloat16")
+    monitor.calibrate(noise(1.1e-6))
+    for step in range(100):
+        monitor.judge(step, {"inference-0": noise(1e-6 if step % 10 == 0 else 3e-14, seed=step)})
+    monitor.judge(100, {"inference-0": noise(4e-3, seed=100)})  # once
+    for step in range(101, 110):
+        monitor.judge(step, {"inference-0": noise(3e-14, seed=step)})
+    monitor.judge(110, {"inference-0": noise(5e-4, seed=110)})
+    with pytest.raises(MismatchError, match=r"version 111: .* times what was usual in this run"):
+        monitor.judge(111, {"inference-0": noise(5e-4, seed=111)})
+
+
 def test_noise_that_grows_with_the_policy_is_followed_up_to_the_limit_of_the_dtype():
     monitor = ParityMonitor(ParityConfig(), "bfloat16")
     monitor.calibrate(noise(1e-6))
@@ -78,6 +92,21 @@ def test_a_start_beyond_the_limit_is_refused_and_the_limit_is_a_key():
     loose = ParityMonitor(ParityConfig(kl_limit=1e-3), "float32")
     assert loose.limit == 1e-3 and loose.calibrate(x).kl == pytest.approx(5.02e-5, rel=1e-2)
     assert (KL_LIMITS["float32"], KL_LIMITS["bfloat16"]) == (1e-8, 5e-3)
+
+
+def test_at_the_start_eight_times_what_rounding_alone_does_is_the_limit():
+    """A fault that is there from the beginning would become what is usual."""
+    config, monitor = ParityConfig(), ParityMonitor(ParityConfig(), "bfloat16")
+    rounding = np.full(32, 0.01)  # KL 5e-5
+    assert monitor.limit_at_start(rounding) == pytest.approx(8 * 5.02e-5, rel=1e-2)
+    assert monitor.calibrate(noise(2e-4, 256), rounding).kl < 4e-4
+    with pytest.raises(MismatchError, match=r"at start-up: KL .* in bfloat16 .the limit is 0.000401; learner.parity"):
+        monitor.calibrate(noise(8e-4, 256), rounding)
+    assert monitor.calibrate(noise(8e-4, 256)).kl > 4e-4  # nothing is known of its rounding
+    assert monitor.limit_at_start(np.full(32, 0.5)) == monitor.limit == 5e-3  # that of the dtype is never exceeded
+    assert monitor.limit_at_start(np.zeros(32)) == 5e-6  # a policy that is sure of everything rounds nothing
+    own = ParityMonitor(config.model_copy(update={"kl_limit": 1e-3}), "bfloat16")
+    assert own.limit_at_start(rounding) == 1e-3
 
 
 def test_each_engine_is_judged_by_itself_and_one_without_evidence_is_counted():

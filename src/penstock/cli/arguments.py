@@ -1,5 +1,6 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and how they are read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,3 +16,38 @@ Checkpoint = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust", help="Believe what a run directory says that others than you may have written.")
 ]
+
+
+def only(names: Sequence[str], what: str, example: str) -> str:
+    """The one name among the words of a command line.
+
+    Args:
+        names: Words that are not of the form ``key=value``.
+        what: It is, in words.
+        example: A command line that has it.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    from penstock.types import ConfigError
+
+    if not names:
+        raise ConfigError(f"{what} is missing; for example: {example}")
+    if len(names) > 1:
+        extra = ", ".join(repr(name) for name in names[1:])
+        raise ConfigError(f"{extra} beside {names[0]!r} is not of the form key=value; for example: {example}")
+    return names[0]
+
+
+def refuse_run_directory(path: Path) -> None:
+    """Names the newest checkpoint of a run directory that was given in its place.
+
+    Raises:
+        ConfigError: it is a run directory.
+    """
+    from penstock.types import ConfigError
+
+    steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
+    if steps:
+        newest = path / "checkpoints" / f"step-{max(steps)}"
+        raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")

@@ -1,10 +1,11 @@
 """Commands about this machine and what is installed on it: fleet autotune, recipes, doctor."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides
+from penstock.cli.arguments import Overrides, only, refuse_run_directory
 
 commands = typer.Typer()
 
@@ -60,21 +61,55 @@ def recipes() -> int:
     return 0
 
 
-@commands.command(short_help="Check this machine.", epilog="Example: penstock doctor")
+@commands.command(
+    short_help="Check this machine, or a checkpoint on it.",
+    epilog="Example: penstock doctor /models/Qwen2.5-0.5B-Instruct model.dtype=bfloat16",
+)
 def doctor(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CHECKPOINT]",
+            help="A run's checkpoints/step-<n>, or a Hugging Face directory; without one the machine is checked.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove what killed runs left in this machine's memory, and check nothing.")
     ] = False,
 ) -> int:
-    """Check this machine: versions, devices, memory, disk, parity of engine and learner, speed."""
+    """Check this machine: versions, devices, memory, disk, parity of engine and learner, speed.
+
+    Of a checkpoint: parity of engine and learner, memory, compile time and tokens/s, before any run trains it. The keys
+    are model.dtype, model.chat_template_kwargs, and those of a run's inference and learner.
+    """
     from rich.console import Console
 
+    from penstock.overseer.config_loading import apply_overrides, build_config, split_words
+    from penstock.overseer.doctor import SMALL_SHAPES, DoctorConfig, examine, print_checks
     from penstock.overseer.doctor import clean as remove_remains
-    from penstock.overseer.doctor import examine, print_checks
 
-    if clean:
+    names, changes = split_words([word for word in (checkpoint, *(overrides or ())) if word is not None])
+    if names or changes:
+        path = Path(only(names, "the checkpoint", "penstock doctor runs/cats-1/checkpoints/step-60"))
+        refuse_run_directory(path)
+        _refuse_clean(clean)
+        config = build_config(DoctorConfig, apply_overrides(SMALL_SHAPES, changes))
+        from penstock.overseer.doctor_probes import examine_checkpoint
+
+        checks = examine_checkpoint(path, config)
+    elif clean:
         print("\n".join(remove_remains()))
         return 0
-    checks = examine()
+    else:
+        checks = examine()
     print_checks(checks, Console())
     return int(any(check.status == "fail" for check in checks))
+
+
+def _refuse_clean(clean: bool) -> None:
+    from penstock.types import ConfigError
+
+    if clean:
+        raise ConfigError("--clean looks at no checkpoint: leave one of the two out")

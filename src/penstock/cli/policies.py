@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.arguments import Checkpoint, Overrides, Trust
+from penstock.cli.arguments import Checkpoint, Overrides, Trust, only, refuse_run_directory
 
 commands = typer.Typer()
 
@@ -48,7 +48,7 @@ def train(
         source, directory = _resumed(names, run_dir)
         config = _recorded(directory, changes, trust)
     else:
-        source, directory = _only(names, "the recipe", "penstock train cats steps=50"), run_dir
+        source, directory = only(names, "the recipe", "penstock train cats steps=50"), run_dir
         _refuse_trust(trust, "--resume")
         config = load_config(source, changes)
     if dry_run:
@@ -88,10 +88,13 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     trust: Trust = False,
 ) -> int:
-    """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators."""
+    """Evaluate a checkpoint, with 95% intervals: reward and pass@k on held-out prompts, or returns in simulators.
+
+    model.dtype=bfloat16 computes in bfloat16; without it the recipe, or the checkpoint's own run, says the dtype.
+    """
     from penstock.overseer.config_loading import load_config
 
-    _refuse_run_directory(checkpoint)
+    refuse_run_directory(checkpoint)
     if recipe is None:
         from penstock.overseer.config_loading import EVALUATED
 
@@ -141,11 +144,14 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="Its unencrypted key in PEM.")] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in the API.")] = None,
 ) -> int:
-    """Serve a checkpoint by an OpenAI-compatible API."""
+    """Serve a checkpoint by an OpenAI-compatible API.
+
+    model.dtype=bfloat16 computes in bfloat16; without it it is float32, whatever the checkpoint was saved as.
+    """
     from penstock.inference.config import ServeConfig
     from penstock.overseer.config_loading import apply_overrides, build_config
 
-    _refuse_run_directory(checkpoint)
+    refuse_run_directory(checkpoint)
     _refuse_token(overrides or [])
     settings: dict[str, Any] = {
         "host": host, "port": port, "token": _token(token_file), "model_name": name,
@@ -166,33 +172,13 @@ def _printed(report: Any) -> None:
     report.print(Console())
 
 
-def _only(names: Sequence[str], what: str, example: str) -> str:
-    from penstock.types import ConfigError
-
-    if not names:
-        raise ConfigError(f"{what} is missing; for example: {example}")
-    if len(names) > 1:
-        extra = ", ".join(repr(name) for name in names[1:])
-        raise ConfigError(f"{extra} beside {names[0]!r} is not of the form key=value; for example: {example}")
-    return names[0]
-
-
 def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:
     """The recorded config as a recipe, and the run directory; a recipe's name beside it says nothing new."""
     example = "penstock train --resume runs/cats-1"
-    directory = run_dir if run_dir is not None else Path(_only(names[-1:], "the run directory", example))
+    directory = run_dir if run_dir is not None else Path(only(names[-1:], "the run directory", example))
     from penstock.rundir import RunDirectory
 
     return str(RunDirectory.open_existing(directory).config_path), directory
-
-
-def _refuse_run_directory(path: Path) -> None:
-    from penstock.types import ConfigError
-
-    steps = [int(found.name.removeprefix("step-")) for found in path.glob("checkpoints/step-*") if found.is_dir()]
-    if steps:
-        newest = path / "checkpoints" / f"step-{max(steps)}"
-        raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -6,11 +6,10 @@ its programs once. Not covered: what to sample, which each request says for itse
 
 import ipaddress
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.model.language.config import Dtype
+from penstock.model.language.config import LoadingConfig
 
 SMALLEST_WINDOW = 128
 """Below this, a shorter attention window saves nothing that a compilation would not cost."""
@@ -133,8 +132,7 @@ class ServeConfig(BaseModel):
         max_waiting: Requests beyond this many unanswered ones are refused with status 429.
         ready_timeout_s: Longest wait for the engine's compilation at start-up.
         stop_timeout_s: Longest wait for requests and threads at shutdown.
-        dtype: Of parameters and activations, whatever the checkpoint was saved as.
-        chat_template_kwargs: What the chat template is given for every conversation; a request's own go before them.
+        model: In what dtype the checkpoint is loaded, and what its chat template is given.
         engine: The engine behind it.
     """
 
@@ -150,8 +148,7 @@ class ServeConfig(BaseModel):
     max_waiting: int = Field(default=256, gt=0)
     ready_timeout_s: float = Field(default=600.0, gt=0)
     stop_timeout_s: float = Field(default=30.0, gt=0)
-    dtype: Dtype = "float32"
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    model: LoadingConfig = LoadingConfig()
     engine: EngineConfig = EngineConfig(max_slots=16, max_seq_len=1024)
 
     @model_validator(mode="after")

@@ -189,8 +189,8 @@ def serve(
     """
     ending = stop or threading.Event()
     path = model_directory(checkpoint)
-    tokenizer = Tokenizer.load(path, config.chat_template_kwargs)
-    decoder = load_policy(PolicyConfig(path=str(path), dtype=config.dtype), 0, tokenizer)
+    tokenizer = Tokenizer.load(path, config.model.chat_template_kwargs)
+    decoder = load_policy(PolicyConfig(path=str(path), dtype=config.model.dtype), 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
     engine_config = config.engine.model_copy(update={"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)

@@ -228,6 +228,22 @@ class Learner:
             row[micro_batch.positions[:count]] = logprobs[:count]
         return unpack(scores, plan.placements)
 
+    def rounding(self, examples: Sequence[RLExample]) -> Float32[np.ndarray, " tokens"] | None:
+        """What the model's dtype alone changes: log-probabilities in it less those in float32, of sampled tokens.
+
+        Args:
+            examples: Of one sequence each, no longer than a row.
+
+        Returns:
+            float32 [tokens]; None of a model that is float32.
+        """
+        if self._decoder.config.dtype == "float32":
+            return None
+        arrays = {name: array.astype(np.float32) for name, array in self.named_arrays().items()}
+        exact = Decoder.from_arrays(self._decoder.config.model_copy(update={"dtype": "float32"}), arrays)
+        scores = zip(examples, self.score(examples), self.score(examples, exact), strict=True)
+        return np.concatenate([(own - other)[example.loss_mask] for example, own, other in scores])
+
     def supervised_update(self, examples: Sequence[RLExample]) -> dict[str, float]:
         """One step of cross-entropy on response tokens (warm start); does not count as an update.
 

@@ -11,8 +11,14 @@ Three rules, in the order of how bad it is:
 - *limit*: the excess over the limit of the dtype, at most once that limit per check, summed over checks (a cumulative
   sum that falls back to 0), reaches twice that limit;
 - *jump*: log KL lies beyond what this model and engine showed before, summed over checks in standard deviations
-  (CUSUM, Page 1954). What they showed is learned as the run goes on, from the probe at the start, slowly: noise that
-  grows with the policy is followed, a fault is not.
+  (CUSUM, Page 1954), at most four of them per check. What they showed is learned as the run goes on, from the probe at
+  the start, slowly: noise that grows with the policy is followed, a fault is not. All below a thousandth of the limit
+  counts as that: most checks of a small bfloat16 model differ in nothing, and one rounding in a few of them would make
+  the deviation of their logarithms so large that no fault stands out.
+
+At the start nothing was usual yet, and a fault below the limit of the dtype would become it. But what rounding to
+that dtype alone does to this model is known: the learner scores the probe's tokens in float32, too. Engine and learner
+may be eight times as far apart, an engine being as rounded as a learner is.
 
 Measured noise: float32 about 1e-11, bfloat16 1e-5 to 1e-3 (docs/learner.md); limits 1e-8 and 5e-3.
 """
@@ -32,10 +38,12 @@ LEAST_TOKENS = 8
 """Fewer are no evidence."""
 _EXCESS = 2.0
 _SLACK, _ALARM = 3.0, 5.0  # standard deviations: of one check that counts as usual, and of their sum
+_MOST_SURPRISE = 4.0  # beyond the slack, of one check
 _LEAST_DEVIATION = 0.5  # of log KL
 _MEMORY = 1 / 32  # weight of a check in what is usual
 _LEAST_CHECKS = 4
-_NEGLIGIBLE = 1e-2  # a jump below this share of the limit is no fault that could matter
+_ROUNDINGS = 8.0  # KL at the start over that of rounding alone; two independent ones would have 2
+_NEGLIGIBLE = 1e-3  # of the limit: a smaller KL is no fault that could matter
 _CAUSES = (
     "usual causes: other weights (a tensor that did not arrive), another temperature, RoPE base or attention mask, "
     "another precision of matrix products, a stale prefix cache, another token than was recorded"
@@ -98,22 +106,33 @@ class ParityMonitor:
         """Of the winsorised KL."""
         return self._limit
 
-    def calibrate(self, differences: np.ndarray) -> Parity:
+    def limit_at_start(self, rounding: np.ndarray | None) -> float:
+        """Of the winsorised KL of the start-up probe.
+
+        Args:
+            rounding: `Learner.rounding` of the tokens that are probed, float [tokens]; None: not known.
+        """
+        if rounding is None or self._config.kl_limit is not None:
+            return self._limit
+        return min(self._limit, max(_ROUNDINGS * Parity.of(rounding).kl, _NEGLIGIBLE * self._limit))
+
+    def calibrate(self, differences: np.ndarray, rounding: np.ndarray | None = None) -> Parity:
         """Takes the start-up probe as what is usual for this model and engine.
 
         Args:
             differences: x, float [tokens].
+            rounding: As of `limit_at_start`.
 
         Raises:
             MismatchError: it exceeds the limit already.
         """
-        found = Parity.of(differences)
-        if not found.kl <= self._limit:
+        found, limit = Parity.of(differences), self.limit_at_start(rounding)
+        if not found.kl <= limit:
             raise MismatchError(
                 f"engine and learner disagree about log-probabilities at start-up: {found}, over {found.tokens} tokens "
-                f"in {self._dtype} (the limit is {self._limit:g}; learner.parity.kl_limit changes it); {_CAUSES}"
+                f"in {self._dtype} (the limit is {limit:.3g}; learner.parity.kl_limit changes it); {_CAUSES}"
             )
-        self._usual = _Usual(_log(found.kl))
+        self._usual = _Usual(self._log(found.kl))
         return found
 
     def judge(self, step: int, differences: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -149,20 +168,23 @@ class ParityMonitor:
     def _judge(self, step: int, name: str, parity: Parity) -> None:
         engine = self._engines.setdefault(name, _Engine())
         if self._usual is None:
-            self._usual = _Usual(_log(parity.kl))
+            self._usual = _Usual(self._log(parity.kl))
         rule = ""
         if not parity.kl <= self._config.hard_kl_limit:
             rule = f"more than {self._config.hard_kl_limit:g} (learner.parity.hard_kl_limit)"
         elif engine.exceeds(parity.kl / self._limit):
             rule = f"the limit is {self._limit:g} (learner.parity.kl_limit)"
-        elif engine.jumps(self._usual.surprise(_log(parity.kl)), parity.kl > _NEGLIGIBLE * self._limit):
+        elif engine.jumps(self._usual.surprise(self._log(parity.kl))):
             rule = f"{parity.kl / math.exp(self._usual.mean):.3g} times what was usual in this run"
         if rule:
             raise MismatchError(
                 f"version {step}: {name} and the learner disagree about log-probabilities of the same weights: "
                 f"{parity}, over {parity.tokens} tokens in {self._dtype}; {rule}. {_CAUSES[0].upper()}{_CAUSES[1:]}"
             )
-        self._usual.learn(_log(parity.kl))
+        self._usual.learn(self._log(parity.kl))
+
+    def _log(self, kl: float) -> float:
+        return math.log(max(kl, _NEGLIGIBLE * self._limit))
 
 
 class _Usual:
@@ -200,13 +222,9 @@ class _Engine:
         self._excess = max(0.0, self._excess + min(of_limit - 1.0, 1.0))  # one check alone never reaches it
         return self._excess >= _EXCESS
 
-    def jumps(self, deviations: float, matters: bool) -> bool:
-        self._surprise = max(0.0, self._surprise + deviations - _SLACK) if matters else 0.0
+    def jumps(self, deviations: float) -> bool:
+        self._surprise = max(0.0, self._surprise + min(deviations - _SLACK, _MOST_SURPRISE))
         return self._surprise >= _ALARM
-
-
-def _log(kl: float) -> float:
-    return math.log(max(kl, 1e-18))
 
 
 def differences_of(examples: Sequence[RLExample], scores: Sequence[np.ndarray], version_step: int) -> np.ndarray:

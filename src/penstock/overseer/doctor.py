@@ -1,5 +1,7 @@
 """`penstock doctor`: what this machine offers and whether Penstock works on it, check by check with its remedy.
 
+Of a checkpoint, what a run that trains it would meet here (`penstock.overseer.doctor_probes.examine_checkpoint`).
+
 A check that raises is a failed check and disturbs no other. What computes, or starts simulators, lives
 in `penstock.overseer.doctor_probes`. Nothing is written or removed but by `clean`, and nothing outside this machine is
 asked.
@@ -16,10 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.inference.config import EngineConfig
+from penstock.learner.config import LearnerConfig
+from penstock.model.language.config import LoadingConfig
 from penstock.overseer.estimate import bytes_text
 
 Status = Literal["ok", "warn", "fail"]
@@ -58,6 +64,27 @@ class Check:
     status: Status
     detail: str
     remedy: str = ""
+
+
+class DoctorConfig(BaseModel, frozen=True, extra="forbid"):
+    """Under which settings a checkpoint is tried.
+
+    Attributes:
+        model: In what dtype it is loaded.
+        inference: The engine's; its `max_seq_len` comes down to what the model is meant for.
+        learner: The learner's; answers are as long as a row allows.
+    """
+
+    model: LoadingConfig = LoadingConfig()
+    inference: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+
+SMALL_SHAPES = {
+    "inference": {"max_slots": 8, "max_seq_len": 256},
+    "learner": {"row_length": 256, "micro_batch_rows": 1},
+}
+"""What `penstock doctor CHECKPOINT` lays a user's keys over: enough for an answer in seconds."""
 
 
 def examine() -> list[Check]:

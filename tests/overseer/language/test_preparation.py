@@ -192,7 +192,11 @@ def probe(*scores: float) -> float | None:
     manager = SimpleNamespace(sample_batch=lambda *a, **k: (RolloutBatch((RolloutGroup("cats:0", rollouts),)), {}))
     cluster, events = Cluster("inference-0"), []
     cluster.event = lambda kind, **fields: events.append((kind, fields))  # type: ignore[attr-defined]
-    learner = SimpleNamespace(step=0, score=lambda examples: [np.full(10, score, np.float32) for score in scores])
+    learner = SimpleNamespace(
+        step=0,
+        score=lambda examples: [np.full(10, score, np.float32) for score in scores],
+        rounding=lambda examples: None,
+    )
     config = SimpleNamespace(curriculum=SimpleNamespace(lessons={"cats": None}), learner=None)
     check = check_of(cluster)
     config.learner = SimpleNamespace(parity=check._config, row_length=64)

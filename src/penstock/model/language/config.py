@@ -233,7 +233,20 @@ class InitConfig(_Frozen):
         return ModelConfig.model_validate(self.model_dump() | derived)
 
 
-class PolicyConfig(_Frozen):
+class LoadingConfig(_Frozen):
+    """How a policy is loaded, wherever it comes from: what every command takes under ``model:``.
+
+    Attributes:
+        dtype: Of parameters and activations, whatever a checkpoint was saved as.
+        chat_template_kwargs: What the chat template is given for every conversation, such as
+            ``{enable_thinking: false}``; an environment's own, and those of a request, go before them.
+    """
+
+    dtype: Dtype = "float32"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class PolicyConfig(LoadingConfig):
     """The policy that a run starts from, as a recipe writes it under ``model:``.
 
     Attributes:
@@ -241,16 +254,11 @@ class PolicyConfig(_Frozen):
         init: a small model drawn at random from the run's seed. Exactly one of the two.
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
-        dtype: Of parameters and activations.
-        chat_template_kwargs: What the chat template is given for every conversation, such as
-            ``{enable_thinking: false}``; an environment's own go before them.
     """
 
     path: str | None = None
     init: InitConfig | None = None
     tokenizer: str | None = None
-    dtype: Dtype = "float32"
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_source(self) -> "PolicyConfig":

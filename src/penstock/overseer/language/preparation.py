@@ -323,8 +323,9 @@ class Preparation:
         if not len(differences):
             self._ctx.event("parity_not_probed", lesson=lesson_id, reason="no token was sampled")
             return None
-        parity = self._parity.monitor.calibrate(differences)
-        self._ctx.event("parity", **asdict(parity), limit=self._parity.monitor.limit)
+        monitor, rounding = self._parity.monitor, learner.rounding(examples)
+        parity = monitor.calibrate(differences, rounding)
+        self._ctx.event("parity", **asdict(parity), limit=monitor.limit_at_start(rounding))
         return parity.kl
 
     def before_update(self, batch: TrainingBatch[RLExample]) -> None:
