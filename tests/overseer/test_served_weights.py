@@ -64,7 +64,7 @@ def engines_of(run_dir: Path, fate: str) -> list[tuple[tuple[str, ...], int, str
     ]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param("one left old", marks=pytest.mark.slow), "two swapped"])
 def test_in_one_process_the_run_ends_at_the_first_such_version_with_a_checkpoint(run_dir: Path, broken, name: str):
     fault, count, names = FAULTS[name]
     broken("inference-0#0", 2, fault)
