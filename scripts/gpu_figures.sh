@@ -4,6 +4,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-.venv/bin/python}
+SMOLLM2=checkpoints/SmolLM2-135M-Instruct
 
 commands() {
     cat <<EOF
@@ -14,6 +15,10 @@ $PYTHON -m benchmarks.update --repeats 9
 $PYTHON -m benchmarks.steps --steps 12
 $PYTHON -m benchmarks.learning cats --seeds 3
 $PYTHON -m benchmarks.learning arithmetic --seeds 1 --control
+make $SMOLLM2/config.json
+$PYTHON -m penstock doctor $SMOLLM2 model.dtype=bfloat16
+$PYTHON -m penstock train gsm8k_smollm2 steps=50 --quiet
+make test-smollm2
 EOF
 }
 

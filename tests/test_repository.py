@@ -178,8 +178,13 @@ def test_what_a_machine_with_a_card_is_to_run_exists():
         env={**os.environ, "PYTHON": "python"},
     )  # fmt: skip
     commands = done.stdout.splitlines()
-    assert len(commands) >= 6 and all(command.startswith("python -m ") for command in commands)
-    for command in commands:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    smollm2 = re.findall(r"^SMOLLM2 := (\S+)$", makefile, re.MULTILINE)
+    makefile = makefile.replace("$(SMOLLM2)", *smollm2)
+    assert len(commands) >= 6 and all(command.startswith(("python -m ", "make ")) for command in commands)
+    for target in [command.removeprefix("make ") for command in commands if command.startswith("make ")]:
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
+    for command in [command for command in commands if not command.startswith("make ")]:
         module, *arguments = command.removeprefix("python -m ").split()
         if module == "penstock":
             source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src" / "penstock" / "cli").glob("*.py"))

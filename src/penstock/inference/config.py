@@ -130,7 +130,7 @@ class ServeConfig(BaseModel):
         max_body_bytes: Larger request bodies are refused; None takes 256 KiB without a token, and with one what a
             run's own clients would send at most for this `engine.max_seq_len`.
         max_waiting: Requests beyond this many unanswered ones are refused with status 429.
-        ready_timeout_s: Longest wait for the engine's compilation at start-up.
+        ready_timeout_s: Longest wait for the next of the engine's programs at start-up, however long all of them take.
         stop_timeout_s: Longest wait for requests and threads at shutdown.
         model: In what dtype the checkpoint is loaded, and what its chat template is given.
         engine: The engine behind it.
