@@ -70,9 +70,10 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-# Bytecode is kept whatever the environment says: the many processes of tests read each module once.
+# Three processes on two cores, since every fifth second of a test is a wait. Bytecode is kept whatever the environment
+# says: the many processes of tests compile each module once.
 test: lint
-	PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 2
+	PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 3
 
 test-slow: $(RAY_STAMP)
 	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz
