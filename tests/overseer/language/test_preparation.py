@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.overseer.language import preparation
 from penstock.overseer.language.preparation import ParityCheck, Preparation
 from penstock.overseer.supervisor.messages import Identity, Peer
 from penstock.types import (
@@ -65,6 +66,7 @@ class Cluster:
         self.arrived: list[Any] = []
         self.marked: list[tuple[Any, ...]] = []
         self.silent: set[str] = set()
+        self.limits_s: list[float] = []
 
     @property
     def view(self) -> Any:
@@ -84,7 +86,8 @@ class Cluster:
             self.marked.append(args)
             return None
         assert method == "canary"
-        version, prompts, most, _ = args
+        version, prompts, most, limit_s = args
+        self.limits_s.append(limit_s)
         self.asked.append((name, version, [len(prompt) for prompt in prompts]))
         if name in self.dead:
             raise UnreachableError("gone")
@@ -152,6 +155,18 @@ def test_of_several_engines_each_that_arrivals_name_is_judged_by_them_and_the_ot
     cluster.arrived = [(example(4, off=1.0), one)]
     with pytest.raises(MismatchError, match="version 4: inference-1 and the learner"):
         update(check_of(cluster), learner, example(4))
+
+
+def test_an_engine_may_take_as_long_as_the_update_did_and_the_wait_after_it(monkeypatch):
+    cluster, learner, now = Cluster("inference-0"), Learner(), [100.0]
+    monkeypatch.setattr(preparation.time, "perf_counter", lambda: now[0])
+    learner.step, check = 5, check_of(cluster, wait_s=2.0)
+    for seconds in (30.0, 7.0, 0.0):
+        check.begin(learner, TrainingBatch("id", learner.step, (example(4),), (), {}))  # type: ignore[arg-type]
+        now[0] += seconds
+        learner.step += 1
+        assert check.end(learner)["train/parity_checked"] == 8  # type: ignore[arg-type]
+    assert cluster.limits_s == [2.0, 32.0, 9.0]
 
 
 def test_what_is_found_of_an_engine_that_tells_no_digests_stands_in_for_them():

@@ -105,6 +105,8 @@ class ParityCheck:
         self._calls = ThreadPoolExecutor(MOST_CANARIES, thread_name_prefix="canary")
         self._check: _Check | None = None
         self._metrics: Mapping[str, float] = {}
+        self._began = 0.0
+        self._update_s = 0.0  # of the last update
 
     def begin(self, learner: Learner, batch: TrainingBatch[RLExample]) -> None:
         """Gathers evidence of the version that the learner holds; judges it now, where that needs nobody.
@@ -113,6 +115,7 @@ class ParityCheck:
             MismatchError: engines and learner disagree.
         """
         self._check, self._metrics = None, {}
+        self._began = time.perf_counter()
         if batch.step % self._config.every or not batch.examples:
             return
         started = time.perf_counter()
@@ -127,8 +130,9 @@ class ParityCheck:
         if engines and not check.lacking():
             self._metrics = self._judge(learner, check)
             return
-        prompts = self._prompts(batch.examples)
-        canaries = {name: self._calls.submit(self._canary, name, batch.step, prompts) for name in check.lacking()}
+        # An update takes about as long as the last one.
+        asked = batch.step, self._prompts(batch.examples), self._update_s + self._config.wait_s
+        canaries = {name: self._calls.submit(self._canary, name, *asked) for name in check.lacking()}
         seconds = time.perf_counter() - started
         self._check = check._replace(canaries=canaries, started=-seconds)
 
@@ -139,6 +143,7 @@ class ParityCheck:
             MismatchError: engines and learner disagree.
         """
         check, self._check = self._check, None
+        self._update_s = time.perf_counter() - self._began
         if check is None:
             return self._metrics
         started = time.perf_counter() + check.started
@@ -202,10 +207,9 @@ class ParityCheck:
                 mine.append(example)
         return found
 
-    def _canary(self, name: str, step: int, prompts: Sequence[np.ndarray]) -> list[Completion]:
-        limits = self._config.canary_tokens, self._config.wait_s
-        answer_s = self._config.wait_s + CALL_S
-        return self._ctx.caller(name).call("canary", (self._lineage, step), prompts, *limits, timeout_s=answer_s)
+    def _canary(self, name: str, step: int, prompts: Sequence[np.ndarray], limit_s: float) -> list[Completion]:
+        asked = (self._lineage, step), prompts, self._config.canary_tokens, limit_s
+        return self._ctx.caller(name).call("canary", *asked, timeout_s=limit_s + CALL_S)
 
     def _prompts(self, examples: Sequence[RLExample]) -> list[np.ndarray]:
         """Prompts of the batch, different ones as far as there are, and a context as long as its longest sequence."""
