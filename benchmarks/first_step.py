@@ -126,7 +126,8 @@ def penstock_round(folder: Path) -> tuple[float, list[Part]]:
     began, done = _started([sys.executable, "-m", "benchmarks.first_step", "--child", str(folder)])
     if done.returncode != 0:
         raise RuntimeError(f"penstock's run failed: {_last_line(done.stderr)}")
-    trained = read_status(folder / "status.json")["ledger"]["trained"]
+    status = read_status(folder / "status.json") or {"ledger": {"trained": 0}}
+    trained = status["ledger"]["trained"]
     if trained != GROUPS * SAMPLES:
         raise RuntimeError(f"penstock's run trained {trained} rollouts and not {GROUPS * SAMPLES}")
     metrics, events = read_metrics(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
