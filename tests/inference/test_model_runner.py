@@ -54,8 +54,10 @@ def test_the_steady_state_compiles_nothing(start_engine, make_decoder, counter):
     futures += engine.submit([request(5, 6), request(1, 60)])
     results = [future.result(WAIT_S) for future in futures]
     short = engine.submit([request(3, 1)])[0].result(WAIT_S)  # the cache shrinks again
+    served, digests = engine.digests(WAIT_S)
     counter.on = False
     assert counter.names == []
+    assert served == WeightVersion(0, 1) and digests == digests_of(named_arrays(new))
     assert len(short) == 1 and sum(map(len, results)) == 14
     assert engine.stats()["inference/weight_swaps_total"] == 1
 
@@ -113,6 +115,6 @@ def test_warm_up_leaves_the_smallest_window_and_touches_no_slot(decoder, config)
     assert runner.window == 16
     names = [program.name.partition(",")[0] for program in programs]
     # Prefills are of no window; what they made is inserted into either.
-    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 4, "insert": 6}
-    assert [(program.number, program.of) for program in programs] == [(number, 16) for number in range(1, 17)]
+    assert Counter(names) == {"decode": 2, "fork": 2, "resize": 2, "prefill": 4, "insert": 6, "digests": 2}
+    assert [(program.number, program.of) for program in programs] == [(number, 18) for number in range(1, 19)]
     assert all(float(np.abs(np.asarray(a)).max()) == 0 for a in (*runner._cache.keys, *runner._cache.values))

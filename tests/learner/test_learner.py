@@ -6,7 +6,7 @@ import pytest
 
 from penstock.batch import example_from_pair
 from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
-from penstock.learner.learner import scored_length
+from penstock.learner.learner import scored_lengths
 from penstock.learner.parity import differences_of
 from penstock.model.language import Decoder
 from penstock.types import ConfigError, NonFiniteError, RLExample, WeightsError
@@ -86,14 +86,13 @@ def test_metrics_name_what_happened(decoder, config, examples, make_batch):
     assert {"train/loss", "train/ratio_mean", "time/forward_backward", "time/apply"} <= metrics.keys()
 
 
-def test_nothing_is_compiled_after_the_first_update(decoder, config, draw_examples, make_batch, compilations):
+def test_nothing_is_compiled_after_compile(decoder, config, draw_examples, make_batch, compilations):
     learner = Learner(decoder, config, 10)
     learner.compile()
     compilations.clear()
     learner.update(make_batch(draw_examples([(2, 5)])), 0)
-    assert compilations == [], "compile() had compiled all that an update needs"
     learner.score(draw_examples([(2, 5)]))
-    compilations.clear()
+    assert compilations == [], "compile() had compiled all that updates and scores need"
     for step, count in enumerate((3, 17, 1, 9), start=1):
         batch = draw_examples([(1 + i % 4, 3 + (7 * i) % 18) for i in range(count)], seed=step)
         learner.update(make_batch(batch, step), step)
@@ -142,7 +141,7 @@ def test_other_parameters_are_scored_as_well_as_the_current(decoder, config, exa
     learner, other = Learner(decoder, config, 10), Learner(_perturbed(decoder), config, 10)
     for mine, others in zip(learner.score(examples, other.decoder), other.score(examples), strict=True):
         np.testing.assert_array_equal(mine, others)
-    assert [scored_length(n, 1024) for n in (2, 64, 65, 700)] == [64, 64, 128, 1024] and scored_length(700, 900) == 900
+    assert scored_lengths(80) == (80,) and scored_lengths(900) == (64, 256, 900) and scored_lengths(40) == (40,)
 
 
 def test_scores_are_aligned_and_equal_the_plain_forward_pass(decoder, config, examples):

@@ -9,8 +9,9 @@ decided in `penstock.inference.scheduler`.
 scanning stacked ones would copy every layer out of the stack at each step. A prompt's last token is not prefilled but
 decoded: its step samples the first token of the response. So prefill needs no output head, n samples of one prompt
 differ from their first own step on, and all sampling is in one place. A row that stops inside a dispatch emits nothing
-more; the dispatch ends early when no row is left. Programs are compiled once per shape and shared by every engine of
-the process; only the cache is donated, never weights.
+more; the dispatch ends early when no row is left. What only moves cached entries about runs array by array, the same
+small program for every layer: for all arrays in one program, XLA would compile as many copies of it. Programs are
+compiled once per shape and shared by every engine of the process; only the cache is donated, never weights.
 
 *Cache.* One array of keys and one of values per layer, (slot, kv head, position, head dim). That layout makes both
 attention products contiguous; separate arrays per layer let a donated decode step update each in place. A slot's entry
@@ -45,7 +46,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.sampling import sample, uniforms
-from penstock.model.arrays import joined_digests, named_leaves
+from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
 from penstock.model.programs import Programs, choose_cache, compile_programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
@@ -150,37 +151,36 @@ def append(
     return cached.at[jnp.arange(cached.shape[0]), :, positions].set(entry, mode="drop")
 
 
-def resize(cache: KVCache, window: int) -> KVCache:
-    """The cache with another window: zeros are added at its end, or its end is cut off."""
-
-    def fit(cached: Array) -> Array:
-        extra = window - cached.shape[2]
-        return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
-
-    return jax.tree.map(fit, cache)
+def resize(
+    cached: Float[Array, "slots kv_heads window head_dim"], window: int
+) -> Float[Array, "slots kv_heads _ head_dim"]:
+    """An array of the cache with another window: zeros are added at its end, or its end is cut off."""
+    extra = window - cached.shape[2]
+    return jnp.pad(cached, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra > 0 else cached[:, :, :window]
 
 
-def insert(cache: KVCache, prefilled: KVCache, source: Int32[Array, " slots"]) -> KVCache:
+def insert(
+    cached: Float[Array, "slots kv_heads window head_dim"],
+    prefilled: Float[Array, "rows kv_heads length head_dim"],
+    source: Int32[Array, " slots"],
+) -> Float[Array, "slots kv_heads window head_dim"]:
     """Copies prefilled prompts into slots; the n samples of a prompt all name the same row.
 
     Args:
-        cache: Its window is at least the prefill's.
-        prefilled: Its slots are the rows of the prefill.
+        cached: An array of the cache; its window is at least the prefill's.
+        prefilled: The same array of the prefill's cache, whose slots are its rows.
         source: For each slot the row it takes; −1 leaves the slot as it is.
     """
-    length = prefilled.window
-
-    def copy(cached: Array, rows: Array) -> Array:
-        kept = cached[:, :, :length]
-        head = jnp.where((source >= 0)[:, None, None, None], rows[jnp.maximum(source, 0)], kept)
-        return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
-
-    return jax.tree.map(copy, cache, prefilled)
+    kept = cached[:, :, : prefilled.shape[2]]
+    head = jnp.where((source >= 0)[:, None, None, None], prefilled[jnp.maximum(source, 0)], kept)
+    return jax.lax.dynamic_update_slice(cached, head, (0, 0, 0, 0))
 
 
-def fork(cache: KVCache, source: Int32[Array, " slots"]) -> KVCache:
+def fork(
+    cached: Float[Array, "slots kv_heads window head_dim"], source: Int32[Array, " slots"]
+) -> Float[Array, "slots kv_heads window head_dim"]:
     """Every slot takes the content of the slot that `source` names; its own number changes nothing."""
-    return jax.tree.map(lambda cached: cached[source], cache)
+    return cached[source]
 
 
 class ServedWeights(eqx.Module):
@@ -210,8 +210,18 @@ class ServedWeights(eqx.Module):
 
     def digests(self) -> dict[str, str]:
         """Of what lies here, by the names of the decoder's arrays: equal to `digests_of` the decoder that is served."""
-        layers = [{f"layers.{name}": array for name, array in named_leaves(layer).items()} for layer in self.layers]
-        return joined_digests([(0, named_leaves(self.ends)), *enumerate(layers)])
+        return joined_digests([(0, named_leaves(self.ends)), *enumerate(map(self._named, self.layers))])
+
+    def lower_digests(self) -> dict[str, Callable[[], Any]]:
+        """The programs of `digests`, by what they read."""
+        return {
+            "digests, embedding and norm": lambda: lower_digests(named_leaves(self.ends)),
+            "digests, one layer": lambda: lower_digests(self._named(self.layers[0])),
+        }
+
+    @staticmethod
+    def _named(layer: Layer) -> dict[str, Array]:
+        return {f"layers.{name}": array for name, array in named_leaves(layer).items()}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -311,17 +321,17 @@ class CompiledSteps(NamedTuple):
     create: Callable[..., KVCache]
     decode: Callable[..., Any]
     prefill: Callable[..., KVCache]
-    insert: Callable[..., KVCache]
-    fork: Callable[..., KVCache]
-    resize: Callable[..., KVCache]
+    insert: Callable[..., Array]
+    fork: Callable[..., Array]
+    resize: Callable[..., Array]
 
 
 ONE_DEVICE = CompiledSteps(
     create=create_cache,
     decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache"),
     prefill=jax.jit(prefill),
-    insert=jax.jit(insert, donate_argnames="cache"),
-    fork=jax.jit(fork, donate_argnames="cache"),
+    insert=jax.jit(insert, donate_argnames="cached"),
+    fork=jax.jit(fork, donate_argnames="cached"),
     resize=jax.jit(resize, static_argnames="window"),
 )
 
@@ -334,8 +344,8 @@ def split_programs(split: "ModelSplit") -> CompiledSteps:
         create=jax.jit(create_cache, static_argnums=(0, 1, 2), out_shardings=cache),
         decode=jax.jit(decode, static_argnames="steps", donate_argnames="cache", out_shardings=(cache, whole)),
         prefill=jax.jit(prefill, out_shardings=cache),
-        insert=jax.jit(insert, donate_argnames="cache", out_shardings=cache),
-        fork=jax.jit(fork, donate_argnames="cache", out_shardings=cache),
+        insert=jax.jit(insert, donate_argnames="cached", out_shardings=cache),
+        fork=jax.jit(fork, donate_argnames="cached", out_shardings=cache),
         resize=jax.jit(resize, static_argnames="window", out_shardings=cache),
     )
 
@@ -474,16 +484,19 @@ class ModelRunner:
         current, target = self._windows.index(self.window), self._windows.index(window)
         direction = 1 if target > current else -1
         for index in range(current + direction, target + direction, direction) if target != current else ():
-            self._cache = self._programs.resize(self._cache, window=self._windows[index])
+            step = functools.partial(self._programs.resize, window=self._windows[index])
+            self._cache = jax.tree.map(step, self._cache)
 
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
         prefilled = self._programs.prefill(self._weights, jnp.asarray(tokens))
-        self._cache = self._programs.insert(self._cache, prefilled, jnp.asarray(source))
+        rows = jnp.asarray(source)
+        self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
-        self._cache = self._programs.fork(self._cache, jnp.asarray(source))
+        slots = jnp.asarray(source)
+        self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, slots), self._cache)
 
     def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it."""
@@ -530,13 +543,14 @@ class ModelRunner:
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
                 found.setdefault(f"prefill, {prompts}", functools.partial(run.prefill.lower, weights, tokens))
                 found[f"insert, {prompts}, window {window}"] = functools.partial(
-                    run.insert.lower, cache, prefilled, slots
+                    run.insert.lower, cache.keys[0], prefilled.keys[0], slots
                 )
-            found[f"fork, window {window}"] = functools.partial(run.fork.lower, cache, slots)
+            found[f"fork, window {window}"] = functools.partial(run.fork.lower, cache.keys[0], slots)
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
             found[f"resize, window {window} to {other}"] = functools.partial(
-                run.resize.lower, caches[window], window=other
+                run.resize.lower, caches[window].keys[0], window=other
             )
+        found |= weights.lower_digests()
         return {name: lambda lower=lower: lower().compile() for name, lower in found.items()}
 
     def _cache_shape(self, slots: int, window: int) -> Any:
@@ -557,6 +571,7 @@ class ModelRunner:
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
+        yield "digests", self._weights.digests
 
     def _prefill_shapes(self, window: int) -> Iterator[tuple[int, int]]:
         for length in self._config.prefill_buckets:

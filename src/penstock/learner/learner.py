@@ -12,6 +12,7 @@ an update that was skipped) is left out, never zero.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,13 @@ def finite_only(*metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for part in metrics for name, value in part.items() if math.isfinite(value)}
 
 
-def scored_length(longest: int, row_length: int) -> int:
-    """Tokens of the rows in which sequences are scored: few lengths, so that few programs are compiled."""
-    length = 64
-    while length < longest:
-        length *= 2
-    return min(length, row_length)
+def scored_lengths(row_length: int) -> tuple[int, ...]:
+    """Tokens of the rows in which sequences are scored, ascending: few lengths, all compiled before they are needed."""
+    lengths, length = [], 64
+    while length <= row_length // 2:
+        lengths.append(length)
+        length *= 4
+    return (*lengths, row_length)
 
 
 _SUPERVISED = LossConfig()
@@ -158,16 +160,23 @@ class Learner:
 
     def programs(self) -> Programs:
         """Those of an update and of `score`, the longest first."""
-        batch = empty_micro_batch(self._config.row_length, self._config.micro_batch_rows)
+        row_length = self._config.row_length
+        batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
         so_far = jax.eval_shape(self._zeros, self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
-        return {
-            "gradient": lambda: self._accumulate.lower(self._decoder, so_far, batch).compile(),
-            "optimiser step": lambda: self._apply.lower(*applied).compile(),
-            "log-probabilities": lambda: self._score.lower(self._decoder, batch).compile(),
-            "empty gradient": lambda: self._zeros.lower(self._decoder).compile(),
+        rows = {length: empty_micro_batch(length, 1) for length in reversed(scored_lengths(row_length))}
+        scorers = {
+            f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
+            for length, row in rows.items()
         }
+        lowered = {
+            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch),
+            "optimiser step": partial(self._apply.lower, *applied),
+            **scorers,
+            "empty gradient": partial(self._zeros.lower, self._decoder),
+        }
+        return {name: lambda lower=lower: lower().compile() for name, lower in lowered.items()}
 
     def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
         """One optimiser step on one batch.
@@ -219,7 +228,8 @@ class Learner:
         """
         if not examples:
             return []
-        length = scored_length(max(len(example.tokens) for example in examples), self._config.row_length)
+        longest = max(len(example.tokens) for example in examples)
+        length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
         plan = plan_scoring(examples, length, 1)
         scores = np.zeros((len(plan.micro_batches), length), np.float32)
         for row, micro_batch in zip(scores, plan.micro_batches, strict=True):

@@ -90,7 +90,8 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
         raise ConfigError(f"learner.optimizer.frozen has {idle}, which match no array: there are {', '.join(names)}")
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(parameters))
-    return OptimizerState(transformation(config).init(as_float32), None if own else as_float32)
+    moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros
+    return OptimizerState(moments, None if own else as_float32)
 
 
 @cache

@@ -89,6 +89,11 @@ def joined_digests(parts: Iterable[tuple[int, Mapping[str, Array | np.ndarray]]]
     return {name: "".join(f"{lane:08x}" for lane in lanes.tolist()) for name, lanes in sums.items()}
 
 
+def lower_digests(arrays: Mapping[str, Array | np.ndarray]) -> Any:
+    """The program that `digests_of` runs on arrays of these names and shapes, or on one of the parts, lowered."""
+    return _digest_sums.lower(dict(arrays), np.uint32(0))
+
+
 @jax.jit
 def _digest_sums(arrays: dict[str, Array], number: UInt32[Array, ""]) -> UInt32[Array, "arrays 2"]:
     """Of every array, by the order of names, both lanes of a part."""

@@ -1,0 +1,222 @@
+"""Seconds from the start of a process to the end of its first update, and what Penstock spends them on.
+
+    python -m benchmarks.first_step [--rounds 3] [--trl-python PATH]
+
+Each round starts a fresh Python that runs `penstock.train` on the shape of `benchmarks.steps` (6.3 million float32
+parameters, 8 groups of 8 answers of 64 tokens after prompts of 16, at staleness zero), and one that runs TRL's
+`GRPOTrainer` on the same, in turn. The clock runs from before the process is started until the update is done: imports,
+a model of random weights, compilation (on CPUs nothing compiled is kept between runs), the first batch, the update.
+Beyond TRL, Penstock compares engine and learner, evaluates one prompt, writes a checkpoint and keeps what was
+generated; all of that counts. Bytecode of what is imported is made before the first round.
+
+`--trl-python` names the interpreter of an environment with `trl` and `torch`; without it that peer is skipped. Exits
+with 1 where Penstock's median takes longer than TRL's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.marks import Marks
+
+LIMIT_S = 300.0
+"""Longest wait for one process."""
+PEER = 1.0
+"""Most that Penstock's median may be of TRL's."""
+GROUPS, SAMPLES, TOKENS = 8, 8, 64
+_PHASES = {
+    "starting components": "compilation of engine and learner",
+    "checking that engines and learner agree": "comparison of engine and learner",
+    "evaluating the untrained policy": "evaluation of one prompt",
+    "training": "checkpoint, first batch, update",
+}
+"""What each phase before the first update is, in order, by its name in events.jsonl."""
+
+
+class Part(NamedTuple):
+    """A stretch of a start-up.
+
+    Attributes:
+        name: What it is, in words.
+        seconds: How long it took.
+        inside: Whether it is a share of the one above it.
+    """
+
+    name: str
+    seconds: float
+    inside: bool = False
+
+
+def parts_of(
+    began: float, imported: float, events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]
+) -> list[Part]:
+    """Where the seconds of one process went, from its start to the end of its first update.
+
+    Args:
+        began: When it was started, seconds since the epoch.
+        imported: When it had imported what it says at its top.
+        events: Of its run, of events.jsonl.
+        metrics: Of metrics.jsonl.
+    """
+    update = next(row for row in metrics if "train/loss" in row)
+    begun: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "phase" and event["phase"] in _PHASES:
+            begun.setdefault(event["phase"], event["time"])
+    first = begun["starting components"]
+    found = [
+        Part("Python and imports", imported - began),
+        Part("configuration, model, engine, run directory", first - imported),
+    ]
+    compiled = [event for event in events if event["event"] == "compiled"]
+    ends = [*list(begun.values())[1:], update["time"]]
+    for phase, start, end in zip(begun, begun.values(), ends, strict=True):
+        found.append(Part(_PHASES[phase], end - start))
+        if phase == "training":
+            found.append(Part("first batch", update["time/wait_for_batch"], True))
+            found.append(Part("update", update["time/update"], True))
+        told = [event for event in compiled if start <= event["time"] < end]
+        found += [
+            Part(f"{each['component']}: {each['program']}, done at {each['time'] - began:.1f} s", each["seconds"], True)
+            for each in told
+        ]
+    return found
+
+
+def first_step_s(began: float, metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds until the first update was done."""
+    return next(row["time"] for row in metrics if "train/loss" in row) - began
+
+
+def child(folder: Path) -> None:
+    """The process that is measured: one run of one update."""
+    import penstock
+    from benchmarks import steps
+
+    train, imported = penstock.train, time.time()
+    options = argparse.Namespace(steps=1, groups=GROUPS, samples=SAMPLES, tokens=TOKENS, micro_batch_rows=16)
+    config = steps.configuration(options, 0).model_copy(update={"steps": 1})
+    print(json.dumps({"imported": imported}), flush=True)
+    train(config, folder, recipe="first_step", quiet=True)
+
+
+def _started(command: Sequence[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """When it was started, and how it ended."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    began = time.time()
+    return began, subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+
+
+def penstock_round(folder: Path) -> tuple[float, list[Part]]:
+    """Seconds to the first step, and their parts.
+
+    Raises:
+        RuntimeError: the run failed, or did something else than one update.
+    """
+    from penstock.rundir import read_events, read_metrics, read_status
+
+    began, done = _started([sys.executable, "-m", "benchmarks.first_step", "--child", str(folder)])
+    if done.returncode != 0:
+        raise RuntimeError(f"penstock's run failed: {_last_line(done.stderr)}")
+    status = read_status(folder / "status.json") or {"ledger": {"trained": 0}}
+    trained = status["ledger"]["trained"]
+    if trained != GROUPS * SAMPLES:
+        raise RuntimeError(f"penstock's run trained {trained} rollouts and not {GROUPS * SAMPLES}")
+    metrics, events = read_metrics(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
+    imported = json.loads(done.stdout.splitlines()[0])["imported"]
+    return first_step_s(began, metrics), parts_of(began, imported, events, metrics)
+
+
+def trl_round(python: str) -> tuple[float, str]:
+    """Seconds to the first step, and what is to be said of it.
+
+    Raises:
+        RuntimeError: it cannot be measured; the reason.
+    """
+    from benchmarks import steps
+
+    shape = steps.SHAPE
+    sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    numbers = [steps.VOCAB, steps.PROMPT_TOKENS, GROUPS, SAMPLES, TOKENS, *(shape[name] for name in sizes)]
+    try:
+        began, done = _started([python, str(Path(__file__).with_name("trl_peer.py")), *map(str, numbers)])
+    except OSError as error:
+        raise RuntimeError(f"{python} cannot be run: {error.strerror}") from error
+    if done.returncode != 0:
+        missing = next((name for name in ("torch", "trl") if f"No module named '{name}'" in done.stderr), None)
+        raise RuntimeError(f"no {missing} for {python}" if missing else f"it failed: {_last_line(done.stderr)}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    words = (
+        f"TRL {told['version']}, {told['parameters']:,} parameters: imports {told['imported'] - began:.2f} s, "
+        f"model and trainer {told['begun'] - told['imported']:.2f} s, step {told['stepped'] - told['begun']:.2f} s"
+    )
+    return told["stepped"] - began, words
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def show(parts: Sequence[Part]) -> str:
+    """One line per part."""
+    return "\n".join(f"{'    ' if part.inside else '  '}{part.name:<74}{part.seconds:7.2f} s" for part in parts)
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float], marks: Marks) -> list[str]:
+    """Medians and rounds of both; the mark is on their ratio."""
+    found = {"Penstock": ours, "TRL": theirs}
+    lines = [
+        f"{name:<10}{statistics.median(each):7.2f} s  ({', '.join(f'{seconds:.2f}' for seconds in each)})"
+        for name, each in found.items()
+        if each
+    ]
+    if theirs:
+        marks.at_most("Penstock's median / TRL's", statistics.median(ours) / statistics.median(theirs), PEER)
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl-python", help="interpreter that has trl and torch")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child is not None:
+        child(options.child)
+        return 0
+    marks, ours, theirs = Marks(), [], []
+    rounds: list[tuple[float, list[Part]]] = []
+    skipped, said = "" if options.trl_python else "--trl-python names an interpreter that has it", ""
+    with tempfile.TemporaryDirectory(prefix="penstock-first-step-") as folder:
+        for number in range(options.rounds + 1):
+            seconds, parts = penstock_round(Path(folder) / f"run-{number}")
+            if not skipped:
+                try:
+                    peer_s, said = trl_round(options.trl_python)
+                except RuntimeError as error:
+                    skipped = str(error)
+                else:
+                    theirs += [peer_s] * (number > 0)
+            if number:  # the first made bytecode, and read files that later ones find in memory
+                rounds.append((seconds, parts))
+                ours.append(seconds)
+    print("Seconds from the start of the process to the end of the first update, median (rounds)")
+    print("\n".join(f"  {line}" for line in compare(ours, theirs, marks)))
+    print(f"  {said}" if theirs else f"  TRL skipped: {skipped}")
+    middle, parts = sorted(rounds)[(len(rounds) - 1) // 2]
+    print(f"\nPenstock's {middle:.2f} s\n{show(parts)}")
+    if marks.lines:
+        print("\nMarks\n" + "\n".join(marks.lines))
+    return 1 if marks.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
