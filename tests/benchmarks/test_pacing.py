@@ -37,6 +37,7 @@ def test_a_ticket_leads_to_the_same_group_whoever_runs_it():
     assert first.seconds == max(first.tokens) / 10
 
 
+@pytest.mark.slow
 def test_the_table_and_the_marks_are_printed(monkeypatch, capsys):
     monkeypatch.setattr(pacing, "WARM_UP", 5)
     assert pacing.main(["--updates", "5", "--budgets", "0,1", "--loads", "1"]) == 0

@@ -86,6 +86,7 @@ def test_resume_goes_on_to_the_new_goal(interrupted, resumed):
     assert [event["lineage"] for event in starts] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resumed):
     run_dir, _ = interrupted
     goal, _ = resumed

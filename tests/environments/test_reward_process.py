@@ -114,6 +114,7 @@ def test_a_crash_says_the_exit_code_and_the_last_words_and_the_next_call_works(p
     assert scoring.score(completions("fine")) == [0.5]
 
 
+@pytest.mark.slow
 def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
     scoring = pool(processes=2, timeout_s=2.0)
     scoring.score(completions("warm"))

@@ -98,7 +98,7 @@ EXPENSIVE = {
 }
 
 
-SLOW = ["150 KB of objects as prompts"]
+SLOW = ["150 KB of objects as prompts", "lists in lists as prompts"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_a_pipe_that_is_closed_fails_no_command(program: str, tmp_path: Path):
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_descriptors_that_are_closed_from_the_start_fail_no_command(tmp_path: Path):
     words = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, TRAINS]

@@ -219,6 +219,7 @@ def test_staleness_zero_trains_on_nothing_but_the_newest_version_which_every_ser
     assert {f"weights/{name}" for name in told} <= updates[-1].keys()
 
 
+@pytest.mark.slow
 def test_a_run_that_began_twice_can_be_resumed_and_says_at_once_how_far_it_is(run_dir: Path):
     """Its second life has no checkpoint to fork from, and yet a lineage of its own."""
     with running(run_dir, {"steps": 2}) as run:

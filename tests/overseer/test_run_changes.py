@@ -210,6 +210,7 @@ def test_a_worker_that_is_slow_at_its_own_work_is_told_and_replaced_where_asked_
     assert deaths == ([("rollout-2", "slower than its peers")] if replaced else [])
 
 
+@pytest.mark.slow
 def test_a_run_that_gave_up_tells_its_story(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     run = Run(run_dir, {"steps": 1000, "overseer": {"max_restarts": 1, "checkpoint_every": 500}})
     sample_batch = RolloutManager.sample_batch

@@ -129,6 +129,7 @@ def test_a_run_in_many_processes_is_resumed_at_the_step_of_its_checkpoint(
     assert (last["event"], last["step"]) == ("resume", 1)
 
 
+@pytest.mark.slow
 def test_the_first_events_of_a_resumed_run_say_the_step_that_it_stands_at(trained: Path):
     told = len(list(read_events(trained / "events.jsonl")))
     train(tiny({"steps": 2}), trained, resume=True, quiet=True)
