@@ -158,15 +158,23 @@ def test_updates_move_what_is_published(trained):
     versions = published.checksums[-UPDATES - 1 :]
     assert np.mean([one != other for one, other in zip(versions, versions[1:], strict=False)]) >= 0.9
     assert any(event["event"] == "parity" for event in read_events(run_dir / "events.jsonl"))
+    assert all(row["train/parity_checked"] >= 8 for row in updates) and updates[-1]["train/parity_unchecked"] == 0
 
     before, after = (results["gsm8k"].reward_mean for results in (summary.untrained, summary.after))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     changed = np.array(published.changed[-UPDATES:])
     rewards = [row["rollout/gsm8k/reward_mean"] for row in updates]
+    kls = [row["train/parity_kl"] for row in updates]
+
+    def median(name):
+        return np.median([row[name] for row in updates])
+
     print(
         f"\n{UPDATES} updates: {seconds:.0f} s in all, {peak:.1f} GiB at most, held-out reward {before:.3f} before and "
         f"{after:.3f} after; of the published elements {changed.min():.2%} to {changed.max():.2%} changed; "
-        f"training reward {np.mean(rewards[:5]):.3f} (first five updates), {np.mean(rewards[-5:]):.3f} (last five)"
+        f"training reward {np.mean(rewards[:5]):.3f} (first five updates), {np.mean(rewards[-5:]):.3f} (last five); "
+        f"parity KL {min(kls):.2g} to {max(kls):.2g}; median update {median('time/update'):.1f} s, "
+        f"of which the guard {median('time/parity'):.1f}"
     )
     assert 0 <= before <= 1 and 0 <= after <= 1
 
