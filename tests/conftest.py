@@ -4,9 +4,10 @@ import gc
 import signal
 
 import hypothesis
+import jaxtyping
 from jaxtyping import install_import_hook
 
-import tests.typecheck  # noqa: F401  (the hook below names it)
+import tests.typecheck
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start so what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -14,6 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start so what ru
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long one takes is the machine's matter
 hypothesis.settings.load_profile("untimed")
 
+jaxtyping.jaxtyped = tests.typecheck.jaxtyped  # which the hook's code calls
 _HOOK = install_import_hook(
     ["penstock.batch", "penstock.model", "penstock.learner", "penstock.inference"], "tests.typecheck.checked"
 )

@@ -19,7 +19,7 @@ def agrees(counts: Counter[str], ids: list[str], weights: np.ndarray) -> bool:
     return chisquare([counts[name] for name in ids], expected).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=pytest.mark.slow), 1.0, 3.0])
 @pytest.mark.parametrize("unit", ["group", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_newer_ones_are_drawn_more_often_by_the_exact_probabilities(add, alpha, unit):
     maker = RecencyBatchMaker(alpha=alpha, unit=unit, max_samples=-1, seed=3)

@@ -11,6 +11,7 @@ from benchmarks.fleet.workloads import WORKLOADS, Simulators
 from tests.waiting import wait_until
 
 
+@pytest.mark.slow
 def test_processes_of_their_own_step_the_simulator_and_time_its_resets():
     workload = replace(WORKLOADS["ale"], simulators=(Simulators("CartPole-v1", 2),))
     with independent.playing(workload, 2) as (counts, pids):

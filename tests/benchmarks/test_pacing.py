@@ -21,6 +21,7 @@ def test_paced_runs_waste_nothing_and_train_what_was_generated(reports):
     assert paced.slow_generated == 181 / 320 and paced.reached  # the draws of seed 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "paced"])
 def test_dropping_alone_wastes_slow_groups_and_flatters_rewards(reports, policy):
     report = reports[policy]

@@ -123,6 +123,7 @@ def test_every_mark_is_printed_and_a_missed_one_is_the_exit_code(monkeypatch, ca
     assert f"dm-reverb               not installed for {sys.executable}: skipped" in printed
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own():
     assert 1.0 < memory.bytes_per_rollout(256, 2000, "deadline") / SHAPES[256].array_bytes < 3.0
 

@@ -121,7 +121,8 @@ def test_the_slow_link_passes_everything_at_its_rate():
     source.close()
 
 
-@pytest.mark.parametrize("bits_per_s", [None, pytest.param(1e9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits_per_s", [None, 1e9])
 def test_the_tree_is_measured_beside_a_server_that_serves_everybody(bits_per_s):
     found = distribution.measure(clients=2, nbytes=50_000, rounds=1, bits_per_s=bits_per_s, fanout=1)
     assert found.keys() == {"tree", "no tree"} and all(len(rounds) == 1 for rounds in found.values())

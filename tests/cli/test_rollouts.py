@@ -30,6 +30,7 @@ def answer(run_dir, capsys) -> Callable[..., str]:
     return ask
 
 
+@pytest.mark.slow
 def test_the_table_of_groups_from_a_process_of_its_own(penstock_process, run_dir):
     table = penstock_process("rollouts", "mine", COLUMNS="80")
     assert table.returncode == 0 and table.stderr == ""

@@ -81,10 +81,12 @@ def test_while_its_threads_are_being_started_it_is_new_and_never_ended(monkeypat
 
 
 def test_what_is_complete_is_sent_before_it_ends():
-    pool, sink = FakePool(4), ListSink(delay_s=0.01)
+    pool, sink = FakePool(4), ListSink()
+    sink.gate.clear()
     wrapper = wrapper_of(pool, FakeRunner(4), sink)
     wrapper.start()
     wait_until(lambda: wrapper.metrics()["fleet/queue_depth"] >= 10)
+    sink.gate.set()
     assert wrapper.stop(20) == []
     account = check_account(wrapper, pool, sink)
     assert account.abandoned <= 4 * 5, "only what was in no complete fragment"

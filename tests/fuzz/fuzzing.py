@@ -20,7 +20,7 @@ GROWTH_BYTES = 64 << 20
 PEAK_BYTES = 512 << 20
 """What it may need at once for any of them: sizes are looked at before memory is taken."""
 
-FEW, MANY = 300, 100_000
+FEW, MANY = 100, 100_000
 COUNTS = [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(4 * 3600)])]
 """How many inputs: in the default tests, and in `make fuzz`."""
 

@@ -157,7 +157,7 @@ def test_a_prompt_without_a_seed_is_a_mistake(codec):
         requests_of(call(seeds=(1,)), codec, "policy", None, None)
 
 
-@pytest.mark.parametrize("max_seq_len", [64, 1024, 131_072])
+@pytest.mark.parametrize("max_seq_len", [64, 1024, pytest.param(131_072, marks=pytest.mark.slow)])
 def test_the_largest_round_fits_the_servers_limit(codec, max_seq_len):
     """As many prompts, as long prompts, and as awkward stop strings as there may be, with the largest seeds."""
     wide = GenerationCall(

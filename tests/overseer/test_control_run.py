@@ -296,6 +296,7 @@ def test_a_run_of_many_processes_goes_on_in_one(run_dir: Path):
     assert status["lineage"] == 1 and status["ledger"]["trained"] == 16 and closes(status["ledger"])
 
 
+@pytest.mark.slow
 def test_a_simulator_that_dies_is_told_and_a_worker_without_simulators_ends_the_run_with_a_checkpoint(run_dir: Path):
     tasks = {"guess": {"id": "tests.overseer.simulators:Guess", "kwargs": {"die_at": 60}}}
     limits = {"backoff_s": 0.01, "max_restarts": 1}

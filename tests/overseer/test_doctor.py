@@ -146,6 +146,7 @@ def test_a_checkpoint_is_tried_before_any_run(checkpoint, monkeypatch, capsys):
     assert re.search(r"ok a run takes 70\d.\d MiB .2 slots of 48 tokens, 1 × 64 at once.; taken here", found["memory"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_beyond_the_limit_of_parity_or_memory_fails_the_command(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("penstock.overseer.doctor_probes.free_memory_bytes", lambda: 2**20)

@@ -80,6 +80,7 @@ def test_every_row_of_every_fragment_is_its_own(played):
     assert set(seen) == {*ENDS, "inside", "lost"}
 
 
+@pytest.mark.slow
 def test_rows_are_their_own_also_where_processes_are_replaced():
     limits = FLEET.limits.model_copy(update={"restart_interval_s": 0.02})
     immortal = FLEET.tasks["steady"]

@@ -166,6 +166,7 @@ def test_the_recorded_seeds_reproduce_the_episodes_of_every_simulator(run_dir: P
         np.testing.assert_array_equal(fragment.observations[""], np.stack(shown))
 
 
+@pytest.mark.slow
 def test_a_policy_learns_what_it_is_shown(run_dir: Path):
     evaluation = {"episodes": 16, "deterministic": False}
     # Advantages of a policy that gets every reward are noise: normalised, they would take it apart again.

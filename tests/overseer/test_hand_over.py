@@ -54,7 +54,8 @@ def test_at_staleness_zero_both_kinds_train_the_same(tmp_path: Path):
     assert not (tmp_path / "memory" / "rollout_storage").exists()
 
 
-@pytest.mark.parametrize("kind", ["memory", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_share_of_one_group_slows_the_worker_but_loses_nothing(run_dir: Path, kind: str):
     storage = {"kind": kind, "capacity_groups": 1, "poll_s": 0.01}
     summary = train(tiny({"rollout": {"storage": storage}}), run_dir, quiet=True)

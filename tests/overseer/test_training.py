@@ -140,7 +140,7 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
 PROBE = ["checking that engines and learner agree", "parity"]
 
 
-@pytest.mark.parametrize("warm_start", [False, True])
+@pytest.mark.parametrize("warm_start", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parity_is_probed_before_the_first_evaluation_and_again_after_a_warm_start(run_dir: Path, warm_start: bool):
     changes = {"warm_start": {"steps": 1, "batch_size": 2, "learning_rate": 0.01}} if warm_start else {}
     train(tiny({"steps": 1, "learner": changes, "curriculum": {"micro_eval_frequency": 0}}), run_dir, quiet=True)

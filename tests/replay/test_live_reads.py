@@ -111,7 +111,10 @@ class Again:
         raise AssertionError("twenty times in a row")
 
 
-@pytest.mark.parametrize("read", [with_pandas, with_duckdb, with_duckdb_once_each])
+WITH_PANDAS = pytest.param(with_pandas, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("read", [WITH_PANDAS, with_duckdb, with_duckdb_once_each])
 def test_other_readers_of_a_live_run_see_ever_more(tmp_path, read):
     again = Again(read)
     deleting = watch(tmp_path, again)
@@ -123,7 +126,7 @@ def test_our_readers_meet_no_error_at_all(tmp_path):
     watch(tmp_path, with_ours)
 
 
-@pytest.mark.parametrize("read", [with_pandas, with_duckdb])
+@pytest.mark.parametrize("read", [WITH_PANDAS, with_duckdb])
 def test_without_merging_nobody_meets_an_error(tmp_path, read):
     watch(tmp_path, read, compact_parts=0)
 

@@ -174,8 +174,10 @@ def test_helpers_keep_off_the_core_of_the_thread_that_begins(monkeypatch):
 
 DIES = """
 import os, sys
-from penstock.weights.shared_memory import JobFolder
-folder = JobFolder(sys.argv[1], 5.0)
+from pathlib import Path
+from penstock.weights import shared_memory
+shared_memory.memory_folder = lambda: Path(sys.argv[2])
+folder = shared_memory.JobFolder(sys.argv[1], 5.0)
 (folder.path / "segment").write_bytes(b"left behind")
 os.kill(os.getpid(), 9)
 """
@@ -209,9 +211,8 @@ def test_a_second_broadcaster_of_the_job_is_refused_in_time(folder_job: str):
 
 
 @pytest.mark.attack
-def test_the_next_broadcaster_of_the_job_frees_what_a_killed_one_left():
-    folder_job = uuid.uuid4().hex
-    died = subprocess.run([sys.executable, "-c", DIES, folder_job], timeout=60)
+def test_the_next_broadcaster_of_the_job_frees_what_a_killed_one_left(folder_job: str, tmp_path: Path):
+    died = subprocess.run([sys.executable, "-c", DIES, folder_job, str(tmp_path)], timeout=60)
     assert died.returncode == -9
     assert [path.name for path in job_folder(folder_job).iterdir() if path.name == "segment"] == ["segment"]
     folder = JobFolder(folder_job, 5.0)
@@ -250,12 +251,12 @@ def test_a_link_in_its_place_is_refused(folder_job: str, tmp_path: Path):
 
 
 @pytest.mark.attack
-def test_what_a_killed_broadcaster_left_is_found_and_freed_without_another_broadcaster():
-    folder_job = uuid.uuid4().hex
-    died = subprocess.run([sys.executable, "-c", DIES, folder_job], timeout=60)
+def test_what_a_killed_broadcaster_left_is_found_and_freed_without_another_broadcaster(folder_job: str, tmp_path: Path):
+    died = subprocess.run([sys.executable, "-c", DIES, folder_job, str(tmp_path)], timeout=60)
     assert died.returncode == -9
-    found = [folder for folder in find_abandoned() if folder.path == job_folder(folder_job)]
-    assert [folder.nbytes for folder in found] == [4096]
+    found = find_abandoned()
+    taken = sum(file.stat().st_blocks for file in job_folder(folder_job).iterdir()) * 512
+    assert [(folder.path, folder.nbytes) for folder in found] == [(job_folder(folder_job), taken)]
     assert job_folder(folder_job).is_dir(), "nothing is removed by looking"
     assert found[0] in free_abandoned()
     assert not job_folder(folder_job).exists()

@@ -21,7 +21,7 @@ import numpy as np
 from penstock.types import ConfigError, EnvironmentFailure, Message
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 PACKAGED = "penstock"
 """The name of the small tokenizer that ships with the recipes."""
@@ -243,7 +243,7 @@ def _load_fast(directory: Path) -> "PreTrainedTokenizerFast":
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Batches are of one text: threads of its own would win nothing, and make it complain of every later fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     # The Rust tokenizer reports a broken file as a bare Exception; there is nothing narrower to catch.
     try:

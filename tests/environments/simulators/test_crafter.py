@@ -18,6 +18,7 @@ def rewards_and_frames(steps, *ballast):
     return [simulator.step(simulator.action_space.sample())[:2] for _ in range(steps)], ballast
 
 
+@pytest.mark.slow
 def test_a_trajectory_does_not_depend_on_where_creatures_lie_in_memory():
     one, _ = rewards_and_frames(400)
     other, _ = rewards_and_frames(400, [object() for _ in range(5000)])

@@ -100,6 +100,7 @@ def test_no_step_in_the_time_that_is_measured_is_a_finding(monkeypatch):
     assert "no simulator stepped within the 0.1 s that were measured" in report.best.failure
 
 
+@pytest.mark.slow
 def test_a_shape_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.1)
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.5)

@@ -14,7 +14,8 @@ from penstock.overseer.language.kind import LanguageKind, Updates
 from tests.overseer.conftest import tiny
 
 
-@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True])
 def test_the_policy_that_a_run_begins_with_is_let_go_when_its_successor_is_served(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ):
