@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tests.waiting import wait_until
 
 from penstock.model import programs
 from penstock.model.programs import choose_cache, compile_programs
@@ -21,6 +22,19 @@ def cache_settings():
     programs.compilation_cache.reset_cache()
 
 
+@pytest.fixture
+def processors(monkeypatch):
+    """Sets how many there are; threads are made anew."""
+
+    def be(count: int) -> None:
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(count)), raising=False)
+        programs._threads.cache_clear()
+
+    yield be
+    monkeypatch.undo()
+    programs._threads.cache_clear()
+
+
 def test_each_program_is_told_when_it_is_compiled():
     gates = {name: threading.Event() for name in ("first", "second")}
     told = compile_programs({name: lambda gate=gate: gate.wait(WAIT_S) for name, gate in gates.items()})
@@ -32,14 +46,40 @@ def test_each_program_is_told_when_it_is_compiled():
     assert list(compile_programs({})) == []
 
 
-def test_as_many_are_compiled_at_once_as_there_are_processors(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+def test_as_many_are_compiled_at_once_as_there_are_processors(processors):
+    processors(3)
     together = threading.Barrier(3)
     assert len(list(compile_programs(dict.fromkeys("abc", lambda: together.wait(WAIT_S))))) == 3
 
 
-def test_what_is_not_asked_for_is_not_begun_and_a_failure_is_raised(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
+def test_what_is_not_urgent_comes_after_all_that_is_whoever_asked_first(processors):
+    processors(1)
+    begun, may_go_on, order = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        may_go_on.wait(WAIT_S)
+
+    def told(names: str, urgent: bool) -> threading.Thread:
+        compiles = {name: lambda name=name: order.append(name) for name in names}
+        if not urgent:
+            compiles = {"first": first, **compiles}
+        thread = threading.Thread(target=lambda: list(compile_programs(compiles, urgent)))
+        thread.start()
+        return thread
+
+    later = told("xy", urgent=False)
+    assert begun.wait(WAIT_S)
+    sooner = told("ab", urgent=True)
+    wait_until(lambda: programs._queue.qsize() == 4, "all are in the queue")
+    may_go_on.set()
+    for thread in (later, sooner):
+        thread.join(WAIT_S)
+    assert order == ["a", "b", "x", "y"]
+
+
+def test_what_is_not_asked_for_is_not_begun_and_a_failure_is_raised(processors):
+    processors(1)
     compiled, may_go_on = [], threading.Event()
 
     def second():

@@ -12,9 +12,10 @@ from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
-from penstock.types import CompiledProgram, UnreachableError, WeightVersion
+from penstock.types import CompiledProgram, NoProgressError, UnreachableError, WeightVersion
 from penstock.weights import open_client
 from tests.overseer.lonely import Lonely
+from tests.waiting import wait_until
 
 LIMIT_S = 20.0
 
@@ -69,7 +70,48 @@ def test_the_progress_of_a_learner_that_starts_is_its_programs(role):
         assert role.condition().doing == f"compiling ({number} of 4 programs, the last gradient)"
         assert (role.condition().state, role.condition().progress) == ("starting", float(number))
     role.state, role.doing = "running", "update 3"
-    assert role.condition().progress == 0.0
+    role.note_compiled(CompiledProgram("optimiser step", 3, 4, 0.5))
+    assert (role.condition().doing, role.condition().progress) == ("update 3", 3.0)
+
+
+@pytest.fixture
+def gate(role, monkeypatch):
+    """Holds the update's one program back, which the role compiles already."""
+    gate = threading.Event()
+    monkeypatch.setattr(LanguageKind, "update_programs", lambda *_: {"gradient": lambda: gate.wait(LIMIT_S)})
+    begin(role)
+    role.state = "running"
+    role.crew.start("compile", role._compile_update)
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("ending", ["compiled", "finished"])
+def test_training_waits_for_its_programs_and_a_request_to_finish_does_not(role, gate, ending):
+    waiting = threading.Thread(target=role.wait_until_compiled)
+    waiting.start()
+    wait_until(lambda: role.condition().doing == "waiting for the programs of an update")
+    assert role.condition().progress is None, "nothing is owed"
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    gate.set() if ending == "compiled" else role.finish()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive() and role.compiled == (ending == "compiled")
+
+
+def test_programs_that_are_never_compiled_end_the_wait_by_name(role, gate):
+    role.config = load_config("cats", ["overseer={start_timeout_s: 0.05, no_progress_s: 0.05}"])
+    with pytest.raises(NoProgressError, match="learner-0#0 compiled no further program of an update within 0.05 s: if"):
+        role.wait_until_compiled()
+
+
+def test_a_program_that_cannot_be_compiled_fails_the_learner(role, monkeypatch):
+    monkeypatch.setattr(LanguageKind, "update_programs", lambda *_: {"gradient": lambda: 1 // 0})
+    begin(role)
+    role.crew.start("compile", role._compile_update)
+    role.wait_until_compiled()
+    wait_until(lambda: role.condition().state == "failed")
+    assert "ZeroDivisionError" in role.condition().error
 
 
 def test_a_restarted_broadcaster_offers_the_same_version_and_weights_under_another_incarnation(role):

@@ -11,7 +11,7 @@ an update that was skipped) is left out, never zero.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,24 +159,31 @@ class Learner:
             pass
 
     def programs(self) -> Programs:
-        """Those of an update and of `score`, the longest first."""
+        """Those of `score` and of an update."""
+        return {**self.scoring_programs(), **self.update_programs()}
+
+    def scoring_programs(self) -> Programs:
+        """Those of `score`."""
+        rows = {n: empty_micro_batch(n, 1) for n in reversed(scored_lengths(self._config.row_length))}
+        lowered = {
+            f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
+            for length, row in rows.items()
+        }
+        return _compiling(lowered)
+
+    def update_programs(self) -> Programs:
+        """Those of `update`, the longest first."""
         row_length = self._config.row_length
         batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
         so_far = jax.eval_shape(self._zeros, self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
-        rows = {length: empty_micro_batch(length, 1) for length in reversed(scored_lengths(row_length))}
-        scorers = {
-            f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
-            for length, row in rows.items()
-        }
         lowered = {
             "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch),
             "optimiser step": partial(self._apply.lower, *applied),
-            **scorers,
             "empty gradient": partial(self._zeros.lower, self._decoder),
         }
-        return {name: lambda lower=lower: lower().compile() for name, lower in lowered.items()}
+        return _compiling(lowered)
 
     def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
         """One optimiser step on one batch.
@@ -348,6 +355,10 @@ class _WarmStart:
 
     def discard(self) -> None:
         self.state = None
+
+
+def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
+    return {name: lambda lower=lower: lower().compile() for name, lower in lowered.items()}
 
 
 def _forward_options(config: LearnerConfig) -> compiled.ForwardOptions:

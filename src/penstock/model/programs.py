@@ -11,8 +11,11 @@ control policies learned nothing now and then.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from functools import cache
+from itertools import count
 from pathlib import Path
+from queue import PriorityQueue
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -23,28 +26,52 @@ Programs = Mapping[str, Callable[[], object]]
 """By what each is for, in words: compiles it."""
 
 
-def compile_programs(programs: Programs) -> Iterator[CompiledProgram]:
-    """Compiles programs in the order given, as many at once as this process has processors.
+def compile_programs(programs: Programs, urgent: bool = True) -> Iterator[CompiledProgram]:
+    """Compiles programs in the order given, as many of this process at once as it has processors.
+
+    Args:
+        programs: What to compile.
+        urgent: Whether somebody waits already; others' programs that are not come after all that are.
 
     Yields:
         Each as it is done; whoever asks for no more has those left out that were not begun.
     """
     choose_cache()
-    workers = min(len(programs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    pool = ThreadPoolExecutor(max(1, workers), "compiling")
+    waiting = {name: Future[float]() for name in programs}
+    for name, compile_it in programs.items():
+        _queue.put((not urgent, next(_numbers), compile_it, waiting[name]))
+    names = {future: name for name, future in waiting.items()}
     try:
-        running = [pool.submit(_timed, name, compile_it) for name, compile_it in programs.items()]
-        for number, done in enumerate(as_completed(running), 1):
-            name, seconds = done.result()
-            yield CompiledProgram(name, number, len(programs), seconds)
+        for _ in programs:
+            _threads().submit(_compile_next)
+        for number, done in enumerate(as_completed(names), 1):
+            yield CompiledProgram(names[done], number, len(programs), done.result())
     finally:
-        pool.shutdown(cancel_futures=True)
+        wait([future for future in names if not future.cancel()])
 
 
-def _timed(name: str, compile_it: Callable[[], object]) -> tuple[str, float]:
+_queue: PriorityQueue[tuple[bool, int, Callable[[], object], Future[float]]] = PriorityQueue()
+_numbers = count()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return ThreadPoolExecutor(processors, "compiling")
+
+
+def _compile_next() -> None:
+    """What is most urgent now, of whoever asked."""
+    _, _, compile_it, future = _queue.get()
+    if not future.set_running_or_notify_cancel():
+        return
     started = time.perf_counter()
-    compile_it()
-    return name, time.perf_counter() - started
+    try:
+        compile_it()
+    except BaseException as error:  # whatever it was, whoever waits must get it
+        future.set_exception(error)
+    else:
+        future.set_result(time.perf_counter() - started)
 
 
 def choose_cache() -> None:

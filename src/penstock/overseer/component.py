@@ -313,7 +313,8 @@ class ThreadedComponent(Generic[AnyConfig]):
     def note_compiled(self, program: CompiledProgram) -> None:
         """Tells of one more program, at its start."""
         self.compiled += 1
-        self.doing = f"compiling ({program.number} of {program.of} programs, the last {program.name})"
+        if self.state == "starting":
+            self.doing = f"compiling ({program.number} of {program.of} programs, the last {program.name})"
         numbers = {"number": program.number, "of": program.of, "seconds": round(program.seconds, 3)}
         self.ctx.event("compiled", component=self.name, program=program.name, **numbers)
 

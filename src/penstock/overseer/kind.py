@@ -200,7 +200,11 @@ class PolicyKind(Protocol):
         """Anew, or as the checkpoint has it."""
         ...
 
-    def learner_programs(self, learner: Any, config: Any) -> "Programs":
+    def scoring_programs(self, learner: Any) -> "Programs":
+        """What is asked of the learner before it trains."""
+        ...
+
+    def update_programs(self, learner: Any, config: Any) -> "Programs":
         """What training needs compiled."""
         ...
 

@@ -21,7 +21,7 @@ from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.training_loop import TrainingLoop, UpdatingLearner
 from penstock.replay import RemoteBatches
-from penstock.types import PenstockError, Stopped, TrainingBatch, UnreachableError, WeightVersion
+from penstock.types import NoProgressError, PenstockError, Stopped, TrainingBatch, UnreachableError, WeightVersion
 from penstock.weights import Broadcaster, open_broadcaster, trained_arrays
 
 ANNOUNCE_S = 5.0
@@ -63,6 +63,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._batches = RemoteBatches(self._replay, settings.lineage) if shared is None else shared.batches
         self._commits = RemoteBatches(self._replay, settings.lineage) if shared is None else shared.batches
         self._finishing = threading.Event()
+        self._can_update = threading.Event()  # or need not
         self._learner: UpdatingLearner | None = None
         self._loop: TrainingLoop | None = None
         self._broadcaster: Broadcaster | None = None
@@ -115,9 +116,37 @@ class LearnerComponent(ThreadedComponent[Any]):
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"
-        for program in compile_programs(self._kind.learner_programs(self._learner, self.config)):
+        for program in compile_programs(self._kind.scoring_programs(self._learner)):
             self.note_compiled(program)
         self.doing, self.state = "waiting to be told what to do", "running"
+        self.crew.start(f"{self.name}.compile", self._compile_update)
+
+    def _compile_update(self) -> None:
+        """While others begin: nothing of it is needed before the first batch is there."""
+        try:
+            programs = self._kind.update_programs(self.learner, self.config)
+            for program in compile_programs(programs, urgent=False):
+                self.note_compiled(program)
+                if self.stopping.is_set():
+                    return
+        finally:
+            self._can_update.set()
+
+    def wait_until_compiled(self) -> None:
+        """Returns when an update needs nothing compiled any more, or is not asked for.
+
+        Raises:
+            NoProgressError: no program was compiled within `overseer.start_timeout_s`.
+        """
+        limit_s, seen = self.config.overseer.start_limit_s, -1
+        self.doing = "waiting for the programs of an update"
+        while not self._can_update.wait(limit_s):
+            if self.compiled == seen:
+                raise NoProgressError(
+                    f"{self.ctx.identity} compiled no further program of an update within {limit_s:g} s: if the model "
+                    "takes longer, raise overseer.start_timeout_s"
+                )
+            seen = self.compiled
 
     def _loaded(self) -> RunStart:
         settings = self.settings
@@ -215,10 +244,12 @@ class LearnerComponent(ThreadedComponent[Any]):
             threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
         self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
         self._replay.call("admit", timeout_s=STATES_S)
-        self._loop, self._training = loop, True
-        if self._finishing.is_set():
-            loop.stop()
+        self._training = True
         try:
+            self.wait_until_compiled()
+            self._loop = loop
+            if self._finishing.is_set():
+                loop.stop()
             loop.run()
         finally:
             self._training = False
@@ -232,6 +263,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def finish(self) -> None:
         """Training ends at the next update boundary, with a checkpoint; one that has not begun ends at once."""
         self._finishing.set()
+        self._can_update.set()
         if self._loop is not None:
             self._loop.stop()
         self._batches.stop()
@@ -312,7 +344,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         training = self._training and self._loop is not None
         doing = self._loop.doing if training and self._loop is not None else self.doing
         owes_none = bool(self._no_room) or doing.startswith(("waiting", "done"))
-        progress = float(self.compiled if self.state == "starting" else self._steps_done)
+        progress = float(self.compiled + self._steps_done)
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
         return ComponentStatus(

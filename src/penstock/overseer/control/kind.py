@@ -348,7 +348,11 @@ class ControlKind:
             learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
-    def learner_programs(self, learner: ControlLearner, config: FleetRunConfig) -> Programs:
+    def scoring_programs(self, learner: ControlLearner) -> Programs:
+        """None."""
+        return {}
+
+    def update_programs(self, learner: ControlLearner, config: FleetRunConfig) -> Programs:
         """The update of a batch of fragments."""
         return learner.programs(config.replay.fragments_per_batch, config.fleet.fragment_length)
 

@@ -254,9 +254,13 @@ class LanguageKind:
             learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
 
-    def learner_programs(self, learner: Learner, config: RunConfig) -> Programs:
-        """The update's, and the probe's."""
-        return learner.programs()
+    def scoring_programs(self, learner: Learner) -> Programs:
+        """The probe's."""
+        return learner.scoring_programs()
+
+    def update_programs(self, learner: Learner, config: RunConfig) -> Programs:
+        """The update's."""
+        return learner.update_programs()
 
     def arrays(self, learner: Learner) -> Mapping[str, Any]:
         """The decoder's."""

@@ -299,6 +299,7 @@ class Preparation:
             component.doing = f"warm start {done}/{total}"
             self._ctx.metrics(0, {"warm_start/step": float(done), **metrics})
 
+        component.wait_until_compiled()
         warm_start(self._learner, self._manager(), config.learner.warm_start, config.seed, on_step)
         component.publish_anew()
 
