@@ -47,6 +47,9 @@ class NoText:
     def render(self, prompt: Any, max_tokens: int | None = None, chat_template_kwargs: Any = None) -> np.ndarray:
         return np.zeros(0, np.int32)
 
+    def render_text(self, prompt: Any, chat_template_kwargs: Any = None) -> str:
+        return ""
+
 
 def started_engine(decoder: Decoder, slots: int, steps: int, max_seq_len: int) -> tuple[InferenceEngine, float]:
     config = EngineConfig(

@@ -34,11 +34,14 @@ class CharacterTokenizer:
         return "".join(shown.get(int(token), chr(int(token))) for token in tokens)
 
     def render(self, prompt, max_tokens=None, chat_template_kwargs=None):
+        return self.encode(self.render_text(prompt, chat_template_kwargs))
+
+    def render_text(self, prompt, chat_template_kwargs=None):
         if isinstance(prompt, str):
-            return self.encode(prompt)
+            return prompt
         if not self._chat_template:
             raise ConfigError("the tokenizer has no chat template: set template: plain")
-        return self.encode("".join(f"[{m['role']}]{m['content']}\n" for m in prompt) + "[assistant]")
+        return "".join(f"[{m['role']}]{m['content']}\n" for m in prompt) + "[assistant]"
 
 
 class ScriptedPolicy:
@@ -47,6 +50,8 @@ class ScriptedPolicy:
     An answer that ends in ``<eos>`` or ``</calc>`` finished by itself; others are cut at the token limit or end as
     `length` where they stop.
     """
+
+    ordered = True
 
     def __init__(self, answer: Callable[[str, int, int], str], weight_step: int = 5) -> None:
         self.tokenizer = CharacterTokenizer()

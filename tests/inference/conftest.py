@@ -35,11 +35,17 @@ class ByteCodec:
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        if not isinstance(prompt, str):
-            prompt = "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
-        if max_tokens is not None and len(prompt.encode()) > max_tokens:
-            raise EnvironmentFailure(f"prompt has {len(prompt.encode())} bytes, more than {max_tokens} tokens can hold")
-        return self.encode(prompt)
+        text = self.render_text(prompt)
+        if max_tokens is not None and len(text.encode()) > max_tokens:
+            raise EnvironmentFailure(f"prompt has {len(text.encode())} bytes, more than {max_tokens} tokens can hold")
+        return self.encode(text)
+
+    def render_text(
+        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from penstock.environments.example_environment import Example, ExampleEnvironment
     from penstock.environments.jsonl import JsonlEnvironment
     from penstock.environments.loading import load_environment
+    from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment
     from penstock.environments.multiple_choice import MultipleChoiceEnvironment
+    from penstock.environments.tools import ToolEnvironment
 
 _EXPORTS = {
     "ArithmeticEnvironment": "arithmetic",
     "CalculatorEnvironment": "calculator",
     "CatsEnvironment": "cats",
+    "Conversation": "multi_turn",
     "DigitsEnvironment": "digits",
     "Environment": "base",
     "EpisodeBuilder": "episode",
@@ -30,20 +33,22 @@ _EXPORTS = {
     "ExampleEnvironment": "example_environment",
     "GroupScoredEnvironment": "episode",
     "JsonlEnvironment": "jsonl",
+    "MultiTurnEnvironment": "multi_turn",
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
     "Reference": "base",
     "SingleTurnEnvironment": "episode",
+    "ToolEnvironment": "tools",
     "load_environment": "loading",
     "validate_groups": "base",
     "validate_metrics": "base",
 }
 
 __all__ = [
-    "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "DigitsEnvironment", "Environment",
-    "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultipleChoiceEnvironment", "Prompt", "Reference", "SingleTurnEnvironment", "load_environment",
-    "validate_groups", "validate_metrics",
+    "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
+    "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
+    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "Reference", "SingleTurnEnvironment",
+    "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
 ]  # fmt: skip
 
 

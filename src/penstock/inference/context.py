@@ -25,16 +25,23 @@ class EngineContext:
     Args:
         engine: Already started; its `request_timeout_s` bounds every call.
         tokenizer: The policy's; its stop tokens stand in where a call names none.
+        ordered: As callers see it.
     """
 
-    def __init__(self, engine: InferenceEngine, tokenizer: TextCodec) -> None:
+    def __init__(self, engine: InferenceEngine, tokenizer: TextCodec, ordered: bool = False) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._ordered = ordered
 
     @property
     def tokenizer(self) -> TextCodec:
         """The policy's tokenizer."""
         return self._tokenizer
+
+    @property
+    def ordered(self) -> bool:
+        """As `penstock.types.InferenceContext`."""
+        return self._ordered
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]

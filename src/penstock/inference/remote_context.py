@@ -48,6 +48,11 @@ class RemoteContext:
         """The policy's tokenizer."""
         return self._tokenizer
 
+    @property
+    def ordered(self) -> bool:
+        """As it was made."""
+        return self._ordered
+
     def for_session(self, session: str, least: WeightVersion | None = None) -> "RemoteContext":
         """The context of one conversation, or of one group, with no older weights than these."""
         return RemoteContext(self._pool, self._tokenizer, session, self._target, least, ordered=self._ordered)

@@ -22,6 +22,7 @@ class ScriptedContext:
         answers: A function of the prompt's text and the sample's seed, or texts given in turn for ever.
         weight_step: Recorded as the version of every token.
         max_seq_len: A prompt of so many tokens or more is refused, as an engine would.
+        ordered: Whether an environment must ask in rounds, so that answers given in turn go to the same conversations.
     """
 
     LOGPROB = -0.5
@@ -32,11 +33,13 @@ class ScriptedContext:
         answers: Sequence[str] | Answer,
         weight_step: int = 0,
         max_seq_len: int = 4096,
+        ordered: bool = True,
     ) -> None:
         if not callable(answers) and not answers:
             raise ValueError("answers is empty: give at least one text, or a function")
         self._tokenizer, self._answers = tokenizer, answers
         self._weight_step, self._max_seq_len = weight_step, max_seq_len
+        self._ordered = ordered
         self._lock = threading.Lock()
         self._calls: list[GenerationCall] = []
         self._given = 0
@@ -45,6 +48,11 @@ class ScriptedContext:
     def tokenizer(self) -> TextCodec:
         """The tokenizer it was made with."""
         return self._tokenizer
+
+    @property
+    def ordered(self) -> bool:
+        """As it was made."""
+        return self._ordered
 
     @property
     def calls(self) -> tuple[GenerationCall, ...]:

@@ -135,6 +135,10 @@ class _LockstepContext:
     def tokenizer(self) -> TextCodec:
         return self._lockstep.tokenizer
 
+    @property
+    def ordered(self) -> bool:
+        return True
+
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:

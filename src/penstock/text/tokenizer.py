@@ -172,18 +172,27 @@ class Tokenizer:
             ConfigError: there is no chat template, it refuses these messages, or does not read what it is given.
             EnvironmentFailure: it is longer.
         """
-        if not isinstance(prompt, str):
-            if max_tokens is not None:
-                parts = [part for each in (*prompt, chat_template_kwargs or {}) for part in each.values()]
-                self._refuse_longer("".join(map(str, parts)), max_tokens)
-            text = self._render_messages(prompt, self._checked(chat_template_kwargs or {}))
-        else:
-            text = prompt
+        if not isinstance(prompt, str) and max_tokens is not None:
+            parts = [part for each in (*prompt, chat_template_kwargs or {}) for part in each.values()]
+            self._refuse_longer("".join(map(str, parts)), max_tokens)
+        text = self.render_text(prompt, chat_template_kwargs)
         if max_tokens is not None:
             self._refuse_longer(text, max_tokens)
         tokens, beginning = self.encode(text), self._beginning
         complete = text is not prompt or np.array_equal(tokens[: len(beginning)], beginning)
         return tokens if complete else np.concatenate([beginning, tokens])
+
+    def render_text(
+        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        """What `render` encodes: a plain string as it is, or messages through the chat template.
+
+        Raises:
+            ConfigError: as `render`.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        return self._render_messages(prompt, self._checked(chat_template_kwargs or {}))
 
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes

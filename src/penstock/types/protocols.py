@@ -61,6 +61,12 @@ class TextCodec(Protocol):
         """
         ...
 
+    def render_text(
+        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> str:
+        """What `render` encodes."""
+        ...
+
 
 @runtime_checkable
 class InferenceContext(Protocol):
@@ -69,6 +75,14 @@ class InferenceContext(Protocol):
     @property
     def tokenizer(self) -> TextCodec:
         """The policy's tokenizer."""
+        ...
+
+    @property
+    def ordered(self) -> bool:
+        """Whether all prompts that can be asked must come in one call, so that a run goes the same way every time.
+
+        Where not, threads of one environment may each ask for themselves, and none waits for another.
+        """
         ...
 
     def generate(

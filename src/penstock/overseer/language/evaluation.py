@@ -60,7 +60,7 @@ def evaluate(
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
     manager = RolloutManager(
         Curriculum(config.curriculum),
-        EngineContext(engine, tokenizer),
+        EngineContext(engine, tokenizer, ordered=True),
         config.seed,
         stop_engine=partial(engine.stop, config.overseer.stop_timeout_s),
     )

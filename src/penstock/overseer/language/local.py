@@ -76,7 +76,7 @@ def local_components(
 
     manager = RolloutManager(
         Curriculum(config.curriculum),
-        EngineContext(engine, start.codec),
+        EngineContext(engine, start.codec, ordered=config.replay.synchronous),
         config.seed,
         settings.lineage,
         environments,

@@ -56,6 +56,11 @@ class TimedContext:
         """The policy's."""
         return self._context.tokenizer
 
+    @property
+    def ordered(self) -> bool:
+        """The context's own."""
+        return self._context.ordered
+
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, decoding: Decoding, seeds: Sequence[int]
     ) -> list[list[Completion]]:

@@ -1,0 +1,445 @@
+"""Conversations of several turns: the policy speaks, the environment answers, until it is done.
+
+A subclass says what it answers (`respond`), when a conversation is over (`is_done`) and what it is worth (`score`):
+
+::
+
+    class GuessEnvironment(MultiTurnEnvironment):
+        def respond(self, conversation):
+            return "higher" if int(conversation.text) < int(conversation.example.answer) else "lower"
+
+        def is_done(self, conversation):
+            return conversation.text == conversation.example.answer
+
+        def score(self, conversation):
+            return 1.0 / conversation.turns if conversation.ending == "done" else 0.0
+
+Each conversation goes at its own pace, in a thread of its own: none waits for a slower one. Where a run is to go the
+same way every time (staleness zero, `InferenceContext.ordered`), they go in rounds instead, with all prompts of a round
+in one call.
+
+*Tokens.* What the policy said is the next turn's prompt as it was sampled, token by token. What the environment says is
+what the chat template writes between two answers (or the text itself, where prompts are plain), encoded once. Some
+templates rewrite what was said before (they strip reasoning of earlier turns, say): the policy is trained on what it
+was shown here, and ``rewritten`` counts conversations that the template would show otherwise.
+"""
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from typing_extensions import override
+
+from penstock.environments.base import Prompt, Reference, Template, check_rewards
+from penstock.environments.episode import EpisodeBuilder, generate_each
+from penstock.environments.example_environment import FAILURES, Example, ExampleEnvironment, Failure, Outcome, Task
+from penstock.types import (
+    Completion,
+    ConfigError,
+    Decoding,
+    EnvironmentFailure,
+    InferenceContext,
+    Message,
+    PenstockError,
+    Rollout,
+    RolloutGroup,
+    TextCodec,
+    fold,
+)
+
+T = TypeVar("T")
+Reply = str | Message | Sequence[Message]
+"""What an environment says: text (a user's message, or as it is where prompts are plain), or chat messages."""
+Ending = Literal["done", "turns", "tokens", "seconds"]
+"""Why a conversation is over: the environment said so, or a limit cut it."""
+_MARK = "@@what was said@@"
+MOST_AT_ONCE = 256
+"""Conversations of one call that are under way at the same time."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation, as an environment sees it. Each is used by one thread at a time.
+
+    Attributes:
+        example: The problem.
+        messages: What was said so far, the prompt first.
+        turns: How often the policy spoke.
+        text: What it said last, without special tokens.
+        completion: All of that; None where nobody sampled it (a worked solution).
+        state: The environment's own.
+        ending: Why it is over; None while it is not.
+    """
+
+    example: Example
+    messages: list[Message]
+    turns: int = 0
+    text: str = ""
+    completion: Completion | None = None
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    ending: Ending | None = None
+    _credits: list[float] = field(default_factory=list[float])
+
+    @classmethod
+    def about(cls, example: Example, prompt: Prompt) -> "Conversation":
+        """One that begins."""
+        begun: Message = {"role": "user", "content": prompt}
+        return cls(example, [begun] if isinstance(prompt, str) else list(prompt))
+
+    def credit(self, reward: float) -> None:
+        """Adds reward at the policy's latest token, beside what `score` gives in the end."""
+        self._credits.append(reward)
+
+    def say(self, text: str, completion: Completion | None = None) -> None:
+        """The policy's turn."""
+        self.turns, self.text, self.completion = self.turns + 1, text, completion
+        self.messages.append({"role": "assistant", "content": text})
+
+
+class _Attempt:
+    """A conversation, and its tokens.
+
+    Args:
+        environment: Answers.
+        tokenizer: The policy's.
+        task: What it begins with.
+        decoding: Of the whole response.
+        position: Among those of its group.
+
+    Attributes:
+        rollout: The finished one.
+        failure: Why there is none.
+        rewritten: Whether the chat template would show it otherwise than it was.
+    """
+
+    def __init__(
+        self,
+        environment: "MultiTurnEnvironment",
+        tokenizer: TextCodec,
+        task: Task,
+        decoding: Decoding,
+        position: int,
+    ) -> None:
+        self.conversation = Conversation.about(task.example, task.prompt)
+        self.rollout: Rollout | None = None
+        self.failure: Failure | None = None
+        self.rewritten = False
+        self._environment, self._tokenizer, self._task, self._decoding = environment, tokenizer, task, decoding
+        self._seed = fold(task.seed, "conversation", position)
+        self._episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
+        self._plain = isinstance(task.prompt, str)
+        self._given = environment.chat_template_kwargs(task.example)
+        self._shown = "" if self._plain else tokenizer.render_text(task.prompt, self._given)
+        self._began = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is asked of the policy."""
+        return self.rollout is not None or self.failure is not None
+
+    def question(self) -> tuple[Task, Decoding]:
+        """The policy's next turn: prompt and seed, and how to sample."""
+        most, room = self._environment.turn_tokens, self._room
+        task = replace(self._task, prompt_tokens=self._episode.tokens, seed=fold(self._seed, self.conversation.turns))
+        return task, replace(self._decoding, max_output_tokens=room if most is None else min(room, most))
+
+    def take(self, answer: Completion | Failure) -> None:
+        """The policy's turn, and what the environment makes of it; an environment's own mistake is its group's."""
+        try:
+            if isinstance(answer, Failure):
+                raise answer
+            self._episode.say(answer)
+            self.conversation.say(answer.text, answer)
+            self._go_on(answer)
+            self._note_credits()
+            if self.conversation.ending is not None:
+                self._finish()
+        except FAILURES as failure:
+            self.failure = failure
+
+    @property
+    def _room(self) -> int:
+        return self._decoding.max_output_tokens - self._episode.response_length
+
+    @property
+    def _left_s(self) -> float:
+        return self._began + self._environment.max_seconds - time.monotonic()
+
+    def _go_on(self, answer: Completion) -> None:
+        conversation, environment = self.conversation, self._environment
+        if answer.finish_reason == "length":
+            conversation.ending = "tokens"
+        elif self._asked(environment.is_done):
+            conversation.ending = "done"
+        elif conversation.turns == environment.max_turns:
+            conversation.ending = "turns"
+        elif self._left_s <= 0:
+            conversation.ending = "seconds"
+        else:
+            reply = self._asked(environment.respond)
+            self._note_credits()
+            self._hear(reply)
+
+    def _hear(self, reply: Reply) -> None:
+        added = messages_of(reply)
+        text = _joined(added) if self._plain else self._between(added)
+        tokens = self._tokenizer.encode(text)
+        assert self.conversation.completion is not None  # the policy has spoken
+        if not self._plain and len(tokens) and tokens[0] == self.conversation.completion.response_tokens[-1]:
+            tokens = tokens[1:]  # the end of the turn, which the policy sampled itself
+        if len(tokens) >= self._room:
+            self._episode.cut()
+            self.conversation.ending = "tokens"
+            return
+        self.conversation.messages += added
+        self._episode.hear(text, tokens, "tool" if added[-1]["role"] == "tool" else "user")
+
+    def _between(self, added: Sequence[Message]) -> str:
+        """What the template writes between the policy's turn and its next."""
+        before = len(self.conversation.messages)
+        whole = [*self.conversation.messages, *added]
+        marked = [*whole]
+        marked[before - 1] = {**whole[before - 1], "content": _MARK}
+        text = self._tokenizer.render_text(marked, self._given)
+        if text.count(_MARK) != 1:
+            raise ConfigError(
+                f"the chat template writes what an assistant said {text.count(_MARK)} times and not once: use a "
+                "template that keeps earlier answers, or template: plain"
+            )
+        told = text.partition(_MARK)[2]  # whatever stands before: the policy's own tokens stay as they were sampled
+        rendered, said = self._tokenizer.render_text(whole, self._given), self.conversation.text
+        self.rewritten |= rendered not in (f"{self._shown}{said}{told}", f"{self._shown}{said.strip()}{told}")
+        self._shown = rendered
+        return told
+
+    def _note_credits(self) -> None:
+        credits, self.conversation._credits = self.conversation._credits, []
+        for reward in check_rewards(credits, len(credits), f"{type(self._environment).__name__}: credit"):
+            self._episode.credit(reward)
+
+    def _finish(self) -> None:
+        source = f"{type(self._environment).__name__}.score"
+        self._episode.credit(*check_rewards([self._asked(self._environment.score)], 1, source))
+        self.rollout = self._episode.rollout(self._environment.name, self._task.example.example_id)
+
+    def _asked(self, method: Callable[[Conversation], T]) -> T:
+        """What a method of the environment says, within what is left of the conversation's time."""
+        who = f"{type(self._environment).__name__}.{method.__name__}"
+        limit_s = max(self._left_s, _LEAST_S)
+        try:
+            return within(limit_s, method, self.conversation)
+        except GaveNoAnswer as error:
+            raise EnvironmentFailure(
+                f"{who} gave no answer about {self._task.example.example_id!r} within {limit_s:.3g} s: "
+                f"max_seconds is {self._environment.max_seconds:g} for a whole conversation"
+            ) from error
+        except PenstockError:
+            raise
+        except Exception as error:  # an environment's own mistake is a counted failure, not the end of the run
+            raise EnvironmentFailure(
+                f"{who} raised {type(error).__name__} about {self._task.example.example_id!r}: {error}"
+            ) from error
+
+
+_LEAST_S = 1.0
+"""What `score` may take after a conversation whose time is up."""
+
+
+class GaveNoAnswer(Exception):
+    """A function took too long."""
+
+
+def within(limit_s: float, function: Callable[..., T], *args: Any, **keywords: Any) -> T:
+    """What a function returns or raises; one that hangs is left behind in a thread that keeps no process from ending.
+
+    Raises:
+        GaveNoAnswer: it takes longer.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(function(*args, **keywords))
+        except BaseException as error:  # raised where the answer is read
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name=getattr(function, "__name__", "function"), daemon=True).start()
+    if not wait([answer], limit_s).done:
+        raise GaveNoAnswer(f"no answer within {limit_s:g} s")
+    return answer.result()
+
+
+class MultiTurnEnvironment(ExampleEnvironment):
+    """Problems that take a conversation. `max_output_tokens` covers all of it, what the environment says included.
+
+    Args:
+        name: Stands on every rollout.
+        template: How prompts are put to the policy.
+        system_prompt: Put before every prompt.
+        max_turns: Most turns of the policy.
+        max_seconds: Longest time of one conversation. It is looked at between turns; a method of the environment that
+            takes longer fails the group.
+        turn_tokens: Most tokens of one turn of the policy; None: all that are left. In rounds, turns of different
+            length are asked for one length after the other, so give it there.
+
+    Attributes:
+        max_turns: As given.
+        max_seconds: As given.
+        turn_tokens: As given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        template: Template = "auto",
+        system_prompt: str | None = None,
+        max_turns: int = 8,
+        max_seconds: float = 600.0,
+        turn_tokens: int | None = None,
+    ) -> None:
+        super().__init__(name, template, system_prompt)
+        for key, value in (("max_turns", max_turns), ("max_seconds", max_seconds), ("turn_tokens", turn_tokens)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{key} is {value}: it must be above 0")
+        self.max_turns, self.max_seconds, self.turn_tokens = max_turns, max_seconds, turn_tokens
+        self._played = threading.local()
+
+    @abstractmethod
+    def respond(self, conversation: Conversation) -> Reply:
+        """What the environment says to the policy's latest turn. It may take its time: nobody else waits for it."""
+
+    def is_done(self, conversation: Conversation) -> bool:
+        """Whether the conversation is over; asked after every whole turn. By default only limits end it."""
+        return False
+
+    @abstractmethod
+    def score(self, conversation: Conversation) -> float:
+        """What the finished conversation is worth, at its last token; `Conversation.ending` says how it ended."""
+
+    def stop_strings(self, plain: bool) -> tuple[str, ...]:
+        """Texts that end a turn, beside the tokenizer's own tokens; `plain`: prompts go through no chat template."""
+        return ()
+
+    def solution(self, example: Example) -> Sequence[str]:
+        """What the policy would say, turn by turn, for a supervised warm start; nothing where there is none."""
+        return [example.answer] if example.answer else []
+
+    @override
+    def play(
+        self, inference_ctx: InferenceContext, tasks: Sequence[Task], n_generations: int, decoding: Decoding
+    ) -> list[Outcome]:
+        plain = all(isinstance(task.prompt, str) for task in tasks)
+        decoding = replace(decoding, stop_strings=(*decoding.stop_strings, *self.stop_strings(plain)))
+        attempts = [
+            _Attempt(self, inference_ctx.tokenizer, task, decoding, position)
+            for task in tasks
+            for position in range(n_generations)
+        ]
+        if inference_ctx.ordered:
+            _in_rounds(inference_ctx, attempts)
+        else:
+            _at_own_pace(inference_ctx, attempts)
+        self._played.attempts = attempts
+        groups = [attempts[first : first + n_generations] for first in range(0, len(attempts), n_generations)]
+        return [_outcome(group) for group in groups]
+
+    @override
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """``turns`` per conversation, and the shares that limits ended and that the chat template would rewrite."""
+        finished = self._finished()
+        if not finished:
+            return {}
+        endings = [attempt.conversation.ending for attempt in finished]
+        return {
+            "turns": float(np.mean([attempt.conversation.turns for attempt in finished])),
+            "rewritten": float(np.mean([attempt.rewritten for attempt in finished])),
+            **{f"ended_by_{limit}": endings.count(limit) / len(endings) for limit in ("turns", "tokens", "seconds")},
+        }
+
+    def _finished(self) -> list[_Attempt]:
+        """Of this thread's latest `play`."""
+        return [attempt for attempt in getattr(self._played, "attempts", []) if attempt.rollout is not None]
+
+    @override
+    def references(self, example: Example) -> list[Reference]:
+        """Each turn of the `solution`, after what the environment answers to those before."""
+        prompt, given = self.shaped(example), self.chat_template_kwargs(example)
+        conversation = Conversation.about(example, prompt)
+        found: list[Reference] = []
+        earlier: list[str] = []
+        turns = self.solution(example)
+        for number, said in enumerate(turns, 1):
+            shown = prompt if isinstance(prompt, str) else list(conversation.messages)
+            ends = not (isinstance(prompt, str) and said.endswith(self.stop_strings(True) or ("\0",)))
+            found.append(Reference(shown, said, tuple(earlier), ends, given))
+            conversation.say(said)
+            if number == len(turns):
+                break
+            added = messages_of(self.respond(conversation))
+            conversation.messages += added
+            if isinstance(prompt, str):
+                earlier += [said, _joined(added)]
+        return found
+
+
+def _in_rounds(inference_ctx: InferenceContext, attempts: Sequence[_Attempt]) -> None:
+    """All turns of a round in as few calls as their lengths allow, in the same order every time."""
+    while asking := [attempt for attempt in attempts if not attempt.over]:
+        questions = [attempt.question() for attempt in asking]
+        for length in sorted({decoding.max_output_tokens for _, decoding in questions}, reverse=True):
+            chosen = [i for i, (_, decoding) in enumerate(questions) if decoding.max_output_tokens == length]
+            tasks = [questions[i][0] for i in chosen]
+            answers = generate_each(inference_ctx, tasks, 1, questions[chosen[0]][1])
+            for i, answer in zip(chosen, answers, strict=True):
+                asking[i].take(answer if isinstance(answer, Failure) else answer[0])
+
+
+def _at_own_pace(inference_ctx: InferenceContext, attempts: Sequence[_Attempt]) -> None:
+    """Each conversation in a thread of its own."""
+
+    def drive(attempt: _Attempt) -> None:
+        while not attempt.over:
+            task, decoding = attempt.question()
+            (answer,) = generate_each(inference_ctx, [task], 1, decoding)
+            attempt.take(answer if isinstance(answer, Failure) else answer[0])
+
+    with ThreadPoolExecutor(min(len(attempts), MOST_AT_ONCE), "conversation") as threads:
+        for done in [threads.submit(drive, attempt) for attempt in attempts]:
+            done.result()
+
+
+def _outcome(group: Sequence[_Attempt]) -> Outcome:
+    failures = [attempt.failure for attempt in group if attempt.failure is not None]
+    return failures[0] if failures else [attempt.rollout for attempt in group if attempt.rollout is not None]
+
+
+def messages_of(reply: Reply) -> list[Message]:
+    """What an environment says, as chat messages.
+
+    Raises:
+        EnvironmentFailure: it is neither text nor messages with a role and text.
+    """
+    messages: list[Any] = (
+        [{"role": "user", "content": reply}]
+        if isinstance(reply, str)
+        else [reply]
+        if isinstance(reply, Mapping)
+        else list(reply)
+        if isinstance(reply, Sequence)
+        else [reply]
+    )
+    for message in messages or [None]:
+        if not isinstance(message, Mapping) or message.get("role") not in ("user", "tool", "system"):
+            raise EnvironmentFailure(
+                f"respond returned {message!r:.100}: give text, or messages {{'role': 'user' or 'tool', 'content': …}}"
+            )
+    return messages
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "".join(str(message["content"]) for message in messages)

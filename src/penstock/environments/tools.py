@@ -1,0 +1,200 @@
+"""Conversations in which the policy calls tools: Python functions with annotated arguments.
+
+::
+
+    def multiply(a: int, b: int) -> int:
+        "The product of two whole numbers."
+        return a * b
+
+    class ProductEnvironment(ToolEnvironment):
+        def __init__(self):
+            super().__init__(tools=[multiply])
+
+and problems and a `score`, as in every environment. The chat template shows the tools, as JSON schemas made from the
+signatures; a conversation is over with the first turn that calls none. Calls are read in the forms that the templates
+of open models teach: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen, SmolLM), any number in a
+turn, or JSON alone (Llama 3's ``{"name": …, "parameters": {…}}``, Mistral's list). A call that cannot be read or fails
+is answered with ``error: …``, so that the policy can try again. Arguments are checked against the annotations
+(pydantic); what the policy wrote is never evaluated as code. Tools run in threads of this process: not covered are
+tools that must be fenced in.
+"""
+
+import inspect
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError, validate_call
+from typing_extensions import override
+
+from penstock.environments.base import Template
+from penstock.environments.example_environment import Example
+from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
+from penstock.types import Message, RolloutGroup
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL_END = "</tool_call>"
+MOST_RESULT_CHARACTERS = 8192
+"""A longer result is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One that the policy wrote.
+
+    Attributes:
+        name: Of the tool; empty where it cannot be read.
+        arguments: By name.
+        error: What is wrong with it; empty where nothing is.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """The calls in what a policy said, in order; none where it calls nothing."""
+    written = _CALL.findall(text)
+    if written:
+        return [call for each in written for call in _calls_of(each)]
+    alone = text.removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
+    if not alone.startswith(("{", "[")):
+        return []
+    found = _calls_of(alone)
+    return [] if any(call.error for call in found) else found  # JSON that is no call is an answer
+
+
+def _calls_of(text: str) -> list[ToolCall]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return [ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')]
+    return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
+
+
+def _call_of(value: Any) -> ToolCall:
+    given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+    if not isinstance(given, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')
+    return ToolCall(value["name"], given)
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """What chat templates take as one of `tools`: name, description (the docstring) and arguments as JSON schema.
+
+    Raises:
+        ValueError: an argument has no annotation, or one that JSON cannot say.
+    """
+    name = getattr(tool, "__name__", repr(tool))
+    for argument, parameter in inspect.signature(tool).parameters.items():
+        if parameter.annotation is inspect.Parameter.empty or parameter.kind in (
+            parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
+        ):  # fmt: skip
+            raise ValueError(f"tool {name}: argument {argument!r} must be an annotated one with a name")
+    try:
+        form: Any = tool
+        arguments = TypeAdapter(form).json_schema()
+    except Exception as error:  # pydantic has several, none of them narrower
+        raise ValueError(f"tool {name}: its arguments cannot be said in JSON: {error}") from error
+    arguments = {"type": "object", "properties": {}, **arguments}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": inspect.getdoc(tool) or "", "parameters": arguments},
+    }
+
+
+class ToolEnvironment(MultiTurnEnvironment):
+    """Problems that may be solved with tools.
+
+    Args:
+        tools: Functions with annotated arguments; their docstrings tell the policy what they do.
+        name: Stands on every rollout.
+        template: How prompts are put to the policy.
+        system_prompt: Put before every prompt. Where prompts are plain, or the chat template knows no tools
+            (`shown=False`), it must say how to call.
+        max_turns: Most turns of the policy.
+        max_seconds: Longest time of one conversation.
+        turn_tokens: Most tokens of one turn.
+        tool_seconds: Longest time of one call; a longer one is an error that the policy is told.
+        shown: Whether the chat template shows the tools.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any]],
+        name: str = "tools",
+        template: Template = "auto",
+        system_prompt: str | None = None,
+        max_turns: int = 8,
+        max_seconds: float = 600.0,
+        turn_tokens: int | None = None,
+        tool_seconds: float = 30.0,
+        shown: bool = True,
+    ) -> None:
+        super().__init__(name, template, system_prompt, max_turns, max_seconds, turn_tokens)
+        schemas = [tool_schema(tool) for tool in tools]
+        names = [schema["function"]["name"] for schema in schemas]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"tools are {names}: give one or more, by different names")
+        self._tools = {name: validate_call(tool) for name, tool in zip(names, tools, strict=True)}
+        self._given = {"tools": schemas} if shown else {}
+        self._tool_seconds = tool_seconds
+
+    @abstractmethod
+    def score(self, conversation: Conversation) -> float:
+        """What the finished conversation is worth; ``conversation.state["calls"]`` has its calls."""
+
+    @override
+    def chat_template_kwargs(self, example: Example) -> Mapping[str, Any]:
+        return {} if isinstance(self.shaped(example), str) else self._given
+
+    @override
+    def stop_strings(self, plain: bool) -> tuple[str, ...]:
+        return (CALL_END,) if plain else ()
+
+    @override
+    def is_done(self, conversation: Conversation) -> bool:
+        return not tool_calls(conversation.text)
+
+    @override
+    def respond(self, conversation: Conversation) -> Reply:
+        plain = isinstance(self.shaped(conversation.example), str)
+        replies: list[Message] = []
+        for call in tool_calls(conversation.text):
+            told = self._call(call)
+            conversation.state.setdefault("calls", []).append((call, told))
+            content = f"<tool_response>{told}</tool_response>" if plain else told
+            replies.append({"role": "tool", "name": call.name, "content": content})
+        return replies
+
+    @override
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Beside those of conversations, ``tool_calls`` per conversation and the share of them that were errors."""
+        calls = [attempt.conversation.state.get("calls", []) for attempt in self._finished()]
+        told = [answer for each in calls for _, answer in each]
+        numbers = {"tool_calls": len(told) / len(calls)} if calls else {}
+        if told:
+            numbers["tool_errors"] = float(np.mean([answer.startswith("error: ") for answer in told]))
+        return {**super().metrics(groups), **numbers}
+
+    def _call(self, call: ToolCall) -> str:
+        if call.error:
+            return f"error: {call.error}"
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r:.100}; there are {', '.join(self._tools)}"
+        try:
+            result = within(self._tool_seconds, tool, **call.arguments)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return f"error: {call.name}: {problems:.500}"
+        except GaveNoAnswer as error:
+            return f"error: {call.name}: {error}"
+        except Exception as error:  # whatever a tool raises is the policy's to know
+            return f"error: {call.name}: {type(error).__name__}: {error}"[:500]
+        return (result if isinstance(result, str) else json.dumps(result, default=str))[:MOST_RESULT_CHARACTERS]
