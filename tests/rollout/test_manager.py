@@ -183,3 +183,10 @@ def test_an_environment_that_cannot_be_closed_keeps_nothing_else_open(manager: R
     with pytest.raises(ZeroDivisionError):
         broken.shutdown()
     assert stopped == [True]
+
+
+def test_groups_of_evaluations_are_named_by_label_lineage_and_step(manager: RolloutManager):
+    _, batch = manager.evaluate_lesson("cats", 2, "micro_eval", step=3)
+    assert [group.group_id for group in batch.groups] == ["micro_eval-cats-2-3-0", "micro_eval-cats-2-3-1"]
+    _, batch = manager.evaluate_lesson("cats", 1, "eval", step=3, label="after")
+    assert batch.groups[0].rollouts[0].rollout_id == "after-cats-2-3-0/0"

@@ -130,6 +130,34 @@ class RolloutManager:
         Raises:
             EnvironmentFailure: the environment raised, or returned something malformed.
         """
+        prefix = f"{mode}-{lesson_id}-{rng}"
+        return self._sample(
+            lesson_id,
+            n_examples,
+            n_generations,
+            mode,
+            rng,
+            weight_step,
+            worker_id,
+            group_ids or prefix,
+            context,
+            decoding,
+        )
+
+    def _sample(
+        self,
+        lesson_id: str,
+        n_examples: int,
+        n_generations: int,
+        mode: Mode,
+        rng: int,
+        weight_step: int,
+        worker_id: str,
+        names: Sequence[str] | str,
+        context: InferenceContext | None,
+        decoding: Decoding | None,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`sample_batch`; `names` are the groups' ids, or what all of them begin with, whose number follows."""
         lesson = self.lesson(lesson_id)
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
@@ -145,7 +173,7 @@ class RolloutManager:
                 f"environment {lesson.environment.env_class} of lesson {lesson_id!r} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
-        ids = group_ids or [f"{mode}-{lesson_id}-{rng}-{position}" for position in range(len(groups))]
+        ids = [f"{names}-{position}" for position in range(len(groups))] if isinstance(names, str) else names
         if len(ids) != len(groups):
             raise EnvironmentFailure(
                 f"environment {lesson.environment.env_class} returned {len(groups)} groups where "
@@ -185,10 +213,12 @@ class RolloutManager:
         step: int = 0,
         worker_id: str = "evaluator",
         n_generations: int = 1,
+        label: str | None = None,
     ) -> tuple[RolloutBatchStats, RolloutBatch]:
         """Evaluates a lesson on its held-out examples, the same ones at every call.
 
-        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it.
+        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it. Groups are
+        named ``<label>-<lesson>-<lineage>-<step>-<position>``, so that those of two evaluations differ.
 
         Args:
             lesson_id: Id of the lesson, which names its environment.
@@ -197,6 +227,7 @@ class RolloutManager:
             step: The weight step that is evaluated.
             worker_id: Stamped on the rollouts.
             n_generations: Responses per prompt.
+            label: Names the evaluation among others of the same step; by default `eval_type`.
 
         Raises:
             EnvironmentFailure: the environment failed altogether, or for every single prompt.
@@ -208,8 +239,9 @@ class RolloutManager:
         lesson = self.lesson(lesson_id)
         decoding = replace(lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature)
         rng = fold(self._seed, "evaluation", lesson_id)
-        batch, metrics = self.sample_batch(
-            lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, decoding=decoding
+        prefix = f"{label or eval_type}-{lesson_id}-{self.lineage}-{step}"
+        batch, metrics = self._sample(
+            lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, prefix, None, decoding
         )
         if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):
             raise Stopped(f"the evaluation of lesson {lesson_id!r} was cut short")

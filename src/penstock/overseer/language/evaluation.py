@@ -16,7 +16,7 @@ from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
-from penstock.rundir import table_from_records, write_parquet
+from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
 from penstock.text import Tokenizer
 from penstock.types import (
@@ -24,7 +24,6 @@ from penstock.types import (
     EnvironmentFailure,
     RolloutBatch,
     RolloutBatchStats,
-    RolloutRecord,
     WeightVersion,
 )
 
@@ -99,11 +98,5 @@ def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[st
 
 
 def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
-    records = [
-        RolloutRecord(rollout, group.group_id)
-        for batch in batches
-        for group in batch.groups
-        for rollout in group.rollouts
-    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, table_from_records(records))
+    write_parquet(path, table_from_evaluation(batches, "offline"))

@@ -2,7 +2,7 @@
 
 An evaluation is due when a multiple of its frequency has been *passed*, so none is skipped when versions jump. All its
 rollouts come from one version. It counts as done only at its end: a run that is checkpointed or stopped in the middle
-of it owes it still, and so does its resume.
+of it owes it still, and so does its resume. Then, too, what was said in it is kept, apart from what is trained.
 
 The component leases one server, which keeps its version meanwhile, while the others go on with newer weights; the lease
 is renewed while answers come. A completion of another version than the evaluated one (the server died, the lease ran
@@ -11,7 +11,7 @@ out) makes the attempt count for nothing; an event says so, and it is made again
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -35,12 +35,15 @@ from penstock.overseer.results import write_stats
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
+from penstock.rundir import RunDirectory, write_evaluation
+from penstock.tracking import conversation_of
 from penstock.types import (
     Caller,
     EnvironmentFailure,
     InvalidRolloutError,
     NoProgressError,
     PenstockError,
+    RolloutBatch,
     RolloutBatchStats,
     Stopped,
     UnreachableError,
@@ -49,6 +52,26 @@ from penstock.types import (
 
 Log = Callable[[int, Mapping[str, float]], None]
 OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
+Keep = Callable[[str, int, int, Sequence[RolloutBatch]], None]
+"""Takes the label, lineage and step of an evaluation, and what each lesson's gave."""
+
+
+def kept_by(ctx: ComponentContext, directory: RunDirectory) -> Keep:
+    """Keeps evaluations as files of the run, and gives trackers one conversation of each lesson.
+
+    What cannot be written is told by the event `evaluation_not_kept`; the run goes on, and its numbers are logged.
+    """
+
+    def keep(label: str, lineage: int, step: int, batches: Sequence[RolloutBatch]) -> None:
+        chosen = [next(batch.rollouts()) for batch in batches if batch.groups]
+        if chosen:
+            ctx.samples(step, [conversation_of(rollout, "eval") for rollout in chosen])
+        try:
+            write_evaluation(directory, batches, label, lineage, step)
+        except OSError as error:
+            ctx.event("evaluation_not_kept", step, evaluation=label, reason=str(error))
+
+    return keep
 
 
 class Evaluator:
@@ -58,12 +81,16 @@ class Evaluator:
         manager: Generates, and tells the curriculum of full evaluations.
         log: Takes metrics by step.
         on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
+        keep: Takes what was said, once an evaluation is over; one that was cut short leaves nothing.
     """
 
-    def __init__(self, manager: RolloutManager, log: Log, on_failure: OnFailure) -> None:
+    def __init__(
+        self, manager: RolloutManager, log: Log, on_failure: OnFailure, keep: Keep = lambda *said: None
+    ) -> None:
         self._manager = manager
         self._log = log
         self._on_failure = on_failure
+        self._keep = keep
         self._evaluated_step = 0
         self._glanced_step = 0
         self._stopping = threading.Event()
@@ -85,34 +112,44 @@ class Evaluator:
             config.micro_eval_frequency, self._glanced_step, step
         )
 
-    def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
+    def _attempt(self, eval_type: EvalType, step: int, label: str | None = None) -> dict[str, RolloutBatchStats]:
+        label = label or eval_type
         results: dict[str, RolloutBatchStats] = {}
+        said: list[RolloutBatch] = []
         for lesson_id in self._manager.curriculum.config.lessons:
             try:
-                results[lesson_id] = self._one(lesson_id, eval_type, step)
+                results[lesson_id], batch = self._one(lesson_id, eval_type, step, label)
+                said.append(batch)
             except (EnvironmentFailure, InvalidRolloutError) as failure:
                 if self._stopping.is_set():
                     raise Stopped("the evaluation was cut short") from failure
                 self._on_failure(lesson_id, failure)
                 results[lesson_id] = RolloutBatchStats.failed(lesson_id, str(failure))
+        self._keep(label, self._manager.lineage, step, said)
         return results
 
-    def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, RolloutBatchStats]:
         """A full evaluation of every lesson; one whose environment failed altogether has a `failure`.
+
+        Args:
+            step: Number of the version that the engine holds.
+            when: Names it among the evaluations that are kept: `untrained`, `before`, `after`.
 
         Raises:
             Stopped: `stop` was called.
         """
-        return self._attempt("eval", step)
+        return self._attempt("eval", step, when)
 
     def stop(self) -> None:
         """No lesson is begun any more."""
         self._stopping.set()
 
-    def _one(self, lesson_id: str, eval_type: EvalType, step: int) -> RolloutBatchStats:
+    def _one(
+        self, lesson_id: str, eval_type: EvalType, step: int, label: str
+    ) -> tuple[RolloutBatchStats, RolloutBatch]:
         if self._stopping.is_set():
             raise Stopped("the evaluation was cut short")
-        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step)[0]
+        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step, label=label)
 
     def state(self) -> dict[str, Any]:
         """The steps last evaluated."""
@@ -167,6 +204,7 @@ class EvaluatorRole(ThreadedComponent):
             self._manager,
             ctx.metrics,
             lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+            kept_by(ctx, settings.directory),
         )
         if state is not None:
             self._evaluator.restore(state)
@@ -263,8 +301,8 @@ class EvaluatorRole(ThreadedComponent):
 
     # --- what the overseer calls ---------------------------------------------------------------------------------
 
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """A full evaluation of every lesson with weights of that step; a task.
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
+        """A full evaluation of every lesson with weights of that step, kept under the name `when`; a task.
 
         Raises:
             NoProgressError: no server held them to the end, and no answer came for as long as a server may take to
@@ -276,7 +314,7 @@ class EvaluatorRole(ThreadedComponent):
         while time.monotonic() < limit and not self.stopping.is_set():
             version = WeightVersion(self.ctx.view.lineage, step)
             try:
-                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
+                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step, when)))
             except (UnreachableError, InterruptedEvaluation) as failure:
                 reason = failure
             if self._pool.answers > answered:  # it was begun, and is begun again

@@ -210,6 +210,10 @@ class ReplayRole(ThreadedComponent):
         if values:
             self.ctx.metrics(step + 1, values)
 
+    def add_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
+        """What a worker's environment says of one training group; the run's log gets it with the next update."""
+        self._tally.add_environment(lesson_id, metrics)
+
     def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
         """`arrived_examples`."""
         return arrived_examples(self._replay.buffer, step, most)
