@@ -1,6 +1,8 @@
 """Whole runs in this process: what they leave behind, what they reproduce, and how they end."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,8 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
 
     parts = [pq.read_table(path) for path in (run_dir / "rollouts").glob("part-*.parquet")]
     assert sum(part.num_rows for part in parts) >= 27
+    workers = {worker_id for part in parts for worker_id in part.column("worker_id").to_pylist()}
+    assert workers == {f"rollout-worker-0@{socket.gethostname()}:{os.getpid()}"}
     batches = [pq.read_table(path) for path in (run_dir / "batches").glob("batch_*.parquet")]
     assert [batch.num_rows for batch in batches] == [9, 9, 9]
     fates = list(read_json_lines(run_dir / "fates.jsonl"))

@@ -15,6 +15,7 @@ from penstock.types import (
     RunFailed,
     Stopped,
     Ticket,
+    WeightsError,
     WeightVersion,
 )
 from penstock.weights import InProcessBroadcaster
@@ -260,3 +261,49 @@ def test_what_an_environment_says_of_its_groups_is_told_also_of_those_that_faile
         ("easy", {"failed_groups": 1.0, "failed_rollouts": 8.0}),
         ("easy", {"tool_calls": 0.5, "failed_groups": 1.0, "failed_rollouts": 8.0}),
     ]
+
+
+def following(manager, tickets, **changes) -> tuple[RolloutWorker, InProcessBroadcaster]:
+    weights = InProcessBroadcaster()
+    weights.publish(WeightVersion(0, 3), {"a": np.zeros(1, np.float32)})
+    return worker(manager, tickets, weights=weights, **changes), weights
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_run_is_both_loops(lockstep: bool):
+    served = threading.Event()
+    manager, tickets, evaluated = (
+        FakeManager(lambda ticket_id: None if served.wait(WAIT_S) else ...),
+        FakeTickets(5),
+        [],
+    )
+    running, _ = following(
+        manager, tickets, lockstep=lockstep, evaluate=lambda version: (evaluated.append(version.step), served.set())
+    )
+    running.run()
+    assert (running.groups_finished, tickets.serving, evaluated) == (5, [3], [3])
+    assert manager.models == [WeightVersion(0, 3)]
+
+
+def test_run_raises_what_either_loop_raises_and_ends_the_other():
+    def broken(version: WeightVersion) -> None:
+        raise WeightsError("the new version is damaged")
+
+    tickets = FakeTickets(1)
+    tickets.acquire = lambda most, timeout_s: []  # tickets that never come
+    running, _ = following(FakeManager(), tickets, evaluate=broken)
+    with pytest.raises(WeightsError, match="damaged"):
+        running.run()
+    running, _ = following(FakeManager(lambda ticket_id: 1 / 0), FakeTickets(1))
+    with pytest.raises(ZeroDivisionError):
+        running.run()
+
+
+def test_run_without_weights_is_the_tickets_loop():
+    sink = Sink()
+    sink.tickets = tickets = FakeTickets(3)
+    RolloutWorker(
+        "w0", FakeManager(), tickets, sink, None, RolloutConfig(), concurrency=2, lockstep=False,
+        log_samples=lambda batch: None,
+    ).run()  # fmt: skip
+    assert len(sink.groups) == 3

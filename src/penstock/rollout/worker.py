@@ -221,6 +221,25 @@ class RolloutWorker:
         """Asks the tickets loop to end when the groups that run have ended; it takes no new ones."""
         self._draining.set()
 
+    def run(self) -> None:
+        """Both loops, until `stop`, until `drain` and the last group, or until tickets end; a failure ends both.
+
+        Raises:
+            NoProgressError: an evaluation goes on for more than ``rollout.lockstep_timeout_s`` after the last group.
+        """
+        following = None if self._weights is None else self._spawn(self.run_weights)
+        if following is None:
+            self.run_tickets()
+            return
+        following.add_done_callback(lambda ended: self.stop())
+        self.run_tickets()
+        limit_s = self._config.lockstep_timeout_s
+        if not wait([following], limit_s).done:
+            raise NoProgressError(
+                f"{self.worker_id}: its evaluation did not end within {limit_s:g} s (rollout.lockstep_timeout_s)"
+            )
+        following.result()
+
     def run_weights(self) -> None:
         """The weights loop; returns after `stop`."""
         weights = self._weights

@@ -31,6 +31,7 @@ class FakeManager:
 
     def __init__(self, behave=lambda lesson_id, eval_type: None) -> None:
         config = SimpleNamespace(lessons=["cats", "dogs"], eval_frequency=4, micro_eval_frequency=2)
+        config.micro_eval_lessons = "all"
         self.curriculum = SimpleNamespace(config=config)
         self.lineage = 0
         self.behave = behave
@@ -158,3 +159,17 @@ def test_what_cannot_be_written_is_an_event_and_ends_no_run(tmp_path):
     kind, step, fields = ctx.told[-1]
     assert (kind, step, fields["evaluation"]) == ("evaluation_not_kept", 4, "after")
     assert "No such file" in fields["reason"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampled", "looked_at"),
+    [("all", "dogs", ["cats", "dogs"]), ("sampled", "dogs", ["dogs"]), ("sampled", None, ["cats", "dogs"])],
+)
+def test_a_micro_evaluation_looks_at_the_lesson_just_sampled_where_that_is_asked_for(asked, sampled, looked_at):
+    seen: list[tuple[str, str]] = []
+    manager = FakeManager(lambda lesson_id, kind: seen.append((kind, lesson_id)))
+    manager.curriculum.config.micro_eval_lessons = asked
+    evaluator = Evaluator(manager, lambda step, values: None, lambda *failed: None, last_lesson=lambda: sampled)
+    evaluator(WeightVersion(0, 2))
+    evaluator(WeightVersion(0, 4))
+    assert seen == [*(("micro_eval", name) for name in looked_at), ("eval", "cats"), ("eval", "dogs")]

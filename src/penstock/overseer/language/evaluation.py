@@ -6,11 +6,8 @@ run's own evaluations. Rollouts go to Parquet where a directory is given.
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from penstock.curriculum import Curriculum
-from penstock.inference import EngineContext, InferenceEngine
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
@@ -24,7 +21,6 @@ from penstock.types import (
     EnvironmentFailure,
     RolloutBatch,
     RolloutBatchStats,
-    WeightVersion,
 )
 
 
@@ -56,20 +52,19 @@ def evaluate(
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     if rollouts_path is not None:
         check_place(rollouts_path, "--rollouts")
-    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
-    manager = RolloutManager(
-        Curriculum(config.curriculum),
-        EngineContext(engine, tokenizer),
-        config.seed,
-        stop_engine=partial(engine.stop, config.overseer.stop_timeout_s),
-    )
+    limits = config.overseer
     started = time.perf_counter()
-    try:
-        engine.start()
-        engine.wait_until_ready(config.overseer.no_progress_s)
+    with RolloutManager.from_configs(
+        {},
+        config.curriculum,
+        config.inference,
+        tokenizer,
+        decoder,
+        config.seed,
+        start_timeout_s=limits.no_progress_s,
+        stop_timeout_s=limits.stop_timeout_s,
+    ) as manager:
         results = {lesson_id: _evaluated(manager, lesson_id, n, generations) for lesson_id in chosen}
-    finally:
-        manager.shutdown()
     seconds = time.perf_counter() - started
     if rollouts_path is not None:
         _write_rollouts(rollouts_path, [batch for _, batch in results.values()])

@@ -11,7 +11,7 @@ out) makes the attempt count for nothing; an event says so, and it is made again
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -82,15 +82,22 @@ class Evaluator:
         log: Takes metrics by step.
         on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
         keep: Takes what was said, once an evaluation is over; one that was cut short leaves nothing.
+        last_lesson: Which lesson the newest group was drawn from, None before the first; for micro evaluations of it.
     """
 
     def __init__(
-        self, manager: RolloutManager, log: Log, on_failure: OnFailure, keep: Keep = lambda *said: None
+        self,
+        manager: RolloutManager,
+        log: Log,
+        on_failure: OnFailure,
+        keep: Keep = lambda *said: None,
+        last_lesson: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._manager = manager
         self._log = log
         self._on_failure = on_failure
         self._keep = keep
+        self._last_lesson = last_lesson
         self._evaluated_step = 0
         self._glanced_step = 0
         self._stopping = threading.Event()
@@ -99,10 +106,11 @@ class Evaluator:
         """Runs the evaluation that is due at this version, if any."""
         config, step = self._manager.curriculum.config, version.step
         if evaluation_due(config.eval_frequency, self._evaluated_step, step):
-            self._log(step, metrics_of(self._attempt("eval", step), "eval"))
+            self._log(step, metrics_of(self._attempt("eval", step, "eval", self._lessons), "eval"))
             self._evaluated_step = self._glanced_step = step
         elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
-            self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
+            looked = self._attempt("micro_eval", step, "micro_eval", self._lessons_looked_at())
+            self._log(step, metrics_of(looked, "micro_eval"))
             self._glanced_step = step
 
     def is_due(self, step: int) -> bool:
@@ -112,11 +120,21 @@ class Evaluator:
             config.micro_eval_frequency, self._glanced_step, step
         )
 
-    def _attempt(self, eval_type: EvalType, step: int, label: str | None = None) -> dict[str, RolloutBatchStats]:
-        label = label or eval_type
+    @property
+    def _lessons(self) -> Collection[str]:
+        return self._manager.curriculum.config.lessons
+
+    def _lessons_looked_at(self) -> Collection[str]:
+        """Of a micro evaluation: all, or the one just sampled, where that is asked for and known."""
+        sampled = self._last_lesson() if self._manager.curriculum.config.micro_eval_lessons == "sampled" else None
+        return self._lessons if sampled is None else [sampled]
+
+    def _attempt(
+        self, eval_type: EvalType, step: int, label: str, lessons: Collection[str]
+    ) -> dict[str, RolloutBatchStats]:
         results: dict[str, RolloutBatchStats] = {}
         said: list[RolloutBatch] = []
-        for lesson_id in self._manager.curriculum.config.lessons:
+        for lesson_id in lessons:
             try:
                 results[lesson_id], batch = self._one(lesson_id, eval_type, step, label)
                 said.append(batch)
@@ -138,7 +156,7 @@ class Evaluator:
         Raises:
             Stopped: `stop` was called.
         """
-        return self._attempt("eval", step, when)
+        return self._attempt("eval", step, when or "eval", self._lessons)
 
     def stop(self) -> None:
         """No lesson is begun any more."""
@@ -205,6 +223,7 @@ class EvaluatorRole(ThreadedComponent):
             ctx.metrics,
             lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
             kept_by(ctx, settings.directory),
+            lambda: ctx.caller("replay-0").call("last_lesson", timeout_s=CALL_S),
         )
         if state is not None:
             self._evaluator.restore(state)

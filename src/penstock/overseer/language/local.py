@@ -29,6 +29,7 @@ from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.replay import arrived_examples
+from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
@@ -90,6 +91,7 @@ def local_components(
         log.metrics,
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
         kept_by(context("evaluator-0"), settings.directory),
+        lambda: replay.issuer.last_lesson,
     )
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log)
@@ -270,7 +272,7 @@ class LocalRollout(ThreadedComponent):
         self._replay = replay
         self._trains = False
         self._worker = RolloutWorker(
-            WORKER_ID,
+            located(WORKER_ID),
             manager,
             replay.issuer,
             replay.storage.writer(WORKER_ID),

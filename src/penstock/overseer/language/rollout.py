@@ -6,6 +6,8 @@ the learner's probe see them, and waiting for their tokens does not count as wor
 """
 
 import math
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -97,6 +99,11 @@ class PinnedContext(TimedContext):
         return answers
 
 
+def located(name: str) -> str:
+    """A worker's id as its rollouts carry it: its name in the run, its machine and its process."""
+    return f"{name}@{socket.gethostname()}:{os.getpid()}"
+
+
 def make_pool(settings: Settings) -> ServerPool:
     """A client of the run's inference servers; it knows none yet."""
     config = settings.config.inference
@@ -163,7 +170,7 @@ class RolloutRole(ThreadedComponent):
         self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
         self._sink = RemoteSink(replay, identity.name, identity.incarnation)
         self._worker = RolloutWorker(
-            identity.name,
+            located(identity.name),
             self._manager,
             self._tickets,
             self._sink,
