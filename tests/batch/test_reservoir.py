@@ -5,7 +5,7 @@ from scipy.stats import chisquare
 from tests.batch.conftest import advantages_of, ids_of, small_group
 
 from penstock.batch import GrpoBatchMaker, advantages
-from penstock.types import InvalidRolloutError
+from penstock.types import InvalidRolloutError, RolloutRecord
 
 
 def fates(maker: GrpoBatchMaker) -> dict[str, str]:
@@ -201,3 +201,10 @@ def test_metadata_of_a_batch(add):
     assert facts["group_ids"] == ("a-0-0",) and facts["rollout_ids"] == tuple(ids_of(batch))
     assert facts["metrics"]["train/reward_mean"] == 0.5 and facts["metrics"]["train/reward_std"] == 0.5
     assert facts["metrics"]["train/zero_variance_groups"] == 0.0
+
+
+def test_stored_records_are_taken_for_their_rollouts():
+    maker = GrpoBatchMaker(seed=0)
+    for rollout in small_group("a-0-0", (0.0, 1.0)):
+        maker.add_rollout(RolloutRecord(rollout, "a-0-0"))
+    assert advantages_of(maker.create_batch(2)) == {"a-0-0/0": -1.0, "a-0-0/1": 1.0}

@@ -113,3 +113,11 @@ def test_wrong_fields_are_located(lessons, where):
     with pytest.raises(ValidationError) as error:
         config(lessons)
     assert error.value.errors()[0]["loc"] == where
+
+
+def test_micro_evaluations_of_the_sampled_lesson_need_micro_evaluations():
+    lessons = {"cats": {"environment": {"env_class": "penstock.environments.cats.CatsEnvironment"}}}
+    asked = {"lessons": lessons, "micro_eval_lessons": "sampled"}
+    assert CurriculumConfig.model_validate(asked).micro_eval_lessons == "sampled"
+    with pytest.raises(ConfigError, match="micro_eval_lessons is 'sampled', but .*micro_eval_frequency is 0"):
+        CurriculumConfig.model_validate({**asked, "micro_eval_frequency": 0})

@@ -9,7 +9,12 @@ from penstock.rundir import EXAMPLE_SCHEMA, FRAGMENT_SCHEMA, ROLLOUT_SCHEMA
 from penstock.rundir.views import VIEWS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text("utf-8")
-OWN = {"rollouts": ROLLOUT_SCHEMA.names, "batches": EXAMPLE_SCHEMA.names, "fragments": FRAGMENT_SCHEMA.names}
+OWN = {
+    "rollouts": ROLLOUT_SCHEMA.names,
+    "evaluations": ROLLOUT_SCHEMA.names,
+    "batches": EXAMPLE_SCHEMA.names,
+    "fragments": FRAGMENT_SCHEMA.names,
+}
 
 
 def documented() -> dict[str, list[str]]:

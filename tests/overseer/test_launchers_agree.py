@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from penstock.overseer import train
-from penstock.rundir import read_metrics
+from penstock.rundir import read_metrics, read_records
 from tests.overseer.conftest import tiny
 from tests.overseer.test_run import running
 from tests.overseer.test_training import weights
@@ -28,6 +28,19 @@ def numbers(run_dir: Path, *kept: str) -> dict[int, dict[str, float]]:
     return found
 
 
+def said(run_dir: Path) -> dict[str, list[tuple[str, list[int]]]]:
+    """By evaluation, ids and answers, which are those of one version."""
+    found = {}
+    for path in sorted((run_dir / "evaluations").iterdir()):
+        records = read_records(path)
+        step = int(path.stem.rpartition("-")[2])
+        assert {s for r in records for s in r.rollout.response_weight_steps[r.rollout.response_mask]} == {step}
+        if path.stem == "eval-0-4":  # of the last version, which the evaluation after the training may forestall
+            continue
+        found[path.stem] = [(r.rollout.rollout_id, r.rollout.response_tokens.tolist()) for r in records]
+    return found
+
+
 def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(tmp_path: Path):
     local, first, second = tmp_path / "local", tmp_path / "first", tmp_path / "second"
     train(tiny(CHANGES), local, quiet=True)
@@ -37,7 +50,11 @@ def test_staleness_zero_is_the_same_to_the_last_bit_in_one_process_and_in_many(t
     for path in (first, second):
         for step in range(5):
             np.testing.assert_equal(weights(path, step), weights(local, step))
-        kept = ("train/", "rollout/cats/", "eval/", "micro_eval/")
+        kept = ("train/", "rollout/cats/", "env/cats/", "eval/", "micro_eval/")
         assert numbers(path, *kept) == numbers(local, *kept)
+        assert said(path) == said(local)
+    names = ["after-0-4", "eval-0-2", "micro_eval-0-1", "micro_eval-0-3", "untrained-0-0"]
+    assert list(said(local)) == names
+    assert all("env/cats/failed_groups" in numbers(local, "env/")[step] for step in (1, 2, 3, 4))
     assert all("train/loss" in numbers(local, "train/loss")[step] for step in (1, 2, 3, 4))
     assert all("micro_eval/cats/reward_mean" in numbers(local, "micro_eval")[step] for step in (1, 3))

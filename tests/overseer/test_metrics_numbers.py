@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.overseer.metrics import IdleShares, merge
+from penstock.overseer.metrics import IdleShares, RolloutMetrics, merge
 from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Report
 
 
@@ -38,3 +38,19 @@ def test_idle_shares_are_those_since_the_last_window():
     shares.look([report("learner", 0, 1, busy_s=1.0, idle_s=0.0), report("learner", 1, busy_s=0.0, idle_s=1.0)])
     assert shares.of_roles == {"learner": 0.5}
     assert shares.of_components == {"learner-0": 0.0, "learner-1": 1.0}
+
+
+def test_environment_metrics_are_means_over_groups_and_failures_are_counts():
+    tally = RolloutMetrics({"easy": 0.5, "hard": 0.5})
+    tally.add_environment("easy", {"tool_calls": 1.0, "failed_groups": 0.0, "failed_rollouts": 0.0})
+    tally.add_environment("easy", {"tool_calls": 0.5, "failed_groups": 0.0, "failed_rollouts": 0.0})
+    tally.add_environment("easy", {"failed_groups": 1.0, "failed_rollouts": 8.0})
+    tally.add_environment("hard", {"failed_groups": 1.0, "failed_rollouts": 4.0})
+    assert tally.take() == {
+        "env/easy/tool_calls": 0.75,
+        "env/easy/failed_groups": 1.0,
+        "env/easy/failed_rollouts": 8.0,
+        "env/hard/failed_groups": 1.0,
+        "env/hard/failed_rollouts": 4.0,
+    }
+    assert tally.take() == {}

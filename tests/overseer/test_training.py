@@ -1,6 +1,8 @@
 """Whole runs in this process: what they leave behind, what they reproduce, and how they end."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,13 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert all(0 <= row[f"time/idle/{role}"] <= 1 for row in updates for role in ("learner", "inference"))
     assert status["bottleneck"].startswith("learner ")
 
+    assert all(row["env/cats/failed_groups"] == row["env/cats/failed_rollouts"] == 0 for row in updates)
+    evaluated = {path.stem: pq.read_table(path) for path in (run_dir / "evaluations").iterdir()}
+    assert evaluated["untrained-0-0"].num_rows == evaluated["after-0-3"].num_rows == 4
+    assert set(evaluated["after-0-3"].column("mode").to_pylist()) == {"eval"}
+    samples = [row["rollout_id"] for row in read_json_lines(run_dir / "samples.jsonl") if row["mode"] == "eval"]
+    assert len(samples) == len(evaluated) and {"untrained-cats-0-0-0/0", "after-cats-0-3-0/0"} <= set(samples)
+
     names = [event["event"] for event in read_events(run_dir / "events.jsonl")]
     assert names[0] == "start"
     assert names[-1] == "end"
@@ -64,6 +73,8 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
 
     parts = [pq.read_table(path) for path in (run_dir / "rollouts").glob("part-*.parquet")]
     assert sum(part.num_rows for part in parts) >= 27
+    workers = {worker_id for part in parts for worker_id in part.column("worker_id").to_pylist()}
+    assert workers == {f"rollout-worker-0@{socket.gethostname()}:{os.getpid()}"}
     batches = [pq.read_table(path) for path in (run_dir / "batches").glob("batch_*.parquet")]
     assert [batch.num_rows for batch in batches] == [9, 9, 9]
     fates = list(read_json_lines(run_dir / "fates.jsonl"))
@@ -199,6 +210,9 @@ def test_an_environment_that_raises_now_and_then_is_counted_and_the_run_complete
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert ledger["invalid"] > 0
     assert ledger["trained"] == 27
+    updates = [row for row in read_metrics(run_dir / "metrics.jsonl") if "train/loss" in row]
+    failed = sum(row["env/cats/failed_groups"] for row in updates)
+    assert 0 < 3 * failed == sum(row["env/cats/failed_rollouts"] for row in updates) <= ledger["invalid"]
 
 
 def test_an_exception_in_the_rollout_thread_ends_the_run_with_that_error(

@@ -33,6 +33,7 @@ def test_lessons_are_drawn_by_counter_and_indices_count_per_lesson():
     draws = TicketSampler(11, 0, chooser)
     assert [draws.draw() for _ in range(3)] == [("a", 0), ("b", 0), ("a", 1)]
     assert chooser.seeds == [fold(11, "lesson", number) for number in range(3)]
+    assert draws.last_lesson == "a"
     assert draws.was_drawn("a", 1) and not draws.was_drawn("a", 2) and not draws.was_drawn("c", 0)
 
 

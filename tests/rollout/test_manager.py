@@ -1,12 +1,16 @@
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from penstock.environments import Environment
-from penstock.inference import ScriptedContext
+from penstock.inference import EngineConfig, ScriptedContext
+from penstock.model.language import PolicyConfig, load_policy, named_arrays, save_decoder
 from penstock.rollout import RolloutManager
 from penstock.types import (
+    ConfigError,
+    Decoding,
     EnvironmentFailure,
     PenstockError,
     Rollout,
@@ -14,6 +18,7 @@ from penstock.types import (
     RolloutMetadata,
     Stopped,
     WeightVersion,
+    as_seed,
 )
 
 
@@ -130,10 +135,10 @@ def test_an_evaluation_whose_engine_is_stopped_counts_for_nothing(manager: Rollo
 
 
 def test_only_a_full_evaluation_updates_the_curriculum(manager: RolloutManager):
-    stats, batch = manager.evaluate_lesson("cats", eval_type="micro_eval", step=3)
+    stats, batch = manager.evaluate_lesson("cats", eval_type="micro_eval", weight_step=3)
     assert len(batch.groups) == manager.curriculum.config.micro_eval_n_examples
     assert manager.curriculum.progress("cats").evaluation is None
-    stats, batch = manager.evaluate_lesson("cats", eval_type="eval", step=3)
+    stats, batch = manager.evaluate_lesson("cats", eval_type="eval", weight_step=3)
     assert len(batch.groups) == 5
     assert manager.curriculum.progress("cats").evaluation == pytest.approx(stats.success_rate)
 
@@ -183,3 +188,87 @@ def test_an_environment_that_cannot_be_closed_keeps_nothing_else_open(manager: R
     with pytest.raises(ZeroDivisionError):
         broken.shutdown()
     assert stopped == [True]
+
+
+def test_groups_of_evaluations_are_named_by_label_lineage_and_step(manager: RolloutManager):
+    _, batch = manager.evaluate_lesson("cats", 2, "micro_eval", weight_step=3)
+    assert [group.group_id for group in batch.groups] == ["micro_eval-cats-2-3-0", "micro_eval-cats-2-3-1"]
+    _, batch = manager.evaluate_lesson("cats", 1, "eval", weight_step=3, label="after")
+    assert batch.groups[0].rollouts[0].rollout_id == "after-cats-2-3-0/0"
+
+
+def test_unknown_words_are_errors_of_ours(manager: RolloutManager):
+    with pytest.raises(ConfigError, match="lesson 'dogs' is not in the curriculum: its lessons are cats"):
+        manager.sample_batch("dogs", 1, 1)
+    with pytest.raises(ConfigError, match="lesson 'dogs'"):
+        manager.evaluate_curriculum(lessons=["dogs"])
+    with pytest.raises(ConfigError, match="eval_type is 'full': it must be one of eval, micro_eval"):
+        manager.evaluate_lesson("cats", eval_type="full")
+    assert manager.curriculum.progress("cats").evaluation is None
+
+
+def test_an_empty_batch_is_warned_of(manager: RolloutManager, caplog: pytest.LogCaptureFixture):
+    managing(manager, OneMethodEnvironment(lambda: ([], {}))).sample_batch("cats", 4, 3)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.name == "penstock.rollout.manager"
+    assert "lesson 'cats' gave no group for 4 examples: the batch is empty" in record.getMessage()
+    caplog.clear()
+    manager.sample_batch("cats", 0, 3)  # nothing was asked for
+    assert not caplog.records
+
+
+def test_jax_keys_select_examples_as_numbers_do(manager: RolloutManager):
+    key = jax.random.key(7)
+    batches = [manager.sample_batch("cats", 3, 1, rng=rng)[0] for rng in (key, jax.random.PRNGKey(7), as_seed(key))]
+    assert len({tuple(group.key for group in batch.groups) for batch in batches}) == 1
+    assert {batch.groups[0].group_id for batch in batches} == {f"train-cats-{as_seed(key)}-0"}
+
+
+def test_the_keywords_of_evaluations(manager: RolloutManager):
+    stats, batch = manager.evaluate_lesson("cats", rng=8, weight_step=6, worker_id="w9")
+    assert {rollout.metadata.worker_id for rollout in batch.rollouts()} == {"w9"}
+    assert batch.groups[0].group_id == "eval-cats-2-6-0"
+    own = [group.key for group in manager.evaluate_lesson("cats", 5)[1].groups]
+    assert own == [group.key for group in manager.evaluate_lesson("cats", 5, rng=1)[1].groups]  # the run's seed
+    assert own != [group.key for group in batch.groups]
+    found = manager.evaluate_curriculum("micro_eval", weight_step=6, eval_n_examples=2, worker_id="w9", rng=8)
+    (stats, batch) = found["cats"]
+    assert stats.groups == 2 and batch.groups[0].rollouts[0].metadata.worker_id == "w9"
+    assert batch.groups[0].group_id == "micro_eval-cats-2-6-0"
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.slow
+def test_from_configs_starts_and_owns_its_engine(curriculum, tokenizer, tmp_path):
+    decoder = load_policy(PolicyConfig.model_validate({"init": TINY}), 3, tokenizer)
+    saved = tmp_path / "policy"
+    save_decoder(decoder, saved, tokenizer)
+    inference = EngineConfig(max_slots=4, max_seq_len=48, prefill_rows=2)
+    configs = (curriculum.config, inference)
+    said = []
+    for model, codec in ((decoder, tokenizer), (saved, saved)):
+        with RolloutManager.from_configs({}, *configs, codec, model, seed=1) as manager:
+            (stats, batch) = manager.evaluate_curriculum(eval_n_examples=2)["cats"]
+            assert stats.rollouts == 2
+            said.append([rollout.response_tokens.tolist() for rollout in batch.rollouts()])
+            assert {rollout.metadata.weight_step for rollout in batch.rollouts()} == {0}
+            context = manager.context
+            manager.update_model(WeightVersion(0, 5), named_arrays(decoder))
+            batch, _ = manager.sample_batch("cats", 1, 2)
+            assert {rollout.metadata.weight_step for rollout in batch.rollouts()} == {5}
+        with pytest.raises(Stopped):
+            context.generate([np.array([1], np.int32)], 1, Decoding(max_output_tokens=2), [0])
+    assert said[0] == said[1]
+
+
+def test_from_configs_takes_environments_by_lesson(curriculum, tokenizer):
+    decoder = load_policy(PolicyConfig.model_validate({"init": TINY}), 3, tokenizer)
+    inference = EngineConfig(max_slots=4, max_seq_len=48, prefill_rows=2)
+    own = OneMethodEnvironment(lambda: ([], {"own": 1.0}))
+    with RolloutManager.from_configs({"cats": own}, curriculum.config, inference, tokenizer, decoder) as manager:
+        assert manager.sample_batch("cats", 0, 1)[1] == {"own": 1.0}
+    assert own.closed
+    with pytest.raises(ConfigError, match="environments has 'dogs', which is no lesson: the curriculum's are cats"):
+        RolloutManager.from_configs({"dogs": own}, curriculum.config, inference, tokenizer, decoder)

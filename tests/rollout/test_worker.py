@@ -15,6 +15,7 @@ from penstock.types import (
     RunFailed,
     Stopped,
     Ticket,
+    WeightsError,
     WeightVersion,
 )
 from penstock.weights import InProcessBroadcaster
@@ -67,19 +68,21 @@ class FakeTickets:
 class FakeManager:
     """Generates by calling `behave(ticket_id)`, which may raise or wait."""
 
-    def __init__(self, behave=lambda ticket_id: None) -> None:
+    def __init__(self, behave=lambda ticket_id: None, size: int = 1, metrics=None) -> None:
         self.behave = behave
+        self.size = size
+        self.metrics = metrics or {}
         self.context = SimpleNamespace(tokenizer=None)
         self.models: list[WeightVersion] = []
         self.seeds: list[int] = []
 
     def group_size(self, lesson_id: str) -> int:
-        return 1
+        return self.size
 
     def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context):
         self.seeds.append(seed)
         result = self.behave(group_ids[0])
-        return (batch_of(group_ids[0]) if result is None else result), {}
+        return (batch_of(group_ids[0]) if result is None else result), self.metrics
 
     def update_model(self, version: WeightVersion, arrays) -> None:
         self.models.append(version)
@@ -238,3 +241,69 @@ def test_sample_conversations_are_logged_every_log_freq_groups():
     config = RolloutConfig(log_freq=4)
     worker(FakeManager(), FakeTickets(9), config=config, log_samples=lambda batch: logged.append(batch)).run_tickets()
     assert len(logged) == 3
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_what_an_environment_says_of_its_groups_is_told_also_of_those_that_failed(lockstep: bool):
+    def behave(ticket_id: str):
+        if ticket_id == "easy-0-1":
+            raise EnvironmentFailure("the tool is broken")
+        return RolloutBatch(()) if ticket_id == "easy-0-2" else None
+
+    told: list[tuple[str, dict[str, float]]] = []
+    manager = FakeManager(behave, size=8, metrics={"tool_calls": 0.5})
+    running = worker(
+        manager, FakeTickets(3), lockstep=lockstep, on_environment=lambda lesson, said: told.append((lesson, said))
+    )
+    running.run_tickets()
+    assert sorted(told, key=lambda pair: (pair[1]["failed_groups"], len(pair[1]))) == [
+        ("easy", {"tool_calls": 0.5, "failed_groups": 0.0, "failed_rollouts": 0.0}),
+        ("easy", {"failed_groups": 1.0, "failed_rollouts": 8.0}),
+        ("easy", {"tool_calls": 0.5, "failed_groups": 1.0, "failed_rollouts": 8.0}),
+    ]
+
+
+def following(manager, tickets, **changes) -> tuple[RolloutWorker, InProcessBroadcaster]:
+    weights = InProcessBroadcaster()
+    weights.publish(WeightVersion(0, 3), {"a": np.zeros(1, np.float32)})
+    return worker(manager, tickets, weights=weights, **changes), weights
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_run_is_both_loops(lockstep: bool):
+    served = threading.Event()
+    manager, tickets, evaluated = (
+        FakeManager(lambda ticket_id: None if served.wait(WAIT_S) else ...),
+        FakeTickets(5),
+        [],
+    )
+    running, _ = following(
+        manager, tickets, lockstep=lockstep, evaluate=lambda version: (evaluated.append(version.step), served.set())
+    )
+    running.run()
+    assert (running.groups_finished, tickets.serving, evaluated) == (5, [3], [3])
+    assert manager.models == [WeightVersion(0, 3)]
+
+
+def test_run_raises_what_either_loop_raises_and_ends_the_other():
+    def broken(version: WeightVersion) -> None:
+        raise WeightsError("the new version is damaged")
+
+    tickets = FakeTickets(1)
+    tickets.acquire = lambda most, timeout_s: []  # tickets that never come
+    running, _ = following(FakeManager(), tickets, evaluate=broken)
+    with pytest.raises(WeightsError, match="damaged"):
+        running.run()
+    running, _ = following(FakeManager(lambda ticket_id: 1 / 0), FakeTickets(1))
+    with pytest.raises(ZeroDivisionError):
+        running.run()
+
+
+def test_run_without_weights_is_the_tickets_loop():
+    sink = Sink()
+    sink.tickets = tickets = FakeTickets(3)
+    RolloutWorker(
+        "w0", FakeManager(), tickets, sink, None, RolloutConfig(), concurrency=2, lockstep=False,
+        log_samples=lambda batch: None,
+    ).run()  # fmt: skip
+    assert len(sink.groups) == 3

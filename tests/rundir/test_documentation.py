@@ -3,9 +3,16 @@
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from penstock.rundir import EXAMPLE_SCHEMA, FRAGMENT_SCHEMA, FRAGMENT_USE_SCHEMA, ROLLOUT_SCHEMA
+from penstock.rundir import (
+    EVALUATION_SCHEMA,
+    EXAMPLE_SCHEMA,
+    FRAGMENT_SCHEMA,
+    FRAGMENT_USE_SCHEMA,
+    ROLLOUT_SCHEMA,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "run_directory.md"
 
@@ -14,6 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "run_directory.md"
     ("heading", "schema"),
     [
         ("### rollouts/", ROLLOUT_SCHEMA),
+        ("### evaluations/", pa.schema(list(EVALUATION_SCHEMA)[len(ROLLOUT_SCHEMA) :])),
         ("### fragments/", FRAGMENT_SCHEMA),
         ("### batches/", EXAMPLE_SCHEMA),
         ("#### Batches of fragments", FRAGMENT_USE_SCHEMA),

@@ -337,3 +337,23 @@ def test_columns_of_a_record_follow_its_annotations():
     (batch,) = stored.to_batches()
     made = list(map(Made, *columns.fields_from_columns(Made, batch.column)))
     assert made == [Made("a", 1, None, (), "before"), Made("b", 2, 0.5, (3, 4), "now")]
+
+
+def test_old_rows_of_two_environments_with_equal_ids_stay_two_groups(tmp_path):
+    table = pa.table(
+        {
+            "env_name": ["cats", "dogs", "cats", "dogs"],
+            "env_example_id": ["1", "1", "1", "2"],
+            **{name: pa.array([[1]] * 4, pa.list_(pa.int64())) for name in ("prompt_tokens", "response_tokens")},
+            **{name: pa.array([[0.0]] * 4, pa.list_(pa.float32())) for name in ("response_logprobs", "token_rewards")},
+            "episode_reward": [0.0] * 4,
+        }
+    )
+    pq.write_table(table, tmp_path / "old.parquet")
+    records = records_from_table(read_parquet(tmp_path / "old.parquet"), "old")
+    assert [(record.group_id, record.group_key) for record in records] == [
+        ("old-cats-1", "cats:1"),
+        ("old-dogs-1", "dogs:1"),
+        ("old-cats-1", "cats:1"),
+        ("old-2", "dogs:2"),
+    ]

@@ -130,3 +130,15 @@ def test_the_configuration_says_which_trackers_are_made(tensorboard, wandb, tmp_
     assert ("open", str(tmp_path / "tensorboard")) in tensorboard
     assert any(name == "init" and named["mode"] == "offline" for name, _, named in wandb)
     assert made.failures == {} and (tmp_path / "samples.jsonl").read_text().count("\n") == 1
+
+
+def test_conversations_of_evaluations_stand_apart(tensorboard, wandb, tmp_path):
+    trackers = [TensorBoardTracker(tmp_path / "tb"), WandbTracker(WandbConfig(), tmp_path, {})]
+    for tracker in trackers:
+        tracker.log_samples(7, [{**SAMPLE, "mode": "eval"}, {**SAMPLE, "mode": "train"}])
+    assert [place for kind, place, *_ in tensorboard if kind == "add_text"] == [
+        "eval_samples/easy/0",
+        "samples/easy/1",
+    ]
+    tables = wandb[-1][1][0]
+    assert {name: len(tables[name][2]) for name in ("samples", "eval_samples")} == {"samples": 1, "eval_samples": 1}

@@ -22,6 +22,7 @@ def test_a_conversation_says_who_said_what_for_which_reward():
     rollout = ROLLOUT.with_metadata(RolloutMetadata("worker-0", 1.0, 7), "easy-0-3/1", "easy")
     conversation = conversation_of(rollout)
     assert conversation == {
+        "mode": "train",
         "rollout_id": "easy-0-3/1",
         "lesson_id": "easy",
         "env_name": "cats",

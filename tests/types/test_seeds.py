@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,3 +28,8 @@ def test_a_raw_jax_key_is_a_seed_too():
 
 def test_generators_of_one_seed_agree():
     assert generator(3).integers(1 << 30) == generator(3).integers(1 << 30)
+
+
+def test_a_typed_jax_key_is_the_seed_of_its_raw_form():
+    assert as_seed(jax.random.key(42)) == as_seed(jax.random.PRNGKey(42)) == 2599451884503925656
+    assert as_seed(jax.random.key(43)) != as_seed(jax.random.key(42))

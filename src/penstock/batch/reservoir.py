@@ -14,7 +14,7 @@ from penstock.batch.draws import RankSampler
 from penstock.batch.examples import batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DeadlineQueue, DrawPool, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
-from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup
+from penstock.types import AnyRollout, Fate, RLExample, RolloutGroup, RolloutRecord
 
 
 @final
@@ -83,8 +83,9 @@ class GrpoBatchMaker(PacedBatchMaker):
         return self._acceptance.environment_name
 
     @override
-    def add_rollout(self, rollout: AnyRollout) -> None:
-        self._held.add(rollout)
+    def add_rollout(self, rollout: AnyRollout | RolloutRecord) -> None:
+        """See `BatchMaker.add_rollout`; a stored record is taken for its rollout."""
+        self._held.add(rollout.rollout if isinstance(rollout, RolloutRecord) else rollout)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         """See `BatchMaker.create_batch`; `batch_size` counts rollouts."""

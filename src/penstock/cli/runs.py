@@ -13,6 +13,7 @@ commands = typer.Typer()
     epilog="""\b
 Example: penstock rollouts runs/cats-1 --step 40
          penstock rollouts runs/cats-1 --show cats-0-7/2 --color advantage
+         penstock rollouts runs/cats-1 --eval --step 40
          penstock rollouts runs/cats-1 --sql "select state, count(*) from rollouts group by 1"
          penstock rollouts runs/cats-1 --export hf --select pairs --out cat_pairs
          penstock rollouts runs/cartpole-1 --sql "select task, avg(episode_reward) from fragments group by 1\"""",
@@ -21,6 +22,9 @@ def rollouts(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
     step: Annotated[int | None, typer.Option(help="Groups that this update trained, or that ended at it.")] = None,
     lesson: Annotated[str | None, typer.Option(help="Groups of this lesson.")] = None,
+    evaluations: Annotated[
+        bool, typer.Option("--eval", help="What was said in evaluations, by the version evaluated; else in training.")
+    ] = False,
     fate: Annotated[
         str | None, typer.Option(help="Groups with a rollout that is trained, waiting, training, stale_step, …")
     ] = None,
@@ -50,6 +54,7 @@ def rollouts(
     request = RolloutsRequest(
         run_dir, step=step, lesson=lesson, fate=fate, limit=limit, show=show, color=color, tokens=tokens, sql=sql,
         json=json, export=export, out=out, select=select, min_reward=min_reward, min_margin=min_margin, trust=trust,
+        eval=evaluations,
     )  # fmt: skip
     show_rollouts(request, Console())
     return 0

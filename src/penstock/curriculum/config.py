@@ -141,6 +141,7 @@ class CurriculumConfig(_Frozen):
         eval_n_examples: Prompts per lesson in a full evaluation.
         micro_eval_frequency: A quick look every so many steps, which changes nothing; 0 never.
         micro_eval_n_examples: Prompts per lesson in it.
+        micro_eval_lessons: Which lessons it looks at: `all`, or the one that the newest group was drawn from.
         temperature: Of evaluations; 0 is greedy.
     """
 
@@ -152,6 +153,7 @@ class CurriculumConfig(_Frozen):
     eval_n_examples: int = Field(default=64, ge=1)
     micro_eval_frequency: int = Field(default=10, ge=0)
     micro_eval_n_examples: int = Field(default=4, ge=1)
+    micro_eval_lessons: Literal["all", "sampled"] = "all"
     temperature: float = Field(default=1.0, ge=0)
 
     @model_validator(mode="before")
@@ -176,6 +178,11 @@ class CurriculumConfig(_Frozen):
             _check_circles(self.lessons, (key,), cleared)
         _check_startable(self.lessons)
         _check_floors(self)
+        if self.micro_eval_lessons == "sampled" and not self.micro_eval_frequency:
+            raise ConfigError(
+                "curriculum.micro_eval_lessons is 'sampled', but curriculum.micro_eval_frequency is 0: there are no such "
+                "evaluations; set a frequency, or leave it out"
+            )
         return self
 
 

@@ -179,12 +179,12 @@ def list_groups(views: RunViews, wanted: GroupFilter, limit: int | None) -> Grou
 
 
 def count_rollouts(views: RunViews, view: str = "rollouts") -> RunCounts:
-    """Rollouts by state, of the whole run; or fragments, as the view says."""
+    """Rollouts by state, of the whole run; or fragments, as the view says. Of evaluations all are stored."""
     stored, unstored = (
         {row["state"]: int(row["rollouts"]) for row in views.select(query.format(view=view)).to_dicts()}
         for query in (_STORED, _UNSTORED)
     )
-    return RunCounts(stored, unstored)
+    return RunCounts(stored, unstored if views.mode == "train" else {})
 
 
 def lessons_of(views: RunViews) -> list[str]:
@@ -219,8 +219,13 @@ def _summary(row: dict[str, Any], step: int | None) -> GroupSummary:
     )
 
 
-STATE_STYLES = {"trained": "green", "waiting": "magenta", "training": "magenta"}
-"""Every other state means that a rollout was dropped."""
+STATE_STYLES = {
+    "trained": "green",
+    "waiting": "magenta",
+    "training": "magenta",
+    **dict.fromkeys(("eval", "micro_eval", "untrained", "before", "after"), "cyan"),
+}
+"""Every other state means that a rollout was dropped; those of evaluations say which."""
 DROPPED_STYLE = "red"
 LINES_AROUND = 8
 """Lines of a screen that are not groups: title, heading, footer, and the prompt after it."""
@@ -264,8 +269,9 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
     print_line(console, totals(counts), style="dim")
     if page.total > len(page.groups):
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
-        print_line(console, more + "--lesson L, --fate F", style="dim")
-    words = shlex.join([str(views.directory.path), "--show", page.groups[0].group_id])
+        print_line(console, more + ("--lesson L, --fate F" if views.mode == "train" else "--lesson L"), style="dim")
+    mode = [] if views.mode == "train" else ["--eval"]
+    words = shlex.join([str(views.directory.path), *mode, "--show", page.groups[0].group_id])
     print_line(console, f"  penstock rollouts {words}", style="cyan")
 
 
@@ -384,6 +390,8 @@ def totals(counts: RunCounts, kind: str = "rollouts") -> str:
 def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
     if wanted.words and counts.stored:
         return f"No groups match {wanted.words}; there are {totals(counts)}."
+    if views.mode == "eval":
+        return "No evaluation yet: none has ended so far, or the run was made before evaluations were kept."
     if counts.unstored:
         return f"No rollouts are stored yet: {counts_text(counts.unstored)}."
     return "No rollouts yet: the run has started no group so far."

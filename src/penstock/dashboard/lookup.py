@@ -174,6 +174,10 @@ def _position(rollout_id: str) -> tuple[int, str]:
 
 def _why_missing(views: RunViews, name: str) -> str:
     """What the logs know about an id without a row, or which ids there are."""
+    if views.mode == "train":
+        evaluated = views.select("SELECT 1 FROM evaluations WHERE starts_with(rollout_id, ?)", [name], 1)
+        if evaluated.table.num_rows:
+            return f"--show {name}: that was an evaluation, which is not trained: add --eval"
     fates = views.select(
         "SELECT fate, step, reason FROM fates WHERE rollout_id = $n OR starts_with(rollout_id, $n || '/') "
         "ORDER BY line DESC LIMIT 1", {"n": name},

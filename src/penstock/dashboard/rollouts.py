@@ -301,6 +301,7 @@ class RolloutsRequest:
         min_reward: From this reward on.
         min_margin: Pairs at least so far apart.
         trust: Connect to the store in the network that the run names, whoever may have written that.
+        eval: Of evaluations in place of training.
     """
 
     run_dir: Path
@@ -319,6 +320,7 @@ class RolloutsRequest:
     min_reward: float | None = None
     min_margin: float | None = None
     trust: bool = False
+    eval: bool = False
 
     @property
     def mode(self) -> str:
@@ -336,6 +338,8 @@ class RolloutsRequest:
         for name, places in _BELONGS.items():
             if name in given and mode not in places:
                 raise ConfigError(f"{_option(name)} goes {_with(places)}, not {_with((mode,))}")
+        if self.eval and self.fate is not None:
+            raise ConfigError("--fate does not go with --eval: evaluations are not trained, and have no fate")
         for name, choices in _CHOICES.items():
             if name in given and values[name] not in choices:
                 raise ConfigError(f"{_option(name)} is {values[name]!r}: it must be one of {', '.join(choices)}")
@@ -360,9 +364,9 @@ def show_rollouts(request: RolloutsRequest, console: Console) -> None:
     if request.min_margin is not None and request.select != "pairs":
         raise ConfigError("--min-margin goes with --select pairs")
     wanted = GroupFilter(request.step, request.lesson, request.fate)
-    with RunViews(request.run_dir, request.trust) as views:
-        if mode in ("show", "export"):
-            refuse_fragments(views, _option(mode))
+    with RunViews(request.run_dir, request.trust, "eval" if request.eval else "train") as views:
+        if request.eval or mode in ("show", "export"):
+            refuse_fragments(views, _option("eval" if request.eval else mode))
         if mode == "show":
             _show(views, request, console)
         elif mode == "sql":

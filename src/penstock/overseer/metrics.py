@@ -214,8 +214,12 @@ def success_thresholds(config: RunConfig) -> dict[str, float]:
     return {lesson_id: lesson.success_threshold for lesson_id, lesson in config.curriculum.lessons.items()}
 
 
+COUNTS = frozenset({"failed_groups", "failed_rollouts"})
+"""Of an environment's metrics, what is added up over groups; of all others the mean is taken."""
+
+
 class RolloutMetrics:
-    """Collects groups until they are asked for. Thread-safe.
+    """Collects groups, and what their environments say of them, until they are asked for. Thread-safe.
 
     Args:
         thresholds: See `success_thresholds`.
@@ -225,6 +229,14 @@ class RolloutMetrics:
         self._thresholds = thresholds
         self._lock = threading.Lock()
         self._groups: dict[str, list[RolloutGroup]] = defaultdict(list)
+        self._environments: dict[str, dict[str, list[float]]] = {}
+
+    def add_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
+        """Takes in what an environment says of one training group, be it delivered or failed."""
+        with self._lock:
+            found = self._environments.setdefault(lesson_id, {})
+            for name, value in metrics.items():
+                found.setdefault(name, []).append(value)
 
     def add(self, group: RolloutGroup) -> None:
         """Takes a group in, filtered or not."""
@@ -232,10 +244,15 @@ class RolloutMetrics:
             self._groups[group.rollouts[0].lesson_id].append(group)
 
     def take(self) -> dict[str, float]:
-        """``rollout/<lesson>/…`` over the groups since the last call."""
+        """``rollout/<lesson>/…`` and ``env/<lesson>/…`` over the groups since the last call."""
         with self._lock:
             groups, self._groups = self._groups, defaultdict(list)
-        values: dict[str, float] = {}
+            environments, self._environments = self._environments, {}
+        values = {
+            f"env/{lesson_id}/{name}": sum(found) if name in COUNTS else sum(found) / len(found)
+            for lesson_id, metrics in sorted(environments.items())
+            for name, found in metrics.items()
+        }
         for lesson_id in sorted(groups):
             batch = RolloutBatch.of(tuple(groups[lesson_id]))
             stats = RolloutBatchStats.of(lesson_id, batch, self._thresholds[lesson_id])

@@ -305,7 +305,7 @@ class Run:
             RunFailed: of the last evaluation, that no group of it could be rolled out.
         """
         step = yield from until(self.learner_step)
-        rows = yield from self.until_stopped(self.tasks.task("evaluator-0", "evaluate", step))
+        rows = yield from self.until_stopped(self.tasks.task("evaluator-0", "evaluate", step, when))
         results = read_stats(rows)
         self.log.evaluation(when, step, results, self._kind.metrics_of(results))
         if when == "after":

@@ -119,6 +119,10 @@ class RunLog:
         self._tally.add(group)
         self.progress.samples.append(_sample(group))
 
+    def environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
+        """Counts what an environment says of a training group into the next step's ``env/…`` metrics."""
+        self._tally.add_environment(lesson_id, metrics)
+
     def _tracker_failed(self, name: str, error: Exception) -> None:
         self.event("tracker_failed", tracker=name, message=str(error))
 
@@ -129,9 +133,9 @@ class RunLog:
         self._metrics.close()
         self._events.close()
 
-    def conversations(self, conversations: Sequence[Mapping[str, Any]]) -> None:
-        """Tracks and shows sample conversations that another process chose."""
-        self._tracker.log_samples(self.step, conversations)
+    def conversations(self, conversations: Sequence[Mapping[str, Any]], step: int = 0) -> None:
+        """Tracks and shows sample conversations that a component chose: of a step, or of the present one."""
+        self._tracker.log_samples(step or self.step, conversations)
         self.progress.samples.extend(_shown(conversation) for conversation in conversations)
 
     def note_rewards(self, values: Mapping[str, float]) -> None:
@@ -141,7 +145,7 @@ class RunLog:
                 self.progress.reward[name.removeprefix("rollout/").removesuffix("/reward_mean")] = value
 
     def take_rollout_metrics(self) -> dict[str, float]:
-        """``rollout/<lesson>/…`` over the groups since the last call."""
+        """``rollout/<lesson>/…`` and ``env/<lesson>/…`` over the groups since the last call."""
         values = self._tally.take()
         self.note_rewards(values)
         return values
@@ -161,4 +165,6 @@ def _shown(conversation: Mapping[str, Any]) -> Sample:
     turns = conversation["turns"]
     asked = " ".join(turn["content"] for turn in turns if turn["role"] == "user")
     answered = " ".join(turn["content"] for turn in turns if turn["role"] in ("assistant", "tool"))
-    return Sample(asked, answered, conversation["reward"], conversation["lesson_id"])
+    lesson_id = conversation["lesson_id"]
+    lesson_id += " (eval)" if conversation.get("mode") == "eval" else ""
+    return Sample(asked, answered, conversation["reward"], lesson_id)

@@ -279,7 +279,7 @@ class DirectContext:
 
     def samples(self, step: int, conversations: list[Any]) -> None:
         """Written at once."""
-        self._log.conversations(conversations)
+        self._log.conversations(conversations, step)
 
 
 @final
@@ -497,7 +497,7 @@ class SupervisedTasks:
                 if message.name == "drain_notice" and identity.role in ESSENTIAL:
                     self._notices.append(f"{identity} was told to end by its machine")
             case "samples":
-                self._log.conversations(message.fields["conversations"])
+                self._log.conversations(message.fields["conversations"], message.step)
             case "metrics":
                 run.on_metrics(identity.role, message.step, message.fields)
                 if identity.role == "learner" and message.step > self._newest_step:

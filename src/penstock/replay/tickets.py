@@ -56,6 +56,7 @@ class TicketSampler:
         self._run_seed = run_seed
         self._lineage = lineage
         self._chooser = chooser
+        self.last_lesson: str | None = None
         self._draws = 0
         self._next_index: dict[str, int] = {}
 
@@ -63,6 +64,7 @@ class TicketSampler:
         """The lesson and index of the next ticket."""
         lesson_id = self._chooser.sample_lesson(fold(self._run_seed, "lesson", self._draws))
         self._draws += 1
+        self.last_lesson = lesson_id
         index = self._next_index.get(lesson_id, 0)
         self._next_index[lesson_id] = index + 1
         return lesson_id, index
@@ -221,6 +223,11 @@ class TicketIssuer:
     def update(self) -> int:
         """The next update without a batch."""
         return self.ledger.update
+
+    @property
+    def last_lesson(self) -> str | None:
+        """The lesson of the newest group that was drawn; None before the first of this process."""
+        return self._draws.last_lesson
 
     # --- for rollout workers -----------------------------------------------------------------------------------
 

@@ -3,25 +3,31 @@
 It works alone (offline evaluation: an engine with fixed weights and no worker) or under a `RolloutWorker`.
 It attaches what environments must not know: metadata, ids and lesson. The versions that the engine recorded
 per token win over any version the caller passes. It owns its `InferenceContext`; where it also owns the
-engine behind it, `shutdown` stops that too.
+engine behind it (`RolloutManager.from_configs`), `shutdown` stops that too.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsInt, get_args
 
 import numpy as np
 
-from penstock.curriculum import Curriculum, CurriculumEvent, LessonConfig
+from penstock.curriculum import Curriculum, CurriculumConfig, CurriculumEvent, LessonConfig
 from penstock.environments import Environment, load_environment, validate_groups, validate_metrics
+from penstock.inference.config import EngineConfig
 from penstock.types import (
     Clock,
     Completion,
+    ConfigError,
     Decoding,
     EnvironmentFailure,
+    EnvironmentSpec,
     InferenceContext,
     Mode,
     PenstockError,
@@ -33,8 +39,15 @@ from penstock.types import (
     Stopped,
     TextCodec,
     WeightVersion,
+    as_seed,
     fold,
 )
+
+if TYPE_CHECKING:
+    from penstock.model.language import Decoder
+    from penstock.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 EvalType = Literal["eval", "micro_eval"]
 WeightsSetter = Callable[[WeightVersion, Mapping[str, Any]], None]
@@ -81,9 +94,90 @@ class RolloutManager:
         self._environments = dict(environments or {})
         self._lock = threading.Lock()
 
+    @classmethod
+    def from_configs(
+        cls,
+        environments: Mapping[str, Environment | EnvironmentSpec],
+        curriculum: CurriculumConfig,
+        inference: EngineConfig,
+        tokenizer: "Tokenizer | Path | str",
+        initial_model: "Decoder | Path | str",
+        seed: int = 0,
+        *,
+        start_timeout_s: float = 600.0,
+        stop_timeout_s: float = 30.0,
+    ) -> Self:
+        """A manager with an engine of its own, which serves when this returns and ends with `shutdown`.
+
+        Args:
+            environments: By lesson, in place of those that the curriculum names.
+            curriculum: The lessons, and how they are evaluated.
+            inference: Of the engine.
+            tokenizer: The policy's, or a directory that has it, or its name.
+            initial_model: The policy, or a checkpoint: a Hugging Face directory or a run's ``checkpoints/step-<n>``.
+            seed: As of a run; evaluations of the same seed ask the same.
+            start_timeout_s: Longest wait for the engine's next program while it compiles.
+            stop_timeout_s: Longest wait for its thread to end.
+
+        Raises:
+            ConfigError: an environment is for no lesson, or model and tokenizer do not fit.
+            CheckpointError: the checkpoint cannot be read.
+            NoProgressError: the engine did not start in time.
+        """
+        # Imported here: rollout workers have no engine, and load no JAX.
+        from penstock.inference import EngineContext, InferenceEngine
+        from penstock.inference.http_server import model_directory
+        from penstock.model.arrays import shapes_of
+        from penstock.model.language import PolicyConfig, load_policy, with_named_arrays
+        from penstock.text import Tokenizer
+
+        foreign = sorted(environments.keys() - curriculum.lessons.keys())
+        if foreign:
+            known = ", ".join(curriculum.lessons)
+            raise ConfigError(f"environments has {foreign[0]!r}, which is no lesson: the curriculum's are {known}")
+        codec = Tokenizer.load(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        if isinstance(initial_model, str | Path):
+            source = PolicyConfig(path=str(model_directory(str(initial_model))))
+            decoder = load_policy(source, seed, codec)
+        else:
+            decoder = initial_model
+        engine = InferenceEngine(decoder, WeightVersion(0, 0), codec, inference)
+        shape = shapes_of(decoder)
+        manager = cls(
+            Curriculum(curriculum),
+            EngineContext(engine, codec, ordered=True),
+            seed,
+            environments={
+                lesson: load_environment(one) if isinstance(one, EnvironmentSpec) else one
+                for lesson, one in environments.items()
+            },
+            set_weights=lambda version, arrays: engine.set_weights(version, with_named_arrays(shape, arrays)),
+            stop_engine=partial(engine.stop, stop_timeout_s),
+        )
+        engine.start()
+        try:
+            engine.wait_until_ready(start_timeout_s)
+        except BaseException:
+            manager.shutdown()
+            raise
+        return manager
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.shutdown()
+
     def lesson(self, lesson_id: str) -> LessonConfig:
-        """The lesson's configuration."""
-        return self.curriculum.config.lessons[lesson_id]
+        """The lesson's configuration.
+
+        Raises:
+            ConfigError: the curriculum has no such lesson.
+        """
+        lessons = self.curriculum.config.lessons
+        if lesson_id not in lessons:
+            raise ConfigError(f"lesson {lesson_id!r} is not in the curriculum: its lessons are {', '.join(lessons)}")
+        return lessons[lesson_id]
 
     def group_size(self, lesson_id: str) -> int:
         """Rollouts per training group of a lesson."""
@@ -102,7 +196,7 @@ class RolloutManager:
         n_examples: int,
         n_generations: int,
         mode: Mode = "train",
-        rng: int = 0,
+        rng: SupportsInt | np.ndarray = 0,
         weight_step: int = 0,
         worker_id: str = "local",
         *,
@@ -117,7 +211,7 @@ class RolloutManager:
             n_examples: Number of prompts.
             n_generations: Responses per prompt.
             mode: Which of the environment's disjoint example sets.
-            rng: Seed that selects the examples and the sampling noise.
+            rng: Selects the examples and the sampling noise: a number, or a JAX key.
             weight_step: Stamp for rollouts whose environment did not pass on the engine's versions.
             worker_id: The rollout worker, for the rollouts' metadata.
             group_ids: One id per group; by default made from mode, lesson, `rng` and position.
@@ -125,11 +219,41 @@ class RolloutManager:
             decoding: Instead of the lesson's.
 
         Returns:
-            The batch, possibly of no groups, and the environment's metrics.
+            The batch, possibly of no groups, which is warned of, and the environment's metrics.
 
         Raises:
+            ConfigError: the curriculum has no such lesson.
             EnvironmentFailure: the environment raised, or returned something malformed.
         """
+        rng = as_seed(rng)
+        prefix = f"{mode}-{lesson_id}-{rng}"
+        return self._sample(
+            lesson_id,
+            n_examples,
+            n_generations,
+            mode,
+            rng,
+            weight_step,
+            worker_id,
+            group_ids or prefix,
+            context,
+            decoding,
+        )
+
+    def _sample(
+        self,
+        lesson_id: str,
+        n_examples: int,
+        n_generations: int,
+        mode: Mode,
+        rng: int,
+        weight_step: int,
+        worker_id: str,
+        names: Sequence[str] | str,
+        context: InferenceContext | None,
+        decoding: Decoding | None,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`sample_batch`; `names` are the groups' ids, or what all of them begin with, whose number follows."""
         lesson = self.lesson(lesson_id)
         environment = self.environment(lesson_id)
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
@@ -145,7 +269,10 @@ class RolloutManager:
                 f"environment {lesson.environment.env_class} of lesson {lesson_id!r} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
-        ids = group_ids or [f"{mode}-{lesson_id}-{rng}-{position}" for position in range(len(groups))]
+        if n_examples and not groups:
+            logger.warning("environment %s of lesson %r gave no group for %d examples: the batch is empty",
+                           lesson.environment.env_class, lesson_id, n_examples)  # fmt: skip
+        ids = [f"{names}-{position}" for position in range(len(groups))] if isinstance(names, str) else names
         if len(ids) != len(groups):
             raise EnvironmentFailure(
                 f"environment {lesson.environment.env_class} returned {len(groups)} groups where "
@@ -182,34 +309,43 @@ class RolloutManager:
         lesson_id: str,
         n_examples: int | None = None,
         eval_type: EvalType = "eval",
-        step: int = 0,
+        weight_step: int = 0,
         worker_id: str = "evaluator",
         n_generations: int = 1,
+        rng: SupportsInt | np.ndarray | None = None,
+        label: str | None = None,
     ) -> tuple[RolloutBatchStats, RolloutBatch]:
         """Evaluates a lesson on its held-out examples, the same ones at every call.
 
-        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it.
+        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it. Groups are
+        named ``<label>-<lesson>-<lineage>-<weight_step>-<position>``, so that those of two evaluations differ.
 
         Args:
             lesson_id: Id of the lesson, which names its environment.
             n_examples: Number of prompts; by default as the curriculum's configuration says for `eval_type`.
             eval_type: Full or micro evaluation.
-            step: The weight step that is evaluated.
+            weight_step: Which version is evaluated.
             worker_id: Stamped on the rollouts.
             n_generations: Responses per prompt.
+            rng: Selects examples and sampling noise of each lesson, a number or a JAX key; by default the run's seed.
+            label: Names the evaluation among others of the same step; by default `eval_type`.
 
         Raises:
+            ConfigError: `eval_type` is another word, or the curriculum has no such lesson.
             EnvironmentFailure: the environment failed altogether, or for every single prompt.
             Stopped: the engine was stopped meanwhile; half an evaluation counts for nothing.
         """
         config = self.curriculum.config
+        if eval_type not in get_args(EvalType):
+            raise ConfigError(f"eval_type is {eval_type!r}: it must be one of {', '.join(get_args(EvalType))}")
         if n_examples is None:
             n_examples = config.eval_n_examples if eval_type == "eval" else config.micro_eval_n_examples
         lesson = self.lesson(lesson_id)
         decoding = replace(lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature)
-        rng = fold(self._seed, "evaluation", lesson_id)
-        batch, metrics = self.sample_batch(
-            lesson_id, n_examples, n_generations, "eval", rng, step, worker_id, decoding=decoding
+        seed = fold(self._seed if rng is None else as_seed(rng), "evaluation", lesson_id)
+        prefix = f"{label or eval_type}-{lesson_id}-{self.lineage}-{weight_step}"
+        batch, metrics = self._sample(
+            lesson_id, n_examples, n_generations, "eval", seed, weight_step, worker_id, prefix, None, decoding
         )
         if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):
             raise Stopped(f"the evaluation of lesson {lesson_id!r} was cut short")
@@ -217,16 +353,25 @@ class RolloutManager:
             raise EnvironmentFailure(f"the environment of lesson {lesson_id!r} gave no group for {n_examples} prompts")
         stats = RolloutBatchStats.of(lesson_id, batch, lesson.success_threshold, metrics)
         if eval_type == "eval":
-            for event in self.curriculum.update_evaluation(stats, step):
+            for event in self.curriculum.update_evaluation(stats, weight_step):
                 self._on_curriculum_event(event)
         return stats, batch
 
     def evaluate_curriculum(
-        self, eval_type: EvalType = "eval", step: int = 0, lessons: Sequence[str] | None = None
+        self,
+        eval_type: EvalType = "eval",
+        weight_step: int = 0,
+        lessons: Sequence[str] | None = None,
+        eval_n_examples: int | None = None,
+        worker_id: str = "evaluator",
+        rng: SupportsInt | np.ndarray | None = None,
     ) -> dict[str, tuple[RolloutBatchStats, RolloutBatch]]:
-        """`evaluate_lesson` for every lesson, or for those named."""
+        """`evaluate_lesson` for every lesson, or for those named; `eval_n_examples` are the prompts of each."""
         chosen = lessons if lessons is not None else list(self.curriculum.config.lessons)
-        return {lesson_id: self.evaluate_lesson(lesson_id, None, eval_type, step) for lesson_id in chosen}
+        return {
+            lesson_id: self.evaluate_lesson(lesson_id, eval_n_examples, eval_type, weight_step, worker_id, rng=rng)
+            for lesson_id in chosen
+        }
 
     def update_training_stats(self, group: RolloutGroup) -> None:
         """Feeds one training group, filtered or not, to the curriculum."""

@@ -150,7 +150,7 @@ POLL_S = 0.5
 
 
 ContextOf = Callable[[Ticket], AbstractContextManager[InferenceContext | None]]
-_Outcome = RolloutBatch | EnvironmentFailure | InvalidRolloutError | Stopped
+_Outcome = tuple[RolloutBatch, Mapping[str, float]] | EnvironmentFailure | InvalidRolloutError | Stopped
 
 
 class RolloutWorker:
@@ -168,6 +168,8 @@ class RolloutWorker:
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
         log_samples: Called every `config.log_freq` groups.
         on_failure: Called with every failed group and why.
+        on_environment: Called with the lesson of every group that ended, and the environment's metrics of it; of all,
+            `failed_groups` and `failed_rollouts` say how many did not come.
         context_of: Gives the inference context in which a ticket's group is generated; by default the manager's own.
             Not used in lockstep.
 
@@ -189,6 +191,7 @@ class RolloutWorker:
         evaluate: Callable[[WeightVersion], None] = lambda version: None,
         log_samples: Callable[[RolloutBatch], None],
         on_failure: Callable[[Ticket, str], None] = lambda ticket, reason: None,
+        on_environment: Callable[[str, Mapping[str, float]], None] = lambda lesson_id, metrics: None,
         context_of: ContextOf = lambda ticket: nullcontext(),
     ) -> None:
         self.worker_id = worker_id
@@ -202,6 +205,7 @@ class RolloutWorker:
         self._evaluate = evaluate
         self._log_samples = log_samples
         self._on_failure = on_failure
+        self._on_environment = on_environment
         self._context_of = context_of
         self._draining = threading.Event()
         self._stopping = threading.Event()
@@ -220,6 +224,25 @@ class RolloutWorker:
     def drain(self) -> None:
         """Asks the tickets loop to end when the groups that run have ended; it takes no new ones."""
         self._draining.set()
+
+    def run(self) -> None:
+        """Both loops, until `stop`, until `drain` and the last group, or until tickets end; a failure ends both.
+
+        Raises:
+            NoProgressError: an evaluation goes on for more than ``rollout.lockstep_timeout_s`` after the last group.
+        """
+        following = None if self._weights is None else self._spawn(self.run_weights)
+        if following is None:
+            self.run_tickets()
+            return
+        following.add_done_callback(lambda ended: self.stop())
+        self.run_tickets()
+        limit_s = self._config.lockstep_timeout_s
+        if not wait([following], limit_s).done:
+            raise NoProgressError(
+                f"{self.worker_id}: its evaluation did not end within {limit_s:g} s (rollout.lockstep_timeout_s)"
+            )
+        following.result()
 
     def run_weights(self) -> None:
         """The weights loop; returns after `stop`."""
@@ -324,7 +347,7 @@ class RolloutWorker:
     def _generate(self, ticket: Ticket, context: InferenceContext | None) -> _Outcome:
         n = self._manager.group_size(ticket.lesson_id)
         try:
-            batch, _ = self._manager.sample_batch(
+            return self._manager.sample_batch(
                 ticket.lesson_id,
                 1,
                 n,
@@ -337,17 +360,25 @@ class RolloutWorker:
             )
         except (EnvironmentFailure, InvalidRolloutError, Stopped) as ending:
             return ending
-        return batch
 
     def _deliver(self, ticket: Ticket, outcome: _Outcome) -> None:
         if self._stopping.is_set() or isinstance(outcome, Stopped):
             return  # its ticket stays outstanding, so that a resumed run generates it again
         if isinstance(outcome, Exception):
+            self._note_environment(ticket, {}, failed=1)
             self._count_failure(ticket, outcome)
-        elif not outcome.groups:
-            self._tickets.fail(ticket, "invalid", "the environment returned no group")
+            return
+        batch, metrics = outcome
+        self._note_environment(ticket, metrics, failed=0 if batch.groups else 1)
+        if batch.groups:
+            self._hand_over(batch)
         else:
-            self._hand_over(outcome)
+            self._tickets.fail(ticket, "invalid", "the environment returned no group")
+
+    def _note_environment(self, ticket: Ticket, metrics: Mapping[str, float], failed: int) -> None:
+        rollouts = failed * self._manager.group_size(ticket.lesson_id)
+        lost = {"failed_groups": float(failed), "failed_rollouts": float(rollouts)}
+        self._on_environment(ticket.lesson_id, {**metrics, **lost})
 
     def _hand_over(self, batch: RolloutBatch) -> None:
         with self._counting:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.rundir.directory import RunDirectory
+    from penstock.rundir.evaluation_rows import EVALUATION_SCHEMA, table_from_evaluation, write_evaluation
     from penstock.rundir.example_rows import (
         EXAMPLE_SCHEMA,
         examples_from_table,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.rundir.views import QueryResult, RunViews
 
 _EXPORTS = {
+    "EVALUATION_SCHEMA": "evaluation_rows",
     "EXAMPLE_SCHEMA": "example_rows",
     "EventLog": "logs",
     "FRAGMENT_SCHEMA": "fragment_rows",
@@ -63,23 +65,26 @@ _EXPORTS = {
     "read_status": "logs",
     "records_from_table": "rollout_rows",
     "replaced_atomically": "storage",
+    "table_from_evaluation": "evaluation_rows",
     "table_from_examples": "example_rows",
     "table_from_fragments": "fragment_rows",
     "table_from_records": "rollout_rows",
     "table_from_uses": "fragment_rows",
     "uses_from_table": "fragment_rows",
     "write_atomically": "storage",
+    "write_evaluation": "evaluation_rows",
     "write_examples": "example_rows",
     "write_parquet": "parquet",
     "write_records": "rollout_rows",
 }
 
 __all__ = [
-    "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog", "MetricsLog", "QueryResult",
-    "ROLLOUT_SCHEMA", "RunDirectory", "RunViews", "examples_from_table", "fragments_from_table", "read_events",
-    "read_examples", "read_json_lines", "read_metrics", "read_parquet", "read_records", "read_rows", "read_status",
-    "records_from_table", "replaced_atomically", "table_from_examples", "table_from_fragments", "table_from_records",
-    "table_from_uses", "uses_from_table", "write_atomically", "write_examples", "write_parquet", "write_records",
+    "EVALUATION_SCHEMA", "EXAMPLE_SCHEMA", "EventLog", "FRAGMENT_SCHEMA", "FRAGMENT_USE_SCHEMA", "JsonLinesLog",
+    "MetricsLog", "QueryResult", "ROLLOUT_SCHEMA", "RunDirectory", "RunViews", "examples_from_table",
+    "fragments_from_table", "read_events", "read_examples", "read_json_lines", "read_metrics", "read_parquet",
+    "read_records", "read_rows", "read_status", "records_from_table", "replaced_atomically", "table_from_evaluation",
+    "table_from_examples", "table_from_fragments", "table_from_records", "table_from_uses", "uses_from_table",
+    "write_atomically", "write_evaluation", "write_examples", "write_parquet", "write_records",
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _LOGS = (
 )  # fmt: skip
 _ROOM_BYTES = 16 * 1024
 """Room for status.json is kept in multiples of this, twice what it takes."""
-_UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp")
+_UNFINISHED = (".config.yaml.*.tmp", ".status.json.*.tmp", "videos/.*.tmp", "evaluations/.*.tmp")
 
 
 class RunDirectory:
@@ -237,6 +237,11 @@ class RunDirectory:
     def batches(self) -> Path:
         """Folder of training batches, ``batch_<uuid>_<time>.parquet``."""
         return self.path / "batches"
+
+    @property
+    def evaluations(self) -> Path:
+        """Folder of what was said in evaluations, ``<label>-<lineage>-<step>.parquet``; made with the first."""
+        return self.path / "evaluations"
 
     @property
     def checkpoints(self) -> Path:

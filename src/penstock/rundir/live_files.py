@@ -5,8 +5,8 @@ merged or has expired: the folder is listed again. What was read already is not 
 
 A `RunFiles` is a snapshot of names: which files count, in which versions, and how to scan them. It stays valid until
 some are merged or expire; `vanished` says whether that happened. Rollouts and batches may lie in another place than the
-rest of the run, where ``replay.store.url`` says; of a run directory that others may have written, no store in the
-network is asked. Nothing is written or made here. Not covered: the logs.
+rest of the run, where ``replay.store.url`` says; evaluations never do. Of a run directory that others may have written,
+no store in the network is asked. Nothing is written or made here. Not covered: the logs.
 """
 
 import concurrent.futures
@@ -24,6 +24,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from penstock.rundir.directory import RunDirectory
+from penstock.rundir.evaluation_rows import EVALUATION_SCHEMA
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.parquet import opened_parquet, replaced_names, schema_version
@@ -33,6 +34,7 @@ from penstock.rundir.store_urls import is_remote, local_root, url_problem
 from penstock.types import (
     ConfigError,
     InvalidRolloutError,
+    Mode,
     PenstockError,
     RolloutRecord,
     RunDirectoryError,
@@ -50,6 +52,7 @@ UNREADABLE = (
 """What reading a file may raise whose bytes are not those that were written."""
 _LOSS = {
     "batches": "what it trained stays trained, but cannot be looked at any more",
+    "evaluations": "its numbers stay in metrics.jsonl",
     "fragments": "its fragments are lost, and the run goes on with others",
 }
 
@@ -139,7 +142,8 @@ class RunFiles:
     """Files of one run; made by `list_now`.
 
     Attributes:
-        rollouts: Every rollout once, in the present schema.
+        rollouts: Every rollout of the mode once, in the present schema; those of evaluations have its columns, too.
+        evaluations: The rows of all files of evaluations.
         batches: The rows of all batch files; those of a fleet have no tokens.
         fragments: The rows of all fragment files.
         paths: The files behind them.
@@ -148,6 +152,7 @@ class RunFiles:
     """
 
     rollouts: ds.Dataset
+    evaluations: ds.Dataset
     batches: ds.Dataset
     fragments: ds.Dataset
     paths: tuple[str, ...]
@@ -155,12 +160,13 @@ class RunFiles:
     url: str | None
 
     @classmethod
-    def list_now(cls, directory: RunDirectory, trust: bool = False) -> "RunFiles":
+    def list_now(cls, directory: RunDirectory, trust: bool = False, mode: Mode = "train") -> "RunFiles":
         """What is there at this moment.
 
         Args:
             directory: Of the run whose files are wanted; it may lack a config.
             trust: Connect to the store in the network that its config names, whoever may have written that.
+            mode: Whose rollouts are its `rollouts`: those of training, or those of evaluations.
 
         Raises:
             SchemaVersionError: a newer Penstock wrote a file.
@@ -168,6 +174,7 @@ class RunFiles:
             RunDirectoryError: a file is not Parquet.
         """
         url = _store_url(directory, trust)
+        evaluations = _evaluations(directory)
         with _telling(url):
             storage, filesystem, root = _open(directory, url)
             legacy = read_live(storage, "rollouts", _read_legacy)
@@ -180,8 +187,10 @@ class RunFiles:
                 )
             )
             tables = [table for table in legacy.values() if table is not None]
+            trained = _together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables)
             return cls(
-                rollouts=_together(_dataset(filesystem, current, ROLLOUT_SCHEMA), tables),
+                rollouts=trained if mode == "train" else evaluations,
+                evaluations=evaluations,
                 batches=_dataset(filesystem, batches, EXAMPLE_SCHEMA),
                 fragments=_dataset(filesystem, fragments, FRAGMENT_SCHEMA),
                 paths=(*current, *batches, *fragments),
@@ -221,7 +230,7 @@ class RunFiles:
         """Whole records, by id; ids without a row are left out."""
         wanted = ds.field("rollout_id").isin(list(rollout_ids))
         with self.reading():
-            table = self.rollouts.to_table(filter=wanted)
+            table = self.rollouts.to_table(columns=ROLLOUT_SCHEMA.names, filter=wanted)
         return {record.rollout.rollout_id: record for record in records_from_table(self._versioned(table))}
 
     def read_uses(self, rollout_ids: Sequence[str]) -> pa.Table:
@@ -245,6 +254,13 @@ def _open(directory: RunDirectory, url: str | None) -> tuple[Storage, pafs.FileS
     storage = RemoteStorage(url, hurried=True)
     _first_answer(url, lambda: storage.files("rollouts"))
     return storage, pafs.PyFileSystem(pafs.FSSpecHandler(storage.filesystem)), storage.root
+
+
+def _evaluations(directory: RunDirectory) -> ds.Dataset:
+    """They are always in the run directory, and stay there."""
+    folder = directory.evaluations
+    names = read_live(LocalStorage(directory.path), folder.name, _read_nothing)
+    return _dataset(pafs.LocalFileSystem(), [str(directory.path / name) for name in names], EVALUATION_SCHEMA)
 
 
 def _store_url(directory: RunDirectory, trust: bool) -> str | None:

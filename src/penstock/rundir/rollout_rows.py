@@ -7,10 +7,12 @@ they were made, so on reading the same is checked for all rows of a column at on
 made one by one through the constructor, which names the field. Nothing is accepted that the constructor refuses.
 
 Rows of the original form, version 0, carried no schema version: metadata on the batch only, no ids, no mask. They get
-the defaults that `penstock.types.Rollout` gives, a lineage of 0, and ids made from the file's name.
+the defaults that `penstock.types.Rollout` gives, a lineage of 0, and ids made from the file's name, their example, and
+their environment where two have an example of that id.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -212,17 +214,20 @@ def upgraded(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
         raise RunDirectoryError(f"{name} has no schema version and no column {lacking[0]}: it holds no rollouts")
     metadata = _batch_metadata(table, name)
     examples = [str(example) for example in table.column("env_example_id").to_pylist()]
-    groups = [f"{name}-{example}" for example in examples]
+    environments = [str(environment) for environment in table.column("env_name").to_pylist()]
+    shared = {example for example, count in Counter(e for e, _ in {*zip(examples, environments, strict=True)}).items()
+              if count > 1}  # fmt: skip
+    groups = [
+        f"{name}-{environment}-{example}" if example in shared else f"{name}-{example}"
+        for environment, example in zip(environments, examples, strict=True)
+    ]
     lengths = [len(tokens) for tokens in table.column("response_tokens").to_pylist()]
     rows = len(examples)
     defaults: dict[str, list[Any]] = {
         **{key: [value] * rows for key, value in asdict(metadata).items()},
         "rollout_id": [f"{group}/{row}" for row, group in enumerate(groups)],
         "group_id": groups,
-        "group_key": [
-            f"{environment}:{example}"
-            for environment, example in zip(table.column("env_name").to_pylist(), examples, strict=True)
-        ],
+        "group_key": [f"{environment}:{example}" for environment, example in zip(environments, examples, strict=True)],
         "lesson_id": [""] * rows,
         "env_example_id": examples,
         "newest_weight_step": [metadata.weight_step] * rows,

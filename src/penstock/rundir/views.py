@@ -32,7 +32,7 @@ import pyarrow.json as pj
 from penstock.rundir.directory import NO_FORK, RunDirectory, read_forks
 from penstock.rundir.live_files import FilesVanished, RunFiles
 from penstock.rundir.logs import has_log, read_events, read_json_lines, read_status
-from penstock.types import ConfigError, RunDirectoryError
+from penstock.types import ConfigError, Mode, RunDirectoryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def horizons(directory: RunDirectory) -> pa.Table:
     return pa.table({"lineage": pa.array(found.keys(), pa.int32()), "before": pa.array(found.values(), pa.int64())})
 
 
-VIEWS = ("rollouts", "turns", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
+VIEWS = ("rollouts", "turns", "evaluations", "batches", "uses", "fragments", "fates", "tickets", "metrics", "events")
 """What can be queried; docs/rollouts.md describes the columns."""
 
 Answer = TypeVar("Answer")
@@ -236,6 +236,7 @@ _LOOK_AGAIN = 8
 _BATCH_ROWS = 8192
 
 _BASE_VIEWS = """
+CREATE VIEW evaluations AS SELECT * FROM _evaluations;
 CREATE VIEW fates AS SELECT * FROM _fates;
 CREATE VIEW tickets AS SELECT * FROM _tickets;
 CREATE VIEW metrics AS SELECT * FROM _metrics;
@@ -268,19 +269,22 @@ CREATE VIEW {view} AS
     FROM _{view} r LEFT JOIN last_fates f USING (rollout_id) LEFT JOIN used u USING (rollout_id);
 """
 _FRAGMENT_VIEWS = _FATE_VIEW.format(view="fragments", advantage_of_use="", advantage="")
-_ROLLOUT_VIEWS = (
-    _FATE_VIEW.format(
-        view="rollouts",
-        advantage_of_use=", arg_max(advantage, step) AS advantage",
-        advantage=", u.advantage",
-    )
-    + """
+_TRAINED_VIEW = _FATE_VIEW.format(
+    view="rollouts", advantage_of_use=", arg_max(advantage, step) AS advantage", advantage=", u.advantage"
+)
+# Nobody trains them; the step that they belong to is that of the version which was evaluated.
+_EVALUATED_VIEW = """
+CREATE VIEW rollouts AS
+    SELECT *, 0::BIGINT AS uses, NULL::BIGINT AS trained_step, NULL::DOUBLE AS advantage, NULL::VARCHAR AS fate,
+           weight_step::BIGINT AS fate_step, NULL::VARCHAR AS fate_reason, evaluation AS state
+    FROM _rollouts;
+"""
+_TURNS_VIEW = """
 CREATE VIEW turns AS
     SELECT rollout_id, group_id, position AS index, turn.role, turn.content, turn.start, turn.stop
     FROM (SELECT rollout_id, group_id, unnest(turns) AS turn, generate_subscripts(turns, 1) - 1 AS position
           FROM _rollouts);
 """
-)
 
 
 class RunViews:
@@ -290,6 +294,7 @@ class RunViews:
         path: The run directory, or any folder in which a `rollouts` or a `fragments` folder is.
         trust: Connect to a store in the network, ``replay.store.url``, whoever may have written its URL into the run's
             config; by default only where nobody but the user could.
+        mode: Whose rollouts the views `rollouts` and `turns` show: those of training, or those of evaluations.
 
     Raises:
         ConfigError: ``replay.store.url`` names a place that is not opened, that cannot be read, or is silent.
@@ -297,8 +302,9 @@ class RunViews:
         SchemaVersionError: a newer Penstock wrote a file.
     """
 
-    def __init__(self, path: str | Path, trust: bool = False) -> None:
+    def __init__(self, path: str | Path, trust: bool = False, mode: Mode = "train") -> None:
         self.directory = RunDirectory(path)
+        self.mode: Mode = mode
         self._trust = trust
         _check_is_a_run(self.directory)
         self._connection, self.files = self._open()
@@ -383,9 +389,10 @@ class RunViews:
 
     def _open(self) -> tuple[duckdb.DuckDBPyConnection, RunFiles]:
         # Files first: then some rollouts may have a fate but no row yet, but none whose row is there lacks its fate.
-        files = RunFiles.list_now(self.directory, self._trust)
+        files = RunFiles.list_now(self.directory, self._trust, self.mode)
         connection = duckdb.connect()
         connection.register("_rollouts", files.rollouts)
+        connection.register("_evaluations", files.evaluations)
         connection.register("_batches", files.batches)
         connection.register("_fragments", files.fragments)
         connection.register("_fates", read_fate_table(self.directory.fates_path))
@@ -393,7 +400,8 @@ class RunViews:
         connection.register("_metrics", read_metric_table(self.directory.metrics_path))
         connection.register("_events", read_event_table(self.directory.events_path))
         connection.register("_horizons", horizons(self.directory))
-        connection.execute(_BASE_VIEWS + _current_step(self.directory) + _ROLLOUT_VIEWS + _FRAGMENT_VIEWS)
+        rollouts = _TRAINED_VIEW if self.mode == "train" else _EVALUATED_VIEW
+        connection.execute(_BASE_VIEWS + _current_step(self.directory) + rollouts + _TURNS_VIEW + _FRAGMENT_VIEWS)
         for setting in (
             "temp_directory = ''",
             "enable_external_access = false",

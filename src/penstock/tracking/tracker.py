@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.rundir import JsonLinesLog
-from penstock.types import AnyRollout, ConfigError
+from penstock.types import AnyRollout, ConfigError, Mode
 
 if TYPE_CHECKING:
     from penstock.tracking.config import TrackingConfig
@@ -122,15 +122,20 @@ class MultiTracker:
             self._on_failure(name, error)
 
 
-def conversation_of(rollout: AnyRollout) -> dict[str, Any]:
+def conversation_of(rollout: AnyRollout, mode: Mode = "train") -> dict[str, Any]:
     """The conversation of one rollout as plain data.
 
+    Args:
+        rollout: With its turns.
+        mode: Whether it is of training, or of an evaluation.
+
     Returns:
-        ``rollout_id``, ``lesson_id``, ``env_name``, ``env_example_id``, ``reward``, ``weight_step`` (None before
-        the metadata is attached), ``response_tokens`` (how many), ``finish_reason`` and ``turns``, a list of
+        ``mode``, ``rollout_id``, ``lesson_id``, ``env_name``, ``env_example_id``, ``reward``, ``weight_step`` (None
+        before the metadata is attached), ``response_tokens`` (how many), ``finish_reason`` and ``turns``, a list of
         ``{"role": …, "content": …}``.
     """
     return {
+        "mode": mode,
         "rollout_id": rollout.rollout_id,
         "lesson_id": rollout.lesson_id,
         "env_name": rollout.env_name,
@@ -237,16 +242,21 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes each conversation as preformatted text under ``samples/<lesson>/<position>``."""
+        """Writes conversations as preformatted text under ``samples/<lesson>/<position>``, or ``eval_samples/…``."""
         for position, sample in enumerate(samples):
             lines = [f"reward {sample['reward']:g}"]
             lines += [f"{turn['role']}: {turn['content']}" for turn in sample["turns"]]
             indented = "\n".join("    " + line for line in "\n".join(lines).splitlines())
-            self._writer.add_text(f"samples/{sample['lesson_id']}/{position}", indented, step)
+            self._writer.add_text(f"{_place_of(sample)}/{sample['lesson_id']}/{position}", indented, step)
 
     def close(self) -> None:
         """Writes out what is pending."""
         self._writer.close()
+
+
+def _place_of(sample: Mapping[str, Any]) -> str:
+    """Under which name a service shows a conversation: what is trained and what is evaluated stay apart."""
+    return "eval_samples" if sample.get("mode") == "eval" else "samples"
 
 
 _COLUMNS = ["weight_step", "rollout_id", "lesson_id", "reward", "finish_reason", "conversation"]
@@ -319,9 +329,10 @@ class WandbTracker:
         self._run.log({**metrics, "weight_step": step})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Logs conversations as a table."""
-        rows = [
-            [
+        """Logs conversations as a table, those of evaluations as another."""
+        tables: dict[str, list[list[Any]]] = {}
+        for sample in samples:
+            row = [
                 sample["weight_step"],
                 sample["rollout_id"],
                 sample["lesson_id"],
@@ -329,9 +340,9 @@ class WandbTracker:
                 sample["finish_reason"],
                 "\n".join(f"{turn['role']}: {turn['content']}" for turn in sample["turns"]),
             ]
-            for sample in samples
-        ]
-        self._run.log({"samples": self._wandb.Table(columns=_COLUMNS, data=rows), "weight_step": step})
+            tables.setdefault(_place_of(sample), []).append(row)
+        made = {place: self._wandb.Table(columns=_COLUMNS, data=rows) for place, rows in tables.items()}
+        self._run.log({**made, "weight_step": step})
 
     def close(self) -> None:
         """Uploads what is pending and ends the run there."""

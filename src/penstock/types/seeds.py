@@ -1,6 +1,7 @@
 """Seeds derived by name, so that every random choice is reproducible and no two streams meet."""
 
 import hashlib
+import sys
 from typing import SupportsInt
 
 import numpy as np
@@ -21,9 +22,14 @@ def fold(seed: int, *names: str | int) -> int:
 
 
 def as_seed(prng_key: SupportsInt | np.ndarray) -> int:
-    """Reads a seed from an integer or from a JAX PRNG key's raw data (any uint32 array)."""
+    """Reads a seed from an integer, from a JAX PRNG key, or from a key's raw data (any uint32 array).
+
+    ``jax.random.key(s)`` and ``jax.random.PRNGKey(s)`` give the same seed.
+    """
     if isinstance(prng_key, int):
         return prng_key
+    if str(getattr(prng_key, "dtype", "")).startswith("key<"):  # NumPy cannot read it; who made it has loaded JAX
+        prng_key = sys.modules["jax"].random.key_data(prng_key)
     words = np.asarray(prng_key)
     return int(words) if words.ndim == 0 else fold(0, *(int(word) for word in words.ravel()))
 

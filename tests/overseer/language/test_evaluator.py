@@ -84,7 +84,7 @@ class Work:
     def __call__(self, version: WeightVersion) -> None:
         self.evaluate(version.step)
 
-    def evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
         self.begun += 1
         self.work()
         self.over += 1

@@ -1,15 +1,27 @@
 """Which versions are evaluated, and when an evaluation counts as done."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.overseer.language.evaluator import Evaluator, metrics_of
+from penstock.overseer.language.evaluator import Evaluator, kept_by, metrics_of
 from penstock.overseer.results import read_stats, require_results, write_stats
 from penstock.overseer.terminal import interval_text
-from penstock.types import EnvironmentFailure, InvalidRolloutError, RolloutBatchStats, RunFailed, Stopped, WeightVersion
+from penstock.rundir import RunDirectory, read_records
+from penstock.types import (
+    EnvironmentFailure,
+    InvalidRolloutError,
+    RolloutBatch,
+    RolloutBatchStats,
+    RolloutGroup,
+    RunFailed,
+    Stopped,
+    WeightVersion,
+)
+from tests.dashboard.sample_run import rollout
 
 STATS = RolloutBatchStats("cats", 4, 4, 0.5, 0.5, 0.5, 3.0, 0.0)
 
@@ -19,17 +31,21 @@ class FakeManager:
 
     def __init__(self, behave=lambda lesson_id, eval_type: None) -> None:
         config = SimpleNamespace(lessons=["cats", "dogs"], eval_frequency=4, micro_eval_frequency=2)
+        config.micro_eval_lessons = "all"
         self.curriculum = SimpleNamespace(config=config)
+        self.lineage = 0
         self.behave = behave
 
-    def evaluate_lesson(self, lesson_id, n_examples, eval_type, step):
+    def evaluate_lesson(self, lesson_id, n_examples, eval_type, step, label):
         self.behave(lesson_id, eval_type)
-        return STATS, None
+        return STATS, RolloutBatch(())
 
 
-def evaluator_of(manager: FakeManager) -> tuple[Evaluator, list, list]:
+def evaluator_of(manager: FakeManager, keep=lambda *said: None) -> tuple[Evaluator, list, list]:
     logged, failed = [], []
-    evaluator = Evaluator(manager, lambda step, values: logged.append((step, values)), lambda *f: failed.append(f))
+    evaluator = Evaluator(
+        manager, lambda step, values: logged.append((step, values)), lambda *f: failed.append(f), keep
+    )
     return evaluator, logged, failed
 
 
@@ -83,3 +99,77 @@ def test_a_lesson_that_failed_has_its_reason_and_no_numbers():
     ):
         require_results(found, Path("run"))
     require_results({"dogs": found["dogs"]}, Path("run"))
+
+
+def test_what_was_said_is_kept_under_the_name_of_the_evaluation_once_it_is_over():
+    kept = []
+    evaluator, _, _ = evaluator_of(FakeManager(), lambda *said: kept.append((*said[:3], len(said[3]))))
+    evaluator(WeightVersion(0, 2))
+    evaluator(WeightVersion(0, 4))
+    evaluator.evaluate(0, "untrained")
+    assert kept == [("micro_eval", 0, 2, 2), ("eval", 0, 4, 2), ("untrained", 0, 0, 2)]
+
+
+def test_an_evaluation_that_is_cut_short_leaves_nothing():
+    kept = []
+    evaluator, _, _ = evaluator_of(
+        FakeManager(lambda lesson_id, kind: evaluator.stop()), lambda *said: kept.append(said)
+    )
+    with pytest.raises(Stopped):
+        evaluator.evaluate(4, "after")
+    assert kept == []
+
+
+class Around:
+    """What a component is given, as far as keeping goes."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    def event(self, kind: str, step: int = 0, **fields) -> None:
+        self.told.append((kind, step, fields))
+
+    def samples(self, step: int, conversations: list) -> None:
+        self.told.append(("samples", step, [(c["mode"], c["lesson_id"], c["rollout_id"]) for c in conversations]))
+
+
+def said_in(*lessons: str) -> list[RolloutBatch]:
+    """Two groups of each lesson, and of another one none."""
+    batches = [RolloutBatch(())]
+    for name in reversed(lessons):
+        records = [rollout(f"eval-{name}-0-4-{n}/0", [("user", "?"), ("assistant", "!")], 1.0) for n in (0, 1)]
+        made = [(record, replace(record.rollout, lesson_id=name)) for record in records]
+        groups = (RolloutGroup(record.group_key, (done,), record.group_id) for record, done in made)
+        batches.insert(0, RolloutBatch(tuple(groups)))
+    return batches
+
+
+def test_trackers_are_given_one_conversation_of_each_lesson_and_files_all(tmp_path):
+    ctx, directory = Around(), RunDirectory.create(tmp_path / "run", {})
+    kept_by(ctx, directory)("eval", 0, 4, said_in("cats", "dogs"))
+    assert ctx.told == [("samples", 4, [("eval", "cats", "eval-cats-0-4-0/0"), ("eval", "dogs", "eval-dogs-0-4-0/0")])]
+    assert len(read_records(directory.evaluations / "eval-0-4.parquet")) == 4
+    kept_by(ctx, directory)("eval", 0, 5, [RolloutBatch(())])
+    assert len(ctx.told) == 1 and len(list(directory.evaluations.iterdir())) == 1
+
+
+def test_what_cannot_be_written_is_an_event_and_ends_no_run(tmp_path):
+    ctx = Around()
+    kept_by(ctx, RunDirectory(tmp_path / "gone"))("after", 1, 4, said_in("cats"))
+    kind, step, fields = ctx.told[-1]
+    assert (kind, step, fields["evaluation"]) == ("evaluation_not_kept", 4, "after")
+    assert "No such file" in fields["reason"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampled", "looked_at"),
+    [("all", "dogs", ["cats", "dogs"]), ("sampled", "dogs", ["dogs"]), ("sampled", None, ["cats", "dogs"])],
+)
+def test_a_micro_evaluation_looks_at_the_lesson_just_sampled_where_that_is_asked_for(asked, sampled, looked_at):
+    seen: list[tuple[str, str]] = []
+    manager = FakeManager(lambda lesson_id, kind: seen.append((kind, lesson_id)))
+    manager.curriculum.config.micro_eval_lessons = asked
+    evaluator = Evaluator(manager, lambda step, values: None, lambda *failed: None, last_lesson=lambda: sampled)
+    evaluator(WeightVersion(0, 2))
+    evaluator(WeightVersion(0, 4))
+    assert seen == [*(("micro_eval", name) for name in looked_at), ("eval", "cats"), ("eval", "dogs")]

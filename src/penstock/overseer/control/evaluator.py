@@ -299,8 +299,8 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
 
     # --- what the overseer calls ---------------------------------------------------------------------------------
 
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """A full evaluation of every task with weights of that step; a task.
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
+        """A full evaluation of every task with weights of that step, whose episodes are not kept; a task.
 
         Raises:
             NoProgressError: the weights could not be fetched within ``overseer.no_progress_s``.

@@ -265,8 +265,10 @@ class LocalFleetEvaluator(ThreadedComponent[FleetRunConfig]):
         if self.config.evaluation.every:
             self.crew.start(self._thread, self._evaluator.run)
 
-    def evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
         """A full evaluation of every task with the newest weights; after the training, when its last one is over.
+
+        Its episodes are not kept, under whatever name.
 
         Raises:
             Stopped: `finish` was called.

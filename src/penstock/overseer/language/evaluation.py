@@ -6,17 +6,14 @@ run's own evaluations. Rollouts go to Parquet where a directory is given.
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from penstock.curriculum import Curriculum
-from penstock.inference import EngineContext, InferenceEngine
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
 from penstock.rollout import RolloutManager
-from penstock.rundir import table_from_records, write_parquet
+from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
 from penstock.text import Tokenizer
 from penstock.types import (
@@ -24,8 +21,6 @@ from penstock.types import (
     EnvironmentFailure,
     RolloutBatch,
     RolloutBatchStats,
-    RolloutRecord,
-    WeightVersion,
 )
 
 
@@ -57,20 +52,19 @@ def evaluate(
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     if rollouts_path is not None:
         check_place(rollouts_path, "--rollouts")
-    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, config.inference)
-    manager = RolloutManager(
-        Curriculum(config.curriculum),
-        EngineContext(engine, tokenizer, ordered=True),
-        config.seed,
-        stop_engine=partial(engine.stop, config.overseer.stop_timeout_s),
-    )
+    limits = config.overseer
     started = time.perf_counter()
-    try:
-        engine.start()
-        engine.wait_until_ready(config.overseer.no_progress_s)
+    with RolloutManager.from_configs(
+        {},
+        config.curriculum,
+        config.inference,
+        tokenizer,
+        decoder,
+        config.seed,
+        start_timeout_s=limits.no_progress_s,
+        stop_timeout_s=limits.stop_timeout_s,
+    ) as manager:
         results = {lesson_id: _evaluated(manager, lesson_id, n, generations) for lesson_id in chosen}
-    finally:
-        manager.shutdown()
     seconds = time.perf_counter() - started
     if rollouts_path is not None:
         _write_rollouts(rollouts_path, [batch for _, batch in results.values()])
@@ -99,11 +93,5 @@ def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[st
 
 
 def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
-    records = [
-        RolloutRecord(rollout, group.group_id)
-        for batch in batches
-        for group in batch.groups
-        for rollout in group.rollouts
-    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, table_from_records(records))
+    write_parquet(path, table_from_evaluation(batches, "offline"))

@@ -2,7 +2,7 @@
 
 An evaluation is due when a multiple of its frequency has been *passed*, so none is skipped when versions jump. All its
 rollouts come from one version. It counts as done only at its end: a run that is checkpointed or stopped in the middle
-of it owes it still, and so does its resume.
+of it owes it still, and so does its resume. Then, too, what was said in it is kept, apart from what is trained.
 
 The component leases one server, which keeps its version meanwhile, while the others go on with newer weights; the lease
 is renewed while answers come. A completion of another version than the evaluated one (the server died, the lease ran
@@ -11,7 +11,7 @@ out) makes the attempt count for nothing; an event says so, and it is made again
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -35,12 +35,15 @@ from penstock.overseer.results import write_stats
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
+from penstock.rundir import RunDirectory, write_evaluation
+from penstock.tracking import conversation_of
 from penstock.types import (
     Caller,
     EnvironmentFailure,
     InvalidRolloutError,
     NoProgressError,
     PenstockError,
+    RolloutBatch,
     RolloutBatchStats,
     Stopped,
     UnreachableError,
@@ -49,6 +52,26 @@ from penstock.types import (
 
 Log = Callable[[int, Mapping[str, float]], None]
 OnFailure = Callable[[str, EnvironmentFailure | InvalidRolloutError], None]
+Keep = Callable[[str, int, int, Sequence[RolloutBatch]], None]
+"""Takes the label, lineage and step of an evaluation, and what each lesson's gave."""
+
+
+def kept_by(ctx: ComponentContext, directory: RunDirectory) -> Keep:
+    """Keeps evaluations as files of the run, and gives trackers one conversation of each lesson.
+
+    What cannot be written is told by the event `evaluation_not_kept`; the run goes on, and its numbers are logged.
+    """
+
+    def keep(label: str, lineage: int, step: int, batches: Sequence[RolloutBatch]) -> None:
+        chosen = [next(batch.rollouts()) for batch in batches if batch.groups]
+        if chosen:
+            ctx.samples(step, [conversation_of(rollout, "eval") for rollout in chosen])
+        try:
+            write_evaluation(directory, batches, label, lineage, step)
+        except OSError as error:
+            ctx.event("evaluation_not_kept", step, evaluation=label, reason=str(error))
+
+    return keep
 
 
 class Evaluator:
@@ -58,12 +81,23 @@ class Evaluator:
         manager: Generates, and tells the curriculum of full evaluations.
         log: Takes metrics by step.
         on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
+        keep: Takes what was said, once an evaluation is over; one that was cut short leaves nothing.
+        last_lesson: Which lesson the newest group was drawn from, None before the first; for micro evaluations of it.
     """
 
-    def __init__(self, manager: RolloutManager, log: Log, on_failure: OnFailure) -> None:
+    def __init__(
+        self,
+        manager: RolloutManager,
+        log: Log,
+        on_failure: OnFailure,
+        keep: Keep = lambda *said: None,
+        last_lesson: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._manager = manager
         self._log = log
         self._on_failure = on_failure
+        self._keep = keep
+        self._last_lesson = last_lesson
         self._evaluated_step = 0
         self._glanced_step = 0
         self._stopping = threading.Event()
@@ -72,10 +106,11 @@ class Evaluator:
         """Runs the evaluation that is due at this version, if any."""
         config, step = self._manager.curriculum.config, version.step
         if evaluation_due(config.eval_frequency, self._evaluated_step, step):
-            self._log(step, metrics_of(self._attempt("eval", step), "eval"))
+            self._log(step, metrics_of(self._attempt("eval", step, "eval", self._lessons), "eval"))
             self._evaluated_step = self._glanced_step = step
         elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
-            self._log(step, metrics_of(self._attempt("micro_eval", step), "micro_eval"))
+            looked = self._attempt("micro_eval", step, "micro_eval", self._lessons_looked_at())
+            self._log(step, metrics_of(looked, "micro_eval"))
             self._glanced_step = step
 
     def is_due(self, step: int) -> bool:
@@ -85,34 +120,54 @@ class Evaluator:
             config.micro_eval_frequency, self._glanced_step, step
         )
 
-    def _attempt(self, eval_type: EvalType, step: int) -> dict[str, RolloutBatchStats]:
+    @property
+    def _lessons(self) -> Collection[str]:
+        return self._manager.curriculum.config.lessons
+
+    def _lessons_looked_at(self) -> Collection[str]:
+        """Of a micro evaluation: all, or the one just sampled, where that is asked for and known."""
+        sampled = self._last_lesson() if self._manager.curriculum.config.micro_eval_lessons == "sampled" else None
+        return self._lessons if sampled is None else [sampled]
+
+    def _attempt(
+        self, eval_type: EvalType, step: int, label: str, lessons: Collection[str]
+    ) -> dict[str, RolloutBatchStats]:
         results: dict[str, RolloutBatchStats] = {}
-        for lesson_id in self._manager.curriculum.config.lessons:
+        said: list[RolloutBatch] = []
+        for lesson_id in lessons:
             try:
-                results[lesson_id] = self._one(lesson_id, eval_type, step)
+                results[lesson_id], batch = self._one(lesson_id, eval_type, step, label)
+                said.append(batch)
             except (EnvironmentFailure, InvalidRolloutError) as failure:
                 if self._stopping.is_set():
                     raise Stopped("the evaluation was cut short") from failure
                 self._on_failure(lesson_id, failure)
                 results[lesson_id] = RolloutBatchStats.failed(lesson_id, str(failure))
+        self._keep(label, self._manager.lineage, step, said)
         return results
 
-    def evaluate(self, step: int) -> dict[str, RolloutBatchStats]:
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, RolloutBatchStats]:
         """A full evaluation of every lesson; one whose environment failed altogether has a `failure`.
+
+        Args:
+            step: Number of the version that the engine holds.
+            when: Names it among the evaluations that are kept: `untrained`, `before`, `after`.
 
         Raises:
             Stopped: `stop` was called.
         """
-        return self._attempt("eval", step)
+        return self._attempt("eval", step, when or "eval", self._lessons)
 
     def stop(self) -> None:
         """No lesson is begun any more."""
         self._stopping.set()
 
-    def _one(self, lesson_id: str, eval_type: EvalType, step: int) -> RolloutBatchStats:
+    def _one(
+        self, lesson_id: str, eval_type: EvalType, step: int, label: str
+    ) -> tuple[RolloutBatchStats, RolloutBatch]:
         if self._stopping.is_set():
             raise Stopped("the evaluation was cut short")
-        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step)[0]
+        return self._manager.evaluate_lesson(lesson_id, None, eval_type, step, label=label)
 
     def state(self) -> dict[str, Any]:
         """The steps last evaluated."""
@@ -167,6 +222,8 @@ class EvaluatorRole(ThreadedComponent):
             self._manager,
             ctx.metrics,
             lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+            kept_by(ctx, settings.directory),
+            lambda: ctx.caller("replay-0").call("last_lesson", timeout_s=CALL_S),
         )
         if state is not None:
             self._evaluator.restore(state)
@@ -263,8 +320,8 @@ class EvaluatorRole(ThreadedComponent):
 
     # --- what the overseer calls ---------------------------------------------------------------------------------
 
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """A full evaluation of every lesson with weights of that step; a task.
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
+        """A full evaluation of every lesson with weights of that step, kept under the name `when`; a task.
 
         Raises:
             NoProgressError: no server held them to the end, and no answer came for as long as a server may take to
@@ -276,7 +333,7 @@ class EvaluatorRole(ThreadedComponent):
         while time.monotonic() < limit and not self.stopping.is_set():
             version = WeightVersion(self.ctx.view.lineage, step)
             try:
-                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step)))
+                return write_stats(self._on_one_server(version, partial(self._evaluator.evaluate, step, when)))
             except (UnreachableError, InterruptedEvaluation) as failure:
                 reason = failure
             if self._pool.answers > answered:  # it was begun, and is begun again

@@ -27,8 +27,9 @@ from penstock.overseer.assembly import (
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
-from penstock.overseer.language.evaluator import Evaluator
+from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.replay import arrived_examples
+from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
 from penstock.overseer.run import step_of
@@ -89,6 +90,8 @@ def local_components(
         manager,
         log.metrics,
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
+        kept_by(context("evaluator-0"), settings.directory),
+        lambda: replay.issuer.last_lesson,
     )
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log)
@@ -134,6 +137,7 @@ class LocalReplay(ThreadedComponent):
     Attributes:
         opened: Store, ledger, buffer, batches.
         on_admit: Called when the learner trains.
+        add_environment: Takes the environment's metrics of a training group.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class LocalReplay(ThreadedComponent):
     ) -> None:
         super().__init__(ctx, settings)
         self.on_admit: Callable[[], None] = lambda: None
+        self.add_environment = log.environment
         self._curriculum = curriculum = manager.curriculum
         assert isinstance(curriculum, Curriculum)  # it was made with one
         config = settings.config
@@ -267,7 +272,7 @@ class LocalRollout(ThreadedComponent):
         self._replay = replay
         self._trains = False
         self._worker = RolloutWorker(
-            WORKER_ID,
+            located(WORKER_ID),
             manager,
             replay.issuer,
             replay.storage.writer(WORKER_ID),
@@ -278,6 +283,7 @@ class LocalRollout(ThreadedComponent):
             evaluate=evaluator,
             log_samples=self._log_samples,
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+            on_environment=replay.add_environment,
         )
 
     @override
@@ -428,13 +434,13 @@ class LocalEvaluator(ThreadedComponent):
     def start(self) -> None:
         self.state, self.doing = "running", "waiting for a version that is due"
 
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """A full evaluation of every lesson with the weights that the engine has.
+    def evaluate(self, step: int, when: str | None = None) -> dict[str, Any]:
+        """A full evaluation of every lesson with the weights that the engine has, kept under the name `when`.
 
         Raises:
             Stopped: `finish` was called.
         """
-        return write_stats(self._evaluator.evaluate(step))
+        return write_stats(self._evaluator.evaluate(step, when))
 
     def evaluation_state(self) -> dict[str, Any]:
         """For the checkpoint."""

@@ -150,6 +150,7 @@ class ReplayRole(ThreadedComponent):
         assert opened.issuer is not None  # there are rules for tickets
         issuer, buffer = opened.issuer, opened.buffer
         storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
+        self._issuer = issuer
         self._tickets = TicketService(issuer, self._curriculum, replay.synchronous)
         self._service = ReplayService(
             buffer,
@@ -209,6 +210,14 @@ class ReplayRole(ThreadedComponent):
         values = self._tally.take()
         if values:
             self.ctx.metrics(step + 1, values)
+
+    def add_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
+        """What a worker's environment says of one training group; the run's log gets it with the next update."""
+        self._tally.add_environment(lesson_id, metrics)
+
+    def last_lesson(self) -> str | None:
+        """The lesson of the newest group that was drawn."""
+        return self._issuer.last_lesson
 
     def arrived_under(self, step: int, most: int) -> list[tuple[RLExample, tuple[str, ...]]]:
         """`arrived_examples`."""

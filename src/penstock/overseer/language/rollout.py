@@ -6,8 +6,10 @@ the learner's probe see them, and waiting for their tokens does not count as wor
 """
 
 import math
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,8 +33,12 @@ from penstock.types import (
     RolloutBatch,
     TextCodec,
     Ticket,
+    UnreachableError,
     WeightVersion,
 )
+
+CALL_S = 30.0
+"""Longest wait for the replay service to take numbers."""
 
 
 class TimedContext:
@@ -96,6 +102,11 @@ class PinnedContext(TimedContext):
             if completion.lineage != self._version.lineage or steps != {self._version.step}:
                 raise InterruptedEvaluation(f"steps {sorted(steps)} answered where {self._version} was evaluated")
         return answers
+
+
+def located(name: str) -> str:
+    """A worker's id as its rollouts carry it: its name in the run, its machine and its process."""
+    return f"{name}@{socket.gethostname()}:{os.getpid()}"
 
 
 def make_pool(settings: Settings) -> ServerPool:
@@ -164,7 +175,7 @@ class RolloutRole(ThreadedComponent):
         self._tickets = RemoteTickets(replay, identity.name, identity.incarnation, lessons=lessons)
         self._sink = RemoteSink(replay, identity.name, identity.incarnation)
         self._worker = RolloutWorker(
-            identity.name,
+            located(identity.name),
             self._manager,
             self._tickets,
             self._sink,
@@ -174,6 +185,7 @@ class RolloutRole(ThreadedComponent):
             lockstep=reproducible(config),
             log_samples=self._log_samples,
             on_failure=lambda ticket, reason: ctx.event("group_failed", ticket=ticket.ticket_id, reason=reason),
+            on_environment=self._tell_environment,
             context_of=self._context_of,
         )
 
@@ -228,6 +240,10 @@ class RolloutRole(ThreadedComponent):
 
     def _count_answer(self) -> None:
         self.answers += 1
+
+    def _tell_environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
+        with suppress(UnreachableError):  # numbers only: the buffer is being replaced
+            self.ctx.caller("replay-0").call("add_environment", lesson_id, dict(metrics), timeout_s=CALL_S)
 
     def _log_samples(self, batch: RolloutBatch) -> None:
         chosen = list(batch.rollouts())[: self.config.tracking.samples_per_log]
