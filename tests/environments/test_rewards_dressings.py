@@ -1,8 +1,5 @@
 """What an answer is dressed in: the same number in many forms, and what only looks like it. N is the right number."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from penstock.environments.rewards import boxed_answer, final_answer, last_number, marked_answer
@@ -174,7 +171,7 @@ def test_references_in_many_forms(right):
     assert final_answer(["#### 18"], [right]) == [1.0]
 
 
-@pytest.mark.parametrize("right", ["18/2", r"\frac{18}{2}", "2/18", "18 or 19", "eighteen", "#### 18 or 19", True, ""])
+@pytest.mark.parametrize("right", ["18/2", r"\frac{18}{2}", "18 or 19", "(1, 19)", "eighteen", "#### 1 or 2", True, ""])
 def test_a_reference_that_states_no_number_rewards_nobody(right):
     said = ["#### 18", "#### 2", "#### 9", "#### 19", "#### 1"]
     assert final_answer(said, [right] * 5) == last_number(said, [right] * 5) == [0.0] * 5

@@ -148,7 +148,7 @@ def marked_number(text: str) -> Decimal | None:
 
 
 def reference_number(answer: Any) -> Decimal | None:
-    """The number that a reference answer states: boxed or marked, else alone, else its last number."""
+    """The number that a reference answer states: boxed or marked, else alone, else as the last of its words."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         return Decimal(str(answer)) if math.isfinite(answer) else None
     text = str(answer)
@@ -156,7 +156,7 @@ def reference_number(answer: Any) -> Decimal | None:
     if final is not None:
         return stated_number(final)
     alone = stated_number(text)
-    return _last_number(text) if alone is None else alone
+    return _last_number(text) if alone is None and _WORD.search(text) else alone
 
 
 def numbers_in(text: str) -> list[Decimal]:
