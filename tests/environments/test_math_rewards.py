@@ -1,6 +1,6 @@
 """Expressions, compared by math-verify: the table of dressings has the numbers (test_rewards_dressings.py)."""
 
-import importlib
+import importlib.util
 import json
 import sys
 
@@ -8,6 +8,7 @@ import pytest
 
 from penstock.environments import JsonlEnvironment
 from penstock.types import ConfigError
+from penstock.types.importing import load_attribute
 
 GRADER = "penstock.environments.math_rewards.math_answer"
 
@@ -81,6 +82,11 @@ def test_it_runs_in_a_process_of_its_own(rows, policy, decoding):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.delitem(sys.modules, "penstock.environments.math_rewards", raising=False)
     with pytest.raises(ConfigError, match=r"math-verify cannot be imported .*pip install 'penstock\[math\]'"):
-        importlib.import_module("penstock.environments.math_rewards")
+        load_attribute(GRADER, "reward")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="math-verify is installed")
+def test_a_run_without_the_package_ends_before_it_begins(rows):
+    with pytest.raises(ConfigError, match=r"math-verify cannot be imported .*pip install 'penstock\[math\]'"):
+        JsonlEnvironment(**rows, reward=GRADER)

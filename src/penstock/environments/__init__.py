@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.environments.arithmetic import ArithmeticEnvironment
-    from penstock.environments.base import Environment, Prompt, Reference, validate_groups, validate_metrics
+    from penstock.environments.base import Environment, Prompt, Reference, Scores, validate_groups, validate_metrics
     from penstock.environments.calculator import CalculatorEnvironment
     from penstock.environments.cats import CatsEnvironment
     from penstock.environments.digits import DigitsEnvironment
@@ -33,6 +33,7 @@ _EXPORTS = {
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
     "Reference": "base",
+    "Scores": "base",
     "SingleTurnEnvironment": "episode",
     "load_environment": "loading",
     "validate_groups": "base",
@@ -42,7 +43,7 @@ _EXPORTS = {
 __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "DigitsEnvironment", "Environment",
     "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultipleChoiceEnvironment", "Prompt", "Reference", "SingleTurnEnvironment", "load_environment",
+    "MultipleChoiceEnvironment", "Prompt", "Reference", "Scores", "SingleTurnEnvironment", "load_environment",
     "validate_groups", "validate_metrics",
 ]  # fmt: skip
 
