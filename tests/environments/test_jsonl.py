@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from penstock.environments import JsonlEnvironment
 from penstock.environments.jsonl import reward_arguments
@@ -261,7 +262,7 @@ def test_several_functions_are_weighed_and_each_has_its_metrics(several, policy,
     environment = several("right", "brief", "penstock.environments.rewards.last_number", reward_weights=[1.0, -0.1, 2])
     with caplog.at_level(logging.INFO):
         groups, metrics = environment.sample(policy(answers("2", "bbb", "aa 2")), 1, 3, decoding, 0, "train")
-        environment.close()
+        wait_until(lambda: "log_metric('nothing'" in caplog.text, "what it said was not shown")
     assert groups[0].rewards.tolist() == pytest.approx([1 - 0.1 + 2, -0.3, 2.0])
     third = 2**0.5 / 3
     assert metrics == pytest.approx(

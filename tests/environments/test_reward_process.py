@@ -135,12 +135,12 @@ def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
     assert scoring.score(completions("fine")).rewards == [0.5]
 
 
-def test_prints_are_shown_and_standard_input_is_not_the_functions(pool, caplog):
+def test_prints_are_shown_and_standard_input_is_not_the_functions(pool, caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with caplog.at_level(logging.INFO):
         scoring = pool("length")
         assert scoring.score(completions("abc")).rewards == [3.0]
-        scoring.close()
-    assert "hello from the function" in caplog.text
+        _wait_until(lambda: "hello from the function" in caplog.text, "what it printed was not shown")
     assert pool().score(completions("stdin")).rewards == [0.0]
 
 

@@ -14,6 +14,7 @@ Not covered: a function that kills its keeper and has begun other sessions; code
 
 import asyncio
 import inspect
+import io
 import json
 import math
 import os
@@ -122,6 +123,8 @@ class _Channel:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # the function's prints must not mix with replies
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a process that is ended flushes nothing
         os.register_at_fork(after_in_child=self._leave)
         self.requests = open(self._requests, encoding="utf-8", closefd=False)
 
