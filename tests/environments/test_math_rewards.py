@@ -69,6 +69,15 @@ def test_a_cut_expression_earns_nothing():
     assert grade("#### 36/2", "18", finish_reason=["length"]) == 0
 
 
+@pytest.mark.parametrize("said", ["1/2 + 3*4", "__import__('os').getpid()", r"x = \text{__import__('os').getpid()}"])
+def test_nothing_that_a_model_wrote_is_evaluated_as_python(said, monkeypatch):
+    parser = pytest.importorskip("math_verify.parser")
+    evaluated = []
+    monkeypatch.setattr(parser, "parse_expr", lambda *given, **options: evaluated.append(given))
+    assert grade(f"#### {said}", "1/3") == grade(rf"\boxed{{{said}}}", "1/3") == 0
+    assert evaluated == []
+
+
 def test_it_runs_in_a_process_of_its_own(rows, policy, decoding):
     pytest.importorskip("math_verify")
     environment = JsonlEnvironment(**rows, reward=GRADER)

@@ -48,6 +48,13 @@ def by_word(completions, **columns):
         return [1.0]
     if word == "object":
         return [object()] * len(completions)
+    if word == "metrics":
+        for number in range(100):
+            columns["log_metric"](f"{number:03d}", number)
+            columns["log_metric"]("000", 2)
+        columns["log_metric"]("x" * 101, 1.0)
+        columns["log_metric"]("text", "1")
+        return [None, 1]
     if word == "stdin":
         return [float(len(sys.stdin.read()))] * len(completions)
     if word == "pid":
@@ -86,6 +93,23 @@ def test_functions_sync_async_and_without_spare_arguments(pool):
     assert pool("length").score(completions("a", "bcd")).rewards == [1.0, 3.0]
     assert pool("slowly").score(completions("a", "b")).rewards == [1.0, 1.0]
     assert pool("strict").score(completions("ab", "b")).rewards == [1.0, 0.0]
+
+
+def test_what_does_not_apply_and_what_a_function_logs(pool):
+    scores = pool().score(completions("metrics", "b"))
+    assert scores.rewards == [None, 1.0]
+    assert len(scores.metrics) == 64 and scores.metrics["063"] == 63.0 and "064" not in scores.metrics
+    assert scores.metrics["000"] == pytest.approx(200 / 101)
+
+
+def test_how_far_training_is(source, tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text("def f(completions, trainer_state):\n    return [trainer_state.global_step + 0.5]\n")
+    process = RewardProcess(f"{path}:f", 60.0)
+    try:
+        assert process.score({"completions": ["a"], "trainer_state": {"global_step": 7}}, 20.0).rewards == [7.5]
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(

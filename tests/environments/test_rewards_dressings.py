@@ -1,8 +1,10 @@
 """What an answer is dressed in: the same number in many forms, and what only looks like it. N is the right number."""
 
+import time
+
 import pytest
 
-from penstock.environments.rewards import boxed_answer, final_answer, last_number, marked_answer
+from penstock.environments.rewards import boxed_answer, final_answer, last_number, marked_answer, numbers_in
 
 NUMBERS = (18, 1234, 5)
 
@@ -177,7 +179,10 @@ def test_a_reference_that_states_no_number_rewards_nobody(right):
     assert final_answer(said, [right] * 5) == last_number(said, [right] * 5) == [0.0] * 5
 
 
-@pytest.mark.parametrize("unit", ["*", "* ", "1,22,", "\\boxed{", "#", "-", " \n", "{", "\\text{", "1 ", "<a", "= "])
+@pytest.mark.parametrize("unit", ["*", "* ", "22,", "\\boxed{", "#", "-", " \n", "{", "\\text{", "1 ", "<a", "= "])
 def test_hostile_answers_take_no_long(unit):
+    began_s = time.process_time()
+    numbers_in(unit * 40_000)  # what shaped_answer reads
     said = [unit * 40_000, "#### " + unit * 40_000, "\\boxed{" + unit * 40_000 + "}"]
     assert final_answer(said, ["18"] * 3) == last_number(said, ["18"] * 3) == [0.0] * 3
+    assert time.process_time() - began_s < 5

@@ -71,7 +71,10 @@ def _is_right(found: str | None, reference: Any) -> bool:
 
 
 def _parsed(answer: str) -> list[Any]:
-    """The expression that a whole text is; math-verify would look for one inside it."""
+    """The expression that a whole text is; math-verify would look for one inside it.
+
+    By its grammar of LaTeX alone: its other way to read an expression evaluates it as Python, and a model wrote it.
+    """
     from math_verify import LatexExtractionConfig, parse  # pyright: ignore[reportMissingImports]
 
     plain = answer.strip().strip("$").rstrip(".")
