@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.environments import validate_groups, validate_metrics
-from penstock.environments.base import check_rewards
+from penstock.environments.base import check_function_rewards, check_rewards
 from penstock.types import EnvironmentFailure, Rollout, RolloutGroup, Turn
 
 
@@ -28,7 +28,15 @@ def rollout(**changes):
     "rewards", [[1, 0.5], (1.0, 0.5), np.array([1, 0.5]), [np.float32(1), np.float64(0.5)], [True, 0.5]]
 )
 def test_rewards_in_any_numeric_form(rewards):
-    assert check_rewards(rewards, 2, "f") == [1.0, 0.5]
+    assert check_rewards(rewards, 2, "f") == check_function_rewards(rewards, 2, "f") == [1.0, 0.5]
+
+
+def test_only_a_reward_function_may_say_none():
+    assert check_function_rewards([None, 0.5], 2, "f") == [None, 0.5]
+    with pytest.raises(EnvironmentFailure, match="f returned None as reward 0"):
+        check_rewards([None, 0.5], 2, "f")
+    with pytest.raises(EnvironmentFailure, match="f returned nan as reward 0"):
+        check_function_rewards([float("nan"), None], 2, "f")
 
 
 @pytest.mark.parametrize(

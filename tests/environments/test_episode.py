@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.environments import EpisodeBuilder
+from penstock.environments import EpisodeBuilder, Example, GroupScoredEnvironment, Scores
 from penstock.types import Completion, Decoding, EnvironmentFailure
 
 PROMPT = np.array([10, 11, 12], np.int32)
@@ -54,3 +54,42 @@ def test_an_answer_that_did_not_come_about_has_no_reward(tokens, reason):
     episode = EpisodeBuilder("ask", PROMPT, Decoding())
     with pytest.raises(EnvironmentFailure, match="no answer to score"):
         episode.say(said(tokens, [-1.0] * len(tokens), [1] * len(tokens), 1, reason=reason))
+
+
+class Counting(GroupScoredEnvironment):
+    """Rewards the longest answer, and says how long it is; one problem has nothing to say."""
+
+    def train_examples(self):
+        return [Example(letter, letter) for letter in "ab"]
+
+    def eval_examples(self):
+        return [Example("c", "c")]
+
+    def score_group(self, example, completions):
+        lengths = [len(completion.text) for completion in completions]
+        rewards = [float(length == max(lengths)) for length in lengths]
+        return rewards if example.prompt == "b" else Scores(rewards, {"longest": max(lengths)})
+
+
+def test_metrics_of_a_group_are_averaged_over_the_groups_that_have_them(policy, decoding):
+    said = policy(lambda prompt, j, seed: "x" * (j + 1 if prompt == "a" else 9) + "<eos>")
+    groups, metrics = Counting("counting").sample(said, 2, 3, decoding, 0, "train")
+    rewards = {group.key: group.rewards.tolist() for group in groups}
+    assert rewards == {"counting:a": [0.0, 0.0, 1.0], "counting:b": [1.0] * 3}
+    assert metrics == {"longest": 3.0, "failed_groups": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (Scores([1.0, None]), "Broken returned None as reward 1"),
+        (Scores([1.0, 1.0], {"x": float("nan")}), "environment 'broken': metric 'x' is nan: not a finite number"),
+    ],
+)
+def test_malformed_scores_fail_their_group(policy, decoding, scores, message):
+    class Broken(Counting):
+        def score_group(self, example, completions):
+            return scores
+
+    with pytest.raises(EnvironmentFailure, match=message):
+        Broken("broken").sample(policy("x<eos>"), 1, 2, decoding, 0, "train")

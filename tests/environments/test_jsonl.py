@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from penstock.environments import JsonlEnvironment
 from penstock.environments.jsonl import reward_arguments
@@ -122,7 +123,9 @@ def test_a_users_function_sees_trls_arguments(tmp_path, make, policy, decoding):
         tmp_path,
         "def reward(prompts, completions, completion_ids, level, answer, finish_reason, **columns):\n"
         "    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 3\n"
-        "    assert prompts[0] == 'two?' and answer == ['2'] * 3 and list(columns) == ['question'], columns\n"
+        "    assert prompts[0] == 'two?' and answer == ['2'] * 3 and columns['question'] == ['two?'] * 3\n"
+        "    assert set(columns) == {'question', 'trainer_state', 'log_extra', 'log_metric'}, columns\n"
+        "    assert columns['trainer_state'].global_step == 5\n"
         "    assert completion_ids[0] == [ord('a'), 3] and finish_reason == ['stop'] * 3\n"
         "    return [len(text) / 10 + l for text, l in zip(completions, level)]\n",
     )
@@ -219,3 +222,106 @@ def test_prompts_that_are_neither_text_nor_messages(tmp_path, make, prompt):
     path = write(tmp_path / "a.jsonl", [{"question": prompt, "answer": "1"}])
     with pytest.raises(ConfigError, match="expected text, or a list of messages with role and content"):
         make(path)
+
+
+SEVERAL = """
+def right(completions, answer, **columns):
+    return [float(text == a) for text, a in zip(completions, answer)]
+
+def brief(completions, log_metric, log_extra, trainer_state, **columns):
+    log_extra("words", completions)
+    log_metric("longest", max(map(len, completions)))
+    log_metric("step", trainer_state.global_step)
+    log_metric("nothing", float("nan"))
+    return [None if text.startswith("a") else float(len(text)) for text in completions]
+
+def never(completions, **columns):
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def several(tmp_path, make):
+    path = tmp_path / "rewards.py"
+    path.write_text(SEVERAL)
+    rows = write(tmp_path / "a.jsonl", [{"question": "two?", "answer": "2"}])
+    held_out = write(tmp_path / "e.jsonl", [{"question": "three?", "answer": "3"}])
+
+    def build(*names, **arguments):
+        reward = [name if "." in name else f"{path}:{name}" for name in names]
+        return make(rows, eval_path=held_out, reward=reward, **arguments)
+
+    return build
+
+
+def answers(*texts):
+    return lambda prompt, j, seed: texts[j] + "<eos>"
+
+
+def test_several_functions_are_weighed_and_each_has_its_metrics(several, policy, decoding, caplog):
+    environment = several("right", "brief", "penstock.environments.rewards.last_number", reward_weights=[1.0, -0.1, 2])
+    with caplog.at_level(logging.INFO):
+        groups, metrics = environment.sample(policy(answers("2", "bbb", "aa 2")), 1, 3, decoding, 0, "train")
+        wait_until(lambda: "log_metric('nothing'" in caplog.text, "what it said was not shown")
+    assert groups[0].rewards.tolist() == pytest.approx([1 - 0.1 + 2, -0.3, 2.0])
+    third = 2**0.5 / 3
+    assert metrics == pytest.approx(
+        {
+            "failed_groups": 0.0,
+            "rewards/right/mean": 1 / 3,
+            "rewards/right/std": third,
+            "rewards/right/applicable_fraction": 1.0,
+            "rewards/brief/mean": 2.0,
+            "rewards/brief/std": 1.0,
+            "rewards/brief/applicable_fraction": 2 / 3,
+            "rewards/brief/longest": 4.0,
+            "rewards/brief/step": 5.0,
+            "rewards/last_number/mean": 2 / 3,
+            "rewards/last_number/std": third,
+            "rewards/last_number/applicable_fraction": 1.0,
+        }
+    )
+    assert "words: ['2', 'bbb', 'aa 2']" in caplog.text
+    assert "log_metric('nothing', nan): left out, because it is no finite number" in caplog.text
+
+
+def test_answers_to_which_no_function_applies_earn_nothing_and_are_warned_of_once(several, policy, decoding, caplog):
+    environment = several("never", "brief")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            groups, metrics = environment.sample(policy(answers("a", "bb")), 1, 2, decoding, 0, "train")
+    assert groups[0].rewards.tolist() == [0.0, 2.0]
+    assert metrics["rewards/never/applicable_fraction"] == 0.0 and "rewards/never/mean" not in metrics
+    assert caplog.text.count("1 of 2 answers to one prompt earn 0, because every reward function (never, brief)") == 1
+
+
+def test_a_cut_answer_has_its_own_reward_instead_of_the_sum(several, policy, decoding):
+    environment = several("right", "brief", truncated_reward=-1.0)
+    groups, _ = environment.sample(policy(lambda p, j, s: "bb"), 1, 2, decoding, 0, "train")
+    assert groups[0].rewards.tolist() == [-1.0, -1.0]
+
+
+def test_functions_called_alike_are_told_apart_by_their_files(several, policy, decoding, tmp_path):
+    (tmp_path / "others.py").write_text(SEVERAL)
+    environment = several("right", f"{tmp_path}/others.py:right")
+    _, metrics = environment.sample(policy(answers("2")), 1, 1, decoding, 0, "train")
+    assert metrics["rewards/rewards.right/mean"] == metrics["rewards/others.right/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "message"),
+    [
+        ([], {}, "env_args.reward is empty: name at least one"),
+        (["right", "right"], {}, r"env_args.reward names '.*rewards.py:right' twice: name it once"),
+        (
+            ["right", "brief"],
+            {"reward_weights": [1]},
+            "reward_weights has 1 numbers for 2 functions",
+        ),
+        (["right"], {"reward_weights": [float("inf")]}, r"reward_weights is \[inf\]: weights are finite numbers"),
+        (["right", "brif"], {}, r"has no 'brif' \(did you mean 'brief'\?\)"),
+    ],
+)
+def test_functions_and_weights_that_do_not_fit(several, names, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        several(*names, **arguments)

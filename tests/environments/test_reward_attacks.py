@@ -92,7 +92,7 @@ def test_a_function_that_misbehaves_fails_its_own_group_and_says_how(pool, deed)
     assert len(str(failure.value)) < 10_000
     assert resident_bytes() - before < 30e6
     for text in ("ccc", "dddd", "e"):
-        assert pool.score(asking("", text, "f")) == [right_reward(text), right_reward("f")]
+        assert pool.score(asking("", text, "f")).rewards == [right_reward(text), right_reward("f")]
     pool.close()
     wait_until(lambda: not below())
 
@@ -102,7 +102,7 @@ def test_a_function_that_misbehaves_fails_its_own_group_and_says_how(pool, deed)
 def test_a_forked_child_has_no_say_and_prints_cost_no_memory(pool, deed):
     before = resident_bytes()
     for texts in (("a", "bb"), ("ccc", "dddd"), ("e", "f")):
-        assert pool.score(asking(deed, *texts)) == [right_reward(text) for text in texts]
+        assert pool.score(asking(deed, *texts)).rewards == [right_reward(text) for text in texts]
     assert resident_bytes() - before < 30e6
     pool.close()
     wait_until(lambda: not below())
@@ -110,12 +110,12 @@ def test_a_forked_child_has_no_say_and_prints_cost_no_memory(pool, deed):
 
 @pytest.mark.attack
 def test_what_comes_between_two_calls_fails_the_second_and_shifts_nothing(pool):
-    assert pool.score(asking("forge_later", "a")) == [right_reward("a")]
+    assert pool.score(asking("forge_later", "a")).rewards == [right_reward("a")]
     process = pool._free.queue[0]
     wait_until(lambda: wrote_something(process))
     with pytest.raises(EnvironmentFailure, match="its process wrote .* before it was asked"):
         pool.score(asking("", "b"))
-    assert pool.score(asking("", "c")) == [right_reward("c")]
+    assert pool.score(asking("", "c")).rewards == [right_reward("c")]
 
 
 @pytest.mark.attack
@@ -150,7 +150,7 @@ def test_a_gigabyte_without_a_newline_costs_no_memory(tmp_path):
     )
     process = RewardProcess(f"{tmp_path / 'loud.py'}:score", 60.0)
     before = resident_bytes()
-    assert process.score({"completions": ["a"]}, 60.0) == [1.0]
+    assert process.score({"completions": ["a"]}, 60.0).rewards == [1.0]
     assert resident_bytes() - before < 30e6
     process.kill()
 
@@ -166,7 +166,7 @@ many = [os.open(os.devnull, os.O_RDONLY)]
 while many[-1] < 1100:
     many.append(os.open(os.devnull, os.O_RDONLY))
 process = RewardProcess(FUNCTION, 60.0)
-print(process.score({"completions": ["a"]}, 20.0))
+print(process.score({"completions": ["a"]}, 20.0).rewards)
 process.kill()
 resource.setrlimit(resource.RLIMIT_NOFILE, (many[-1] + 2, hard))
 try:
@@ -195,7 +195,7 @@ def play(pool, seed, calls, misdeeds):
         texts = [f"{seed}-{number}-{chance.random()}" for _ in range(chance.randint(1, 4))]
         deed = chance.choice(kinds) if number in bad else ""
         try:
-            rewards = pool.score(asking(deed, *texts))
+            rewards = pool.score(asking(deed, *texts)).rewards
         except EnvironmentFailure:
             failed += 1
             innocent += not deed

@@ -48,6 +48,13 @@ def by_word(completions, **columns):
         return [1.0]
     if word == "object":
         return [object()] * len(completions)
+    if word == "metrics":
+        for number in range(100):
+            columns["log_metric"](f"{number:03d}", number)
+            columns["log_metric"]("000", 2)
+        columns["log_metric"]("x" * 101, 1.0)
+        columns["log_metric"]("text", "1")
+        return [None, 1]
     if word == "stdin":
         return [float(len(sys.stdin.read()))] * len(completions)
     if word == "pid":
@@ -83,9 +90,26 @@ def completions(*texts):
 
 
 def test_functions_sync_async_and_without_spare_arguments(pool):
-    assert pool("length").score(completions("a", "bcd")) == [1.0, 3.0]
-    assert pool("slowly").score(completions("a", "b")) == [1.0, 1.0]
-    assert pool("strict").score(completions("ab", "b")) == [1.0, 0.0]
+    assert pool("length").score(completions("a", "bcd")).rewards == [1.0, 3.0]
+    assert pool("slowly").score(completions("a", "b")).rewards == [1.0, 1.0]
+    assert pool("strict").score(completions("ab", "b")).rewards == [1.0, 0.0]
+
+
+def test_what_does_not_apply_and_what_a_function_logs(pool):
+    scores = pool().score(completions("metrics", "b"))
+    assert scores.rewards == [None, 1.0]
+    assert len(scores.metrics) == 64 and scores.metrics["063"] == 63.0 and "064" not in scores.metrics
+    assert scores.metrics["000"] == pytest.approx(200 / 101)
+
+
+def test_how_far_training_is(source, tmp_path):
+    path = tmp_path / "late.py"
+    path.write_text("def f(completions, trainer_state):\n    return [trainer_state.global_step + 0.5]\n")
+    process = RewardProcess(f"{path}:f", 60.0)
+    try:
+        assert process.score({"completions": ["a"], "trainer_state": {"global_step": 7}}, 20.0).rewards == [7.5]
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(
@@ -100,18 +124,18 @@ def test_functions_sync_async_and_without_spare_arguments(pool):
 )
 def test_what_a_function_does_wrong_is_one_line_and_the_process_lives(pool, word, message):
     scoring = pool()
-    (pid,) = scoring.score(completions("pid"))
+    (pid,) = scoring.score(completions("pid")).rewards
     with pytest.raises(EnvironmentFailure, match=message) as failure:
         scoring.score(completions(word, word))
     assert "\n" not in str(failure.value)
-    assert scoring.score(completions("pid")) == [pid]
+    assert scoring.score(completions("pid")).rewards == [pid]
 
 
 def test_a_crash_says_the_exit_code_and_the_last_words_and_the_next_call_works(pool):
     scoring = pool()
     with pytest.raises(EnvironmentFailure, match=r"ended its process \(exit code -?\d+\); it last wrote: leaving now"):
         scoring.score(completions("exit"))
-    assert scoring.score(completions("fine")) == [0.5]
+    assert scoring.score(completions("fine")).rewards == [0.5]
 
 
 @pytest.mark.slow
@@ -128,25 +152,25 @@ def test_a_hang_fails_its_own_group_and_takes_its_children_along(pool):
 
     hanging = threading.Thread(target=hang)
     hanging.start()
-    assert scoring.score(completions("fine")) == [0.5]  # others go on meanwhile
+    assert scoring.score(completions("fine")).rewards == [0.5]  # others go on meanwhile
     hanging.join(30)
     (message,) = outcome
     assert "took longer than 2 s to score and was stopped: make it faster or raise reward_timeout_s" in message
-    assert scoring.score(completions("fine")) == [0.5]
+    assert scoring.score(completions("fine")).rewards == [0.5]
 
 
-def test_prints_are_shown_and_standard_input_is_not_the_functions(pool, caplog):
+def test_prints_are_shown_and_standard_input_is_not_the_functions(pool, caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with caplog.at_level(logging.INFO):
         scoring = pool("length")
-        assert scoring.score(completions("abc")) == [3.0]
-        scoring.close()
-    assert "hello from the function" in caplog.text
-    assert pool().score(completions("stdin")) == [0.0]
+        assert scoring.score(completions("abc")).rewards == [3.0]
+        _wait_until(lambda: "hello from the function" in caplog.text, "what it printed was not shown")
+    assert pool().score(completions("stdin")).rewards == [0.0]
 
 
 def test_a_request_larger_than_the_pipe(pool):
     text = "x" * 300_000
-    assert pool("length").score(completions(text, text)) == [300_000.0] * 2
+    assert pool("length").score(completions(text, text)).rewards == [300_000.0] * 2
 
 
 def test_a_function_that_does_not_exist_is_a_config_error(source):
@@ -176,10 +200,10 @@ def test_a_busy_pool_has_a_limit_and_a_closed_one_says_so(pool):
 
 def test_a_process_that_was_killed_while_idle_is_replaced(pool):
     scoring = pool()
-    (pid,) = scoring.score(completions("pid"))
+    (pid,) = scoring.score(completions("pid")).rewards
     os.kill(int(pid), signal.SIGKILL)
     _wait_until(lambda: not scoring._free.queue[0].alive, "its end was not seen")
-    assert scoring.score(completions("fine")) == [0.5]
+    assert scoring.score(completions("fine")).rewards == [0.5]
 
 
 def test_a_hanging_process_does_not_outlive_its_parent(source, tmp_path):

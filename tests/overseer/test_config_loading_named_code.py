@@ -52,6 +52,13 @@ def test_every_key_of_a_language_run_that_names_code_is_said():
 
 
 @pytest.mark.attack
+def test_each_of_several_reward_functions_is_said():
+    own, mine = "penstock.environments.rewards.final_answer", "rewards.py:brief"
+    values = load_config("cats", [f"{CATS}.env_args={{reward: ['{own}', '{mine}'], path: x}}"]).dump()
+    assert said(values) == {f"{CATS}.env_args.reward.1": mine}
+
+
+@pytest.mark.attack
 def test_every_key_of_a_fleet_run_that_names_code_is_said():
     ids = {"a": "CartPole-v1", "b": "atari:pong", "c": "worlds:make", "d": "my/worlds.py:make", "e": "worlds:Name-v0",
            "f": "penstock.py:make"}  # fmt: skip
@@ -81,7 +88,7 @@ def test_whoever_imports_what_a_config_names_is_known():
         and re.search(r"\b(load_attribute|import_module|spec_from_file_location|__import__|runpy)\(", path.read_text())
     }
     assert found == {
-        "batch/factory.py", "environments/jsonl.py", "environments/loading.py", "environments/reward_worker.py",
-        "environments/simulators/minecraft.py", "environments/simulators/registry.py",
+        "batch/factory.py", "environments/loading.py", "environments/reward_process.py",
+        "environments/reward_worker.py", "environments/simulators/minecraft.py", "environments/simulators/registry.py",
         "overseer/doctor.py", "types/importing.py",
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.environments.arithmetic import ArithmeticEnvironment
-    from penstock.environments.base import Environment, Prompt, Reference, validate_groups, validate_metrics
+    from penstock.environments.base import Environment, Prompt, Reference, Scores, validate_groups, validate_metrics
     from penstock.environments.calculator import CalculatorEnvironment
     from penstock.environments.cats import CatsEnvironment
     from penstock.environments.digits import DigitsEnvironment
@@ -37,6 +37,7 @@ _EXPORTS = {
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
     "Reference": "base",
+    "Scores": "base",
     "SingleTurnEnvironment": "episode",
     "ToolEnvironment": "tools",
     "load_environment": "loading",
@@ -47,8 +48,8 @@ _EXPORTS = {
 __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
     "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "Reference", "SingleTurnEnvironment",
-    "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
+    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "Reference", "Scores",
+    "SingleTurnEnvironment", "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
 ]  # fmt: skip
 
 

@@ -156,6 +156,23 @@ REWARD_LIMIT = 1e6
 """Largest reward, and the largest of one token. Losses are float32: some orders beyond it nothing is finite."""
 _BEYOND = f"rewards lie within ±{REWARD_LIMIT:g}, so scale it"
 
+MOST_METRICS = 64
+"""Of one reward function, in one call."""
+MOST_METRIC_NAME_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the answers of one group earned.
+
+    Attributes:
+        rewards: One per completion, finite; None where a reward function does not apply to it.
+        metrics: Numbers about the group, by name; `sample` gives their means over the groups that have them.
+    """
+
+    rewards: Sequence[float | None]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
 
 def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
     """One finite number per completion.
@@ -168,19 +185,34 @@ def check_rewards(rewards: Any, expected: int, source: str) -> list[float]:
     Raises:
         EnvironmentFailure: wrong count, or an entry that is no finite number within `REWARD_LIMIT`.
     """
+    values = _one_each(rewards, expected, source)
+    return [_number(value, position, expected, source) for position, value in enumerate(values)]
+
+
+def check_function_rewards(rewards: Any, expected: int, source: str) -> list[float | None]:
+    """Like `check_rewards`, for a reward function, which may say None: it does not apply to this completion."""
+    values = _one_each(rewards, expected, source)
+    return [None if value is None else _number(value, i, expected, source) for i, value in enumerate(values)]
+
+
+def _one_each(rewards: Any, expected: int, source: str) -> Sequence[Any]:
     values = rewards.tolist() if hasattr(rewards, "tolist") else rewards
-    wanted = f"it must return a list of {expected} finite numbers, one per completion"
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise EnvironmentFailure(f"{source} returned {_shown(values)}: {wanted}")
+        raise EnvironmentFailure(f"{source} returned {_shown(values)}: {_wanted(expected)}")
     if len(values) != expected:
-        raise EnvironmentFailure(f"{source} returned {len(values)} rewards for {expected} completions: {wanted}")
-    return [_number(value, position, source, wanted) for position, value in enumerate(values)]
+        counts = f"{len(values)} rewards for {expected} completions"
+        raise EnvironmentFailure(f"{source} returned {counts}: {_wanted(expected)}")
+    return values
 
 
-def _number(value: Any, position: int, source: str, wanted: str) -> float:
+def _wanted(expected: int) -> str:
+    return f"it must return a list of {expected} finite numbers, one per completion"
+
+
+def _number(value: Any, position: int, expected: int, source: str) -> float:
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailure(f"{source} returned {_shown(value)} as reward {position}: {wanted}")
+        raise EnvironmentFailure(f"{source} returned {_shown(value)} as reward {position}: {_wanted(expected)}")
     if abs(value) > REWARD_LIMIT:
         raise EnvironmentFailure(f"{source} returned {value:g} as reward {position}: {_BEYOND}")
     return float(value)

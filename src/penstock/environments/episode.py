@@ -13,8 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 from typing_extensions import override
 
-from penstock.environments.base import Prompt, check_rewards, prompt_text
-from penstock.environments.example_environment import FAILURES, Example, ExampleEnvironment, Failure, Outcome, Task
+from penstock.environments.base import Prompt, Scores, check_rewards, prompt_text, validate_metrics
+from penstock.environments.example_environment import (
+    FAILURES,
+    Example,
+    ExampleEnvironment,
+    Failure,
+    Outcome,
+    Played,
+    Task,
+)
 from penstock.types import (
     Completion,
     Decoding,
@@ -139,8 +147,8 @@ class GroupScoredEnvironment(ExampleEnvironment):
     """Scores all answers to one problem together."""
 
     @abstractmethod
-    def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
-        """One finite reward per completion.
+    def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float] | Scores:
+        """One finite reward per completion, alone or with metrics of the group.
 
         Raises:
             EnvironmentFailure: the verifier broke; this group fails, and no other.
@@ -158,11 +166,14 @@ class GroupScoredEnvironment(ExampleEnvironment):
 
     def _finish(self, task: Task, completions: list[Completion], decoding: Decoding) -> Outcome:
         try:
-            rewards = check_rewards(self.score_group(task.example, completions), len(completions), type(self).__name__)
-            return [
+            scored = self.score_group(task.example, completions)
+            scores = scored if isinstance(scored, Scores) else Scores(scored)
+            rewards = check_rewards(scores.rewards, len(completions), type(self).__name__)
+            rollouts = [
                 self._rollout(task, completion, reward, decoding)
                 for completion, reward in zip(completions, rewards, strict=True)
             ]
+            return Played(rollouts, validate_metrics(scores.metrics, self.name)) if scores.metrics else rollouts
         except FAILURES as failure:
             return failure
         except PenstockError:

@@ -109,7 +109,22 @@ logger = logging.getLogger(__name__)
 Failure = EnvironmentFailure | InvalidRolloutError
 FAILURES = (EnvironmentFailure, InvalidRolloutError)
 """The same, for `except`."""
-Outcome = list[Rollout] | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The rollouts of one problem, with numbers about them.
+
+    Attributes:
+        rollouts: One per answer.
+        metrics: By name; `sample` gives their means over the problems that have them.
+    """
+
+    rollouts: list[Rollout]
+    metrics: Mapping[str, float]
+
+
+Outcome = list[Rollout] | Played | Failure
 """What became of one problem: its rollouts, or why there are none."""
 
 
@@ -128,6 +143,15 @@ class Task:
     prompt: Prompt
     prompt_tokens: np.ndarray
     seed: int
+
+
+def mean_by_name(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the mappings that have it."""
+    values: dict[str, list[float]] = {}
+    for mapping in metrics:
+        for name, value in mapping.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 class ExampleEnvironment(Environment):
@@ -186,14 +210,17 @@ class ExampleEnvironment(Environment):
         prng_key: SupportsInt | np.ndarray,
         mode: Mode,
     ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """See `Environment.sample`. Metrics: ``failed_groups``."""
+        """See `Environment.sample`. Metrics: ``failed_groups``, those of `Played`, and those of `metrics`."""
         seed = as_seed(prng_key)
         chosen = draw(self._pools[mode], max(0, n_examples), generator(fold(seed, "examples")))
         tasks = [self._task(inference_ctx, example, fold(seed, "sample", i)) for i, example in enumerate(chosen)]
         outcomes = self.play(inference_ctx, tasks, n_generations, decoding) if tasks else []
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         groups: list[RolloutGroup] = [
-            RolloutGroup(f"{self.name}:{task.example.example_id}", tuple(outcome))
+            RolloutGroup(
+                f"{self.name}:{task.example.example_id}",
+                tuple(outcome.rollouts if isinstance(outcome, Played) else outcome),
+            )
             for task, outcome in zip(tasks, outcomes, strict=True)
             if not isinstance(outcome, Failure)
         ]
@@ -201,7 +228,8 @@ class ExampleEnvironment(Environment):
             raise failures[0]
         for failure in failures:
             logger.warning("environment %s: a group failed: %s", self.name, failure)
-        return groups, {"failed_groups": float(len(failures)), **self.metrics(groups)}
+        noted = mean_by_name([outcome.metrics for outcome in outcomes if isinstance(outcome, Played)])
+        return groups, {**noted, "failed_groups": float(len(failures)), **self.metrics(groups)}
 
     @override
     def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:

@@ -1,27 +1,27 @@
-"""A user's own problems from JSONL or Parquet files, with a reward function of their own or a built-in grader.
+"""A user's own problems from JSONL or Parquet files, with reward functions of their own or built-in graders.
 
 Paths may be fsspec URLs and may hold ``*``; all rows are read into memory, and errors name the file, the line and the
 column. Rows are split into training and held-out problems by a stable hash of the prompt (rows with equal prompts stay
-together), or held-out ones come from a file of their own. User's functions have TRL's signature and run in processes
-(`penstock.environments.reward_process`); the graders of `penstock.environments.rewards` run here.
+together), or held-out ones come from a file of their own. Functions have TRL's signature
+(`penstock.environments.reward_process`).
 """
 
 import glob
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from penstock.environments import rewards as graders
-from penstock.environments.base import Prompt, Template
+from penstock.environments.base import Prompt, Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
 from penstock.environments.example_environment import Example, split_by_hash, stable_unit
-from penstock.environments.reward_process import RewardPool
+from penstock.environments.reward_process import RewardFunctions
 from penstock.types import Completion, ConfigError
-from penstock.types.importing import load_attribute, nearest
+from penstock.types.importing import nearest
 
 Row = Mapping[str, Any]
 
@@ -110,7 +110,9 @@ def _read_parquet(path: str, field: str) -> list[Row]:
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = ("prompts", "completions", "completion_ids", "finish_reason")
+_RESERVED = (
+    "prompts", "completions", "completion_ids", "finish_reason", "trainer_state", "log_extra", "log_metric",
+)  # fmt: skip
 
 
 class JsonlEnvironment(GroupScoredEnvironment):
@@ -126,11 +128,12 @@ class JsonlEnvironment(GroupScoredEnvironment):
         eval_path: Files of held-out problems; null holds out a part of `path`.
         eval_fraction: How large a part.
         max_rows: Use no more than so many rows of each file set; null uses all.
-        reward: A reward function: dotted path, or ``path/to/file.py:function``.
-        reward_timeout_s: Longest time for the rewards of one group.
-        reward_start_timeout_s: Longest time for the imports of the reward function's file.
-        reward_processes: How many groups may be scored at once.
-        truncated_reward: The reward of answers that a length limit cut; null leaves it to the reward function.
+        reward: A reward function, or several: dotted path, or ``path/to/file.py:function``.
+        reward_weights: One number per reward function; null weighs each 1.
+        reward_timeout_s: Longest time for the rewards of one group by one function.
+        reward_start_timeout_s: Longest time for the imports of a reward function's file.
+        reward_processes: How many groups one function may score at once.
+        truncated_reward: The reward of answers that a length limit cut; null leaves it to the reward functions.
         chat_template_kwargs: What the chat template is given beside the messages: `tools`, and switches of its own. A
             row's own columns `tools` and `chat_template_kwargs` go before them.
         name: Stands on every rollout.
@@ -150,7 +153,8 @@ class JsonlEnvironment(GroupScoredEnvironment):
         eval_path: str | list[str] | None = None,
         eval_fraction: float = 0.1,
         max_rows: int | None = None,
-        reward: str = "penstock.environments.rewards.final_answer",
+        reward: str | list[str] = "penstock.environments.rewards.final_answer",
+        reward_weights: list[float] | None = None,
         reward_timeout_s: float = 30.0,
         reward_start_timeout_s: float = 60.0,
         reward_processes: int = 2,
@@ -173,8 +177,13 @@ class JsonlEnvironment(GroupScoredEnvironment):
             self._train = _without(self._reader.examples(rows, str(path)), self._eval, name)
         self._truncated_reward = truncated_reward
         self._chat_template_kwargs = chat_template_kwargs or {}
-        self._pool: RewardPool | None = None
-        self._score = self._scorer(reward, reward_processes, reward_timeout_s, reward_start_timeout_s)
+        self._rewards = RewardFunctions(
+            [reward] if isinstance(reward, str) else reward,
+            reward_weights,
+            reward_processes,
+            reward_timeout_s,
+            reward_start_timeout_s,
+        )
 
     @override
     def train_examples(self) -> Sequence[Example]:
@@ -192,27 +201,18 @@ class JsonlEnvironment(GroupScoredEnvironment):
         of_row = {**(own if isinstance(own, Mapping) else {}), **({"tools": tools} if isinstance(tools, list) else {})}
         return {**self._chat_template_kwargs, **of_row}
 
-    def score_group(self, example: Example, completions: Sequence[Completion]) -> Sequence[float]:
-        """Calls the reward function once for the group; see `reward_arguments`."""
-        scores = self._score(reward_arguments(example, completions))
+    def score_group(self, example: Example, completions: Sequence[Completion]) -> Scores:
+        """Calls each reward function once for the group; see `reward_arguments`."""
+        scores = self._rewards.score(reward_arguments(example, completions))
         if self._truncated_reward is None:
             return scores
         cut = self._truncated_reward
-        return [cut if c.finish_reason == "length" else s for c, s in zip(completions, scores, strict=True)]
+        pairs = zip(completions, scores.rewards, strict=True)
+        return replace(scores, rewards=[cut if c.finish_reason == "length" else reward for c, reward in pairs])
 
     def close(self) -> None:
         """Ends the reward processes."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def _scorer(
-        self, reward: str, processes: int, timeout_s: float, start_timeout_s: float
-    ) -> Callable[[dict[str, Any]], list[float]]:
-        if reward.rpartition(".")[0] == graders.__name__:
-            grader = load_attribute(reward, "env_args.reward")
-            return lambda arguments: grader(**arguments)
-        self._pool = RewardPool(reward, processes, timeout_s, start_timeout_s)
-        return self._pool.score
+        self._rewards.close()
 
 
 class _Reader:
@@ -260,6 +260,7 @@ def reward_arguments(example: Example, completions: Sequence[Completion]) -> dic
 
     ``prompts`` and ``completions`` are texts, or lists of messages where the data has messages; every column of the
     row follows under its own name, ``answer`` under this name too, and ``finish_reason`` (``stop`` or ``length``).
+    ``trainer_state`` holds the fields of `penstock.environments.reward_worker.TrainerState`.
     """
     n = len(completions)
     chat = not isinstance(example.prompt, str)
@@ -272,6 +273,7 @@ def reward_arguments(example: Example, completions: Sequence[Completion]) -> dic
         "completions": [[{"role": "assistant", "content": text}] for text in said] if chat else said,
         "completion_ids": [c.response_tokens.tolist() for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
+        "trainer_state": {"global_step": max((int(c.weight_steps.max(initial=0)) for c in completions), default=0)},
     }
 
 

@@ -1,4 +1,6 @@
-"""A user's reward function in a process of its own: it may be slow, crash, hang or print, and harms only its group.
+"""Reward functions, one or several, weighted: `RewardFunctions`. The graders of `rewards` run here.
+
+A user's function runs in a process of its own: it may be slow, crash, hang or print, and harms only its group.
 
 Parent and child speak JSON lines over pipes (no pickle). One question has one answer: both carry the id of the call and
 the ids of the completions. Whatever else comes through the channel ends the process and fails the group that meets it,
@@ -12,6 +14,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -21,16 +24,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
 from typing import IO, Any
 
 import psutil
 
-from penstock.environments.base import check_rewards
+from penstock.environments import rewards as graders
+from penstock.environments.base import (
+    MOST_METRIC_NAME_CHARS,
+    MOST_METRICS,
+    Scores,
+    check_function_rewards,
+    validate_metrics,
+)
 from penstock.environments.simulators.processes import kill_trees
 from penstock.types import ConfigError, EnvironmentFailure
 from penstock.types.errors import MOST_FAILURE_CHARS
+from penstock.types.importing import load_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +55,8 @@ _STOP_TIMEOUT_S = 10.0
 _EXIT_CODE_S = 2.0  # from the end of its pipe to its exit code
 _LAST_WORDS_S = 1.0
 _PIPE_BYTES = 1 << 16
-_MOST_REPLY_BYTES = 4_096 + 12 * MOST_FAILURE_CHARS  # JSON escapes a character in up to twelve bytes
+# JSON escapes a character in up to twelve bytes, and a number takes no more than 32
+_MOST_REPLY_BYTES = 4_096 + 12 * MOST_FAILURE_CHARS + MOST_METRICS * (12 * MOST_METRIC_NAME_CHARS + 32)
 _MOST_REWARD_BYTES = 64  # of one completion in a reply: its id and its reward
 _SHOWN_BYTES = 60
 
@@ -97,12 +112,15 @@ class RewardProcess:
             self.kill()
             raise ConfigError(reply["error"])
 
-    def score(self, arguments: Mapping[str, Any], timeout_s: float) -> list[float]:
+    def score(self, arguments: Mapping[str, Any], timeout_s: float) -> Scores:
         """Calls the function.
 
         Args:
             arguments: Its keyword arguments; what JSON does not know goes as text.
             timeout_s: Longest wait for the rewards.
+
+        Returns:
+            Its rewards, and what it gave to ``log_metric``.
 
         Raises:
             EnvironmentFailure: it raised, returned something malformed, crashed, hung, or something else than its
@@ -113,7 +131,9 @@ class RewardProcess:
         reply = self._exchange(asked, request, timeout_s, "to score")
         if "error" in reply:
             raise EnvironmentFailure(reply["error"])
-        return check_rewards(reply["rewards"], len(asked["completion_ids"]), f"reward function {self._function}")
+        source = f"reward function {self._function}"
+        rewards = check_function_rewards(reply["rewards"], len(asked["completion_ids"]), source)
+        return Scores(rewards, validate_metrics(reply.get("metrics", {}), self._function))
 
     @property
     def alive(self) -> bool:
@@ -335,7 +355,7 @@ class RewardPool:
             self._free.put(None)
         self._free.put(RewardProcess(function, start_timeout_s))
 
-    def score(self, arguments: Mapping[str, Any]) -> list[float]:
+    def score(self, arguments: Mapping[str, Any]) -> Scores:
         """Calls the function in a process that is free.
 
         Raises:
@@ -387,3 +407,126 @@ class RewardPool:
             return RewardProcess(self._function, self._start_timeout_s)
         except ConfigError as error:  # it loaded when the run began, so now it is a failed group
             raise EnvironmentFailure(str(error)) from error
+
+
+class RewardFunctions:
+    """One or several weighted reward functions; safe to call from several threads.
+
+    Args:
+        functions: Dotted paths, or ``path/to/file.py:function``.
+        weights: One number per function; None weighs each 1.
+        processes: How many calls of each may run at once.
+        timeout_s: Longest time for one call of one.
+        start_timeout_s: Longest time for a process to start.
+
+    Raises:
+        ConfigError: no function, one named twice, one that cannot be loaded, or weights that do not fit.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        weights: Sequence[float] | None,
+        processes: int,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        weights = _checked_weights(functions, weights)
+        self._functions: list[_Weighted] = []
+        self._has_warned = False
+        with ExitStack() as begun:  # where one cannot be loaded, those before it end
+            for path, name, weight in zip(functions, _short_names(functions), weights, strict=True):
+                if path.rpartition(".")[0] == graders.__name__:
+                    score = _graded(load_attribute(path, "env_args.reward"), path)
+                else:
+                    pool = RewardPool(path, processes, timeout_s, start_timeout_s)
+                    begun.callback(pool.close)
+                    score = pool.score
+                self._functions.append(_Weighted(name, weight, score))
+            self._pools = begun.pop_all()
+
+    def score(self, arguments: Mapping[str, Any]) -> Scores:
+        """The weighted sum of what each function gives each completion; None, not applicable, adds nothing.
+
+        A completion to which no function applies earns 0, which is warned of once.
+
+        Args:
+            arguments: Of every function; ``completions`` among them.
+
+        Returns:
+            Rewards, and as metrics ``rewards/<function>/mean``, ``…/std`` (over the completions to which it applies),
+            ``…/applicable_fraction`` and what it logged itself.
+
+        Raises:
+            EnvironmentFailure: one of the functions failed.
+        """
+        totals = [0.0] * len(arguments["completions"])
+        judged = [False] * len(totals)
+        metrics: dict[str, float] = {}
+        for function in self._functions:
+            scores = function.score(arguments)
+            for position, reward in enumerate(scores.rewards):
+                if reward is not None:
+                    totals[position] += function.weight * reward
+                    judged[position] = True
+            metrics |= {f"rewards/{function.name}/{name}": value for name, value in _summary(scores).items()}
+        if not all(judged) and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(function.name for function in self._functions)
+            logger.warning(
+                "%d of %d answers to one prompt earn 0, because every reward function (%s) returned None for them; "
+                "this is said once: see rewards/…/applicable_fraction",
+                judged.count(False), len(judged), names,
+            )  # fmt: skip
+        return Scores(totals, metrics)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pools.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    name: str
+    weight: float
+    score: Callable[[Mapping[str, Any]], Scores]
+
+
+def _graded(grader: Callable[..., list[float]], path: str) -> Callable[[Mapping[str, Any]], Scores]:
+    if not callable(grader):
+        raise ConfigError(f"env_args.reward {path!r} is a {type(grader).__name__}: it must be a function")
+    return lambda arguments: Scores(grader(**arguments))
+
+
+def _summary(scores: Scores) -> dict[str, float]:
+    found = [reward for reward in scores.rewards if reward is not None]
+    spread = {"mean": fmean(found), "std": pstdev(found)} if found else {}
+    return {**scores.metrics, **spread, "applicable_fraction": len(found) / max(1, len(scores.rewards))}
+
+
+def _checked_weights(functions: Sequence[str], weights: Sequence[float] | None) -> Sequence[float]:
+    if not functions:
+        raise ConfigError("env_args.reward is empty: name at least one reward function")
+    if twice := [path for path, count in collections.Counter(functions).items() if count > 1]:
+        raise ConfigError(f"env_args.reward names {twice[0]!r} twice: name it once, with a weight in reward_weights")
+    if weights is None:
+        return [1.0] * len(functions)
+    if len(weights) != len(functions):
+        raise ConfigError(
+            f"env_args.reward_weights has {len(weights)} numbers for {len(functions)} functions of env_args.reward: "
+            "give one for each"
+        )
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"env_args.reward_weights is {list(weights)}: weights are finite numbers")
+    return weights
+
+
+def _short_names(functions: Sequence[str]) -> list[str]:
+    """Names of functions for metrics; where two are called alike, with their modules', else as they are given."""
+    parts = [path.rpartition(":" if ":" in path else ".") for path in functions]
+    own = [name for _, _, name in parts]
+    modules = [f"{Path(where).stem if where.endswith('.py') else where}.{name}" for where, _, name in parts]
+    for names in (own, modules):
+        if len(set(names)) == len(names):
+            return names
+    return [path.replace("/", ".") for path in functions]

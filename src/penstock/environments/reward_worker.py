@@ -14,7 +14,9 @@ Not covered: a function that kills its keeper and has begun other sessions; code
 
 import asyncio
 import inspect
+import io
 import json
+import math
 import os
 import resource
 import select
@@ -24,11 +26,15 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
 from penstock.environments.simulators.processes import adopt_orphans, die_with_parent, kill_trees
+
+if TYPE_CHECKING:
+    from penstock.environments.base import Scores
 
 RewardFunction = Callable[..., Any]
 
@@ -117,6 +123,8 @@ class _Channel:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # the function's prints must not mix with replies
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a process that is ended flushes nothing
         os.register_at_fork(after_in_child=self._leave)
         self.requests = open(self._requests, encoding="utf-8", closefd=False)
 
@@ -168,27 +176,73 @@ def _serve(name: str, first: str) -> None:
 
 def _answer(function: RewardFunction, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"rewards": call(function, name, arguments)}
+        scores = call(function, name, arguments)
+        return {"rewards": list(scores.rewards), "metrics": dict(scores.metrics)}
     except BaseException as error:  # the function's own mistake is the reply, SystemExit and KeyboardInterrupt too
         return {"error": _error_of(error, f"reward function {name}")}
 
 
-def call(function: RewardFunction, name: str, arguments: dict[str, Any]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """How far training is, for rewards that change with it.
+
+    Attributes:
+        global_step: Updates that the newest weights had seen with which the answers were sampled.
+    """
+
+    global_step: int
+
+
+class _Notes:
+    """What a reward function says beside its rewards, in one call."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Takes a number for the metrics; several of one name give their mean. What is none is left out, and said."""
+        from penstock.environments.base import MOST_METRIC_NAME_CHARS, MOST_METRICS
+
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            print(f"log_metric({name!r}, {value!r}): left out, because it is no finite number")
+        elif len(str(name)) > MOST_METRIC_NAME_CHARS or len(self._values.keys() | {str(name)}) > MOST_METRICS:
+            limits = f"a call may name {MOST_METRICS} metrics in {MOST_METRIC_NAME_CHARS} characters each"
+            print(f"log_metric({str(name)[:MOST_METRIC_NAME_CHARS]!r}): left out, because {limits}")
+        else:
+            self._values.setdefault(str(name), []).append(float(number))
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Prints what TRL would put beside the completions."""
+        print(f"{column}: {values!r}")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+
+
+def call(function: RewardFunction, name: str, arguments: dict[str, Any]) -> "Scores":
     """Calls a reward function, sync or async, with what it takes, and checks what it returns.
 
     Raises:
-        EnvironmentFailure: it returned something else than one finite number per completion.
+        EnvironmentFailure: it returned something else than one finite number, or None, per completion.
     """
-    from penstock.environments.base import check_rewards
+    from penstock.environments.base import Scores, check_function_rewards
 
-    expected = len(arguments["completions"])
+    expected, notes = len(arguments["completions"]), _Notes()
+    arguments = {
+        **arguments,
+        "trainer_state": TrainerState(**arguments.get("trainer_state", {"global_step": 0})),
+        "log_extra": notes.log_extra,
+        "log_metric": notes.log_metric,
+    }
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         arguments = {key: value for key, value in arguments.items() if key in {p.name for p in parameters}}
     rewards = function(**arguments)
     if inspect.isawaitable(rewards):
         rewards = asyncio.run(_awaited(rewards))
-    return check_rewards(rewards, expected, f"reward function {name}")
+    return Scores(check_function_rewards(rewards, expected, f"reward function {name}"), notes.metrics)
 
 
 async def _awaited(rewards: Any) -> Any:

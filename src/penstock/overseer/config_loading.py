@@ -413,6 +413,7 @@ def _index(node: Any, key: str) -> Any:
 CODE_KEYS = (
     "curriculum.lessons.*.environment.env_class",
     "curriculum.lessons.*.environment.env_args.reward",
+    "curriculum.lessons.*.environment.env_args.reward.*",
     "replay.batch_maker.name",
     "replay.batch_makers.*.name",
     "fleet.tasks.*.id",
