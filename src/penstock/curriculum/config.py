@@ -180,8 +180,8 @@ class CurriculumConfig(_Frozen):
         _check_floors(self)
         if self.micro_eval_lessons == "sampled" and not self.micro_eval_frequency:
             raise ConfigError(
-                "curriculum.micro_eval_lessons is 'sampled', but curriculum.micro_eval_frequency is 0: there are no such "
-                "evaluations; set a frequency, or leave it out"
+                "curriculum.micro_eval_lessons is 'sampled', but curriculum.micro_eval_frequency is 0: there are no "
+                "such evaluations; set a frequency, or leave it out"
             )
         return self
 
