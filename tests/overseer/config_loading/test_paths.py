@@ -115,6 +115,7 @@ def test_what_ray_uploads_is_found_from_the_upload(project):
     config = load_config("../project/words.yaml", upload)
     environment = config.curriculum.lessons["words"].environment
     assert (environment.env_class, environment.env_args["reward"]) == ("words.py:Words", "rewards.py:score")
+    assert config.ray.runtime_env == {"working_dir": str(Path.cwd())}
     local = load_config("../project/words.yaml", upload[1:])
     assert local.curriculum.lessons["words"].environment.env_class == f"{project}/words.py:Words"
 

@@ -180,9 +180,9 @@ def load_config(
     """
     written = load_recipe(recipe)
     values = apply_overrides(written, overrides)
-    if not _reads_uploaded(values):
-        folder = Path.cwd() if recorded or str(recipe) in _packaged() else Path(recipe).expanduser().absolute().parent
-        values = _anchored(apply_overrides(_anchored(written, folder), overrides), Path.cwd())
+    keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
+    folder = Path.cwd() if recorded or str(recipe) in _packaged() else Path(recipe).expanduser().absolute().parent
+    values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
     if "fleet" in values:
         from penstock.overseer.control_config import FleetRunConfig
 
@@ -340,6 +340,7 @@ def _index(node: Any, key: str) -> Any:
     return int(key) if isinstance(node, list) else key
 
 
+_UPLOADED = "ray.runtime_env.working_dir"
 PATH_KEYS = (
     "model.path",
     "model.tokenizer",
@@ -360,7 +361,7 @@ PATH_KEYS = (
     "weights.tls_key",
     "weights.tls_ca",
     "tracking.tensorboard.directory",
-    "ray.runtime_env.working_dir",
+    _UPLOADED,
 )
 """Keys whose value is a path, or may be. Of what names code only ``file.py:Name`` is one; of an environment's or a
 simulator's own arguments that, and what is called ``path`` or ``…_path``."""
@@ -371,10 +372,10 @@ _URL = re.compile(r"[A-Za-z][\w+.\-]+:")
 _NO_FILE = {"model.tokenizer": "penstock"}
 
 
-def _anchored(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A copy in which relative paths are absolute: they count from `folder`."""
+def _anchored(values: Mapping[str, Any], folder: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """A copy in which relative paths at some of `PATH_KEYS` are absolute: they count from `folder`."""
     result = copy.deepcopy(dict(values))
-    for pattern in PATH_KEYS:
+    for pattern in keys:
         *section, last = pattern.split(".")
         for _, node in matches(result, section):
             for name in list(node) if isinstance(node, dict) and last == "*" else [last]:
