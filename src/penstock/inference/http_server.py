@@ -192,7 +192,7 @@ def serve(
     tokenizer = Tokenizer.load(path, config.model.chat_template_kwargs)
     decoder = load_policy(PolicyConfig(path=str(path), dtype=config.model.dtype), 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
-    engine_config = ServedEngineConfig(**config.engine.model_dump() | {"max_seq_len": max_seq_len})
+    engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)

@@ -71,8 +71,8 @@ class Documented(BaseModel):
 def test_type_default_and_meaning_come_from_the_model():
     rate, both, names = all_keys(Documented)
     assert rate == ConfigKey("rate", "number > 0, ≤ 2, or null", "null", "Per second; null is the `usual` one.", None)
-    assert (both.type, both.default, both.meaning) == ("list of 2: whole number, text", "[1, a]", "A pair.")
-    assert (names.type, names.default, names.meaning) == ("mapping of names to whole numbers ≥ 1", "{}", "")
+    assert (both.takes, both.default, both.meaning) == ("list of 2: whole number, text", "[1, a]", "A pair.")
+    assert (names.takes, names.default, names.meaning) == ("mapping of names to whole numbers ≥ 1", "{}", "")
 
 
 def test_the_defaults_of_a_section_are_those_of_the_section_that_holds_it():

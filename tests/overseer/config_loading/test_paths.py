@@ -146,7 +146,7 @@ def test_every_key_that_may_be_a_path_is_listed(model: type[BaseModel]):
     names = ("path", "url", "tls_cert", "tls_key", "tls_ca", "directory", "reference", "tokenizer")
 
     def is_path(key: Any) -> bool:
-        return key.type.startswith("path") or key.path.rpartition(".")[2] in names
+        return key.takes.startswith("path") or key.path.rpartition(".")[2] in names
 
     assert [key.path for key in all_keys(model) if is_path(key) and key.path not in PATH_KEYS] == []
 

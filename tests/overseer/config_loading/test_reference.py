@@ -21,7 +21,7 @@ def test_the_page_is_what_the_models_say():
 def test_every_key_has_a_type_and_a_meaning(kind):
     keys = all_keys(KINDS[kind])
     assert [key.path for key in keys if not key.meaning or key.meaning.startswith("See ")] == []
-    assert [key.path for key in keys if not key.type or "typing" in key.type or "[" in key.type] == []
+    assert [key.path for key in keys if not key.takes or "typing" in key.takes or "[" in key.takes] == []
     assert [key.path for key in keys if not key.default and key.model is None] == []
 
 
@@ -39,7 +39,7 @@ def test_every_key_stands_on_the_page_once_per_kind_or_is_referred_to():
 def test_one_entry_where_kinds_agree_and_two_where_they_differ():
     (private,) = look_up("overseer.private")
     assert private.kinds == ("language runs", "control runs")
-    assert (private.key.type, private.key.default, private.keys) == ("true or false", "false", ())
+    assert (private.key.takes, private.key.default, private.keys) == ("true or false", "false", ())
     rates = look_up("learner.optimizer.learning_rate")
     assert [(rate.kinds, rate.key.default) for rate in rates] == [
         (("language runs",), "1e-05"), (("control runs",), "0.0003"),
@@ -51,7 +51,7 @@ def test_names_of_the_users_own_and_what_is_below_them():
     assert lesson.key.path == "curriculum.lessons" and "environment" in [key.path.split(".")[-1] for key in lesson.keys]
     (threshold,) = look_up("curriculum.lessons.*.stop_threshold")
     assert look_up("curriculum.lessons.mine.stop_threshold") == [threshold]
-    assert threshold.key.type == "number ≥ 0, ≤ 1" and threshold.key.default == "1"
+    assert threshold.key.takes == "number ≥ 0, ≤ 1" and threshold.key.default == "1"
     (argument,) = look_up("curriculum.lessons.mine.environment.env_args.anything")
     assert argument.key.path == "curriculum.lessons.*.environment.env_args"
 

@@ -29,14 +29,14 @@ class ConfigKey:
 
     Attributes:
         path: Dotted, ``*`` for any name.
-        type: In words, with its bounds.
+        takes: What it may be, in words, with its bounds.
         default: As YAML has it, or `REQUIRED`; empty for a section, whose keys have defaults of their own.
         meaning: What the model's docstring says.
         model: The model that the section is made of; None where the key is no section.
     """
 
     path: str
-    type: str
+    takes: str
     default: str
     meaning: str
     model: type[BaseModel] | None

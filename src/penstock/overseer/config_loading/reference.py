@@ -86,7 +86,7 @@ def print_key(key: str, config: "RunConfig | FleetRunConfig | None", console: Co
         title = Text(entry.key.path, style="bold")
         console.print(title.append(f"  {', '.join(entry.kinds)}", style="not bold dim"), soft_wrap=True)
         facts = Table(box=None, show_header=False, padding=(0, 1))
-        facts.add_row("type", Text(_plain(entry.key.type)))
+        facts.add_row("type", Text(_plain(entry.key.takes)))
         if entry.key.default:
             facts.add_row("default", Text(entry.key.default))
         for path, value in () if values is None or entry.keys else _values_at(values, key):
@@ -115,7 +115,7 @@ def _table(keys: Sequence[ConfigKey], held: Any = None) -> Table:
         name = key.path.rpartition(".")[2]
         value = values.get(name) if values is not None else None
         here = () if values is None else ("" if isinstance(value, Mapping) else json.dumps(value),)
-        table.add_row(*map(Text, (name, _plain(key.type), key.default, *here, _plain(key.meaning))))
+        table.add_row(*map(Text, (name, _plain(key.takes), key.default, *here, _plain(key.meaning))))
     return table
 
 
@@ -230,7 +230,7 @@ def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel], li
 
 def _row(key: ConfigKey, section: str) -> str:
     name = key.path.removeprefix(f"{section}.") if section else key.path
-    return f"| `{name}` | {_cell(key.type)} | {_default(key)} | {_cell(key.meaning)} |"
+    return f"| `{name}` | {_cell(key.takes)} | {_default(key)} | {_cell(key.meaning)} |"
 
 
 def _default(key: ConfigKey) -> str:
