@@ -18,7 +18,7 @@ GGUF := gguf==0.19.0
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 lint setup clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 lint setup dist clean
 
 setup: $(DEV_STAMP)
 
@@ -91,6 +91,12 @@ test-torch: $(TORCH_STAMP)
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
 		tests/model/language/test_make_smollm2.py tests/test_smollm2.py
+
+# From nothing: setuptools would put what an earlier build left into the wheel, too.
+dist: | $(VENV_STAMP)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) build dist .pytest_cache .ruff_cache

@@ -168,6 +168,32 @@ def test_make_test_installs_everything_in_one_go_before_it_checks(tmp_path):
     assert commands.index("--editable") < commands.index("pyright") < commands.index("pytest")
 
 
+def test_make_dist_builds_from_nothing(tmp_path):
+    commands = commands_of("dist", tmp_path).splitlines()
+    assert commands.index("rm -rf build dist") < len(commands) - 2, "setuptools packs what an earlier build left"
+    assert commands[-2] == ".venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist ."
+
+
+def test_what_is_said_to_be_tested_is_what_is_tested():
+    """Versions in docs/support.md: tested ones are those of the constraints, allowed ones those of the project."""
+    import tomllib
+
+    page = (ROOT / "docs" / "support.md").read_text("utf-8")
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pins["torch"] = re.search(r"torch==([\d.]+)", (ROOT / "Makefile").read_text())[1]
+    tested = {"JAX": "jax", "Ray": "ray", "transformers": "transformers", "PyTorch": "torch", "Gymnasium": "gymnasium"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["ray"], f"python{project['requires-python']}"]
+    least = dict(re.fullmatch(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each).groups() for each in wanted)
+    rows = {cells[0]: cells[1:] for line in page.splitlines() if (cells := [c.strip() for c in line.split("|")[1:-1]])}
+    for title, package in tested.items():
+        assert rows[title][1].startswith(pins[package]), title
+        assert rows[title][0].startswith(least.get(package, "not needed")), title
+    assert rows["Python"][0].startswith(least["python"]) and rows["Python"][1].startswith("3.11,")
+    assert f"s3fs {pins['s3fs']}" in rows["Object stores"][1]
+
+
 GPU_FIGURES = ROOT / "scripts" / "gpu_figures.sh"
 
 

@@ -74,7 +74,7 @@ def test_a_mistake_in_a_recipe(penstock, tmp_path, text, part):
     ("override", "parts"),
     [
         ("model.init.vocab_size=10", ["10", "382"]),
-        ("model.tokenizer=nowhere", ["'nowhere'", "no such directory"]),
+        ("model.tokenizer=nowhere", ["/nowhere'", "no such directory"]),
         (
             f"{CATS}.environment.env_class=penstock.environments.cats.CatEnvironment",
             ["CatEnvironment", "CatsEnvironment"],

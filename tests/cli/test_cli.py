@@ -19,7 +19,7 @@ from penstock.types import (
     UnreachableError,
 )
 
-VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "doctor", "fleet"]
+VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet"]
 
 
 def test_help_lists_what_exists(penstock_process):
@@ -138,6 +138,23 @@ def test_every_command_takes_the_dtype_by_the_same_key(tmp_path, monkeypatch, ca
         save_decoder(Decoder.initialise(shape, jax.random.key(0)), folder, tokenizer)
     assert cli.main(words.split()) == 2
     assert capsys.readouterr().err == f"penstock: the engine would compute in {dtype}\n"
+
+
+def test_config_says_what_a_key_means(penstock):
+    done = penstock("config", "learner.optimizer.learning_rate", "cats")
+    assert done.returncode == 0 and done.stderr == ""
+    for word in ("number ≥ 0", "default  1e-05", "here     0.001", "Peak; 0 trains nothing (a control)."):
+        assert word in done.stdout, word
+    section = penstock("config", "learner.loss").stdout
+    assert "preset" in section and "clip_epsilon_high" in section and "language runs" in section
+    sections = penstock("config").stdout
+    assert "curriculum" in sections and "fleet" in sections and "penstock serve" in sections
+
+
+def test_config_refuses_an_unknown_key_with_what_was_meant(penstock):
+    done = penstock("config", "num_generations", "cats")
+    said = "unknown key num_generations: did you mean curriculum.lessons.*.sampling_params.n_generations_per_prompt?"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"penstock: {said}\n")
 
 
 def test_the_old_key_of_serve_is_answered_with_the_new_one(penstock):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from penstock.inference.config import EngineConfig
+from penstock.inference.config import EngineConfig, ServedEngineConfig
 from penstock.inference.sequence import GenerationRequest, check_request
 from penstock.types import ConfigError, Decoding, EnvironmentFailure
 
@@ -29,6 +29,16 @@ def test_what_fits_is_accepted():
 def test_an_unusable_prompt_is_the_environments_failure(prompt, message):
     with pytest.raises(EnvironmentFailure, match=message):
         check(prompt)
+
+
+def test_what_to_raise_is_named_as_the_callers_config_has_it():
+    request = GenerationRequest(np.arange(8, dtype=np.int32), Decoding(), 0)
+    for config, key in ((CONFIG, "inference.max_seq_len"), (ServedEngineConfig(max_seq_len=8), "engine.max_seq_len")):
+        with pytest.raises(EnvironmentFailure, match=f"raise {key}$"):
+            check_request(request, config, 10)
+    stops = GenerationRequest(np.ones(2, np.int32), Decoding(stop_token_ids=tuple(range(9))), 0)
+    with pytest.raises(ConfigError, match=r"at most 8 fit; raise engine\.max_stop_token_ids$"):
+        check_request(stops, ServedEngineConfig(), 10)
 
 
 def test_a_prompt_of_another_dtype_is_refused():

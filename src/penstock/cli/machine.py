@@ -1,4 +1,4 @@
-"""Commands about this machine and what is installed on it: fleet autotune, recipes, doctor."""
+"""Commands about this machine and what is installed on it: fleet autotune, recipes, config, doctor."""
 
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +58,39 @@ def recipes() -> int:
     width = max(map(len, summaries), default=0)
     for name, summary in summaries.items():
         print(f"{name:<{width}}  {summary}")
+    return 0
+
+
+@commands.command(
+    short_help="Say what a key of the configuration means.",
+    epilog="Example: penstock config learner.optimizer.learning_rate cats",
+)
+def config(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", help="A dotted key; without one the sections are listed.", show_default=False),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]", help="Of this recipe or YAML file only, with the value there.", show_default=False
+        ),
+    ] = None,
+) -> int:
+    """Say what a key of the configuration means: type, default, meaning, and the keys of a section.
+
+    All keys are in docs/config.md.
+    """
+    from rich.console import Console
+
+    from penstock.overseer.config_loading import load_config
+    from penstock.overseer.config_loading.reference import print_key, print_sections
+
+    chosen = None if recipe is None else load_config(recipe)
+    if key is None:
+        print_sections(Console())
+    else:
+        print_key(key, chosen, Console())
     return 0
 
 

@@ -6,7 +6,6 @@ a page of a large run does not read all its tokens. The table has as many column
 
 import json
 import math
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard.tokens import printable
+from penstock.rundir.commands import command_line
 from penstock.rundir.views import RunViews, known_status
 from penstock.types import ConfigError
 
@@ -271,8 +271,8 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
         print_line(console, more + ("--lesson L, --fate F" if views.mode == "train" else "--lesson L"), style="dim")
     mode = [] if views.mode == "train" else ["--eval"]
-    words = shlex.join([str(views.directory.path), *mode, "--show", page.groups[0].group_id])
-    print_line(console, f"  penstock rollouts {words}", style="cyan")
+    hint = command_line("rollouts", views.directory.path, *mode, "--show", page.groups[0].group_id)
+    print_line(console, f"  {hint}", style="cyan")
 
 
 def print_groups_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:

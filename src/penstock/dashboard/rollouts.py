@@ -6,7 +6,6 @@ place, and the answer to a query, as a table or as JSON lines.
 
 import datetime
 import json
-import shlex
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
@@ -35,6 +34,7 @@ from penstock.dashboard.groups import (
 from penstock.dashboard.lookup import find_rollouts
 from penstock.dashboard.tokens import TokenText, printable, shortened
 from penstock.rundir import QueryResult, RunViews
+from penstock.rundir.commands import command_line
 from penstock.types import ConfigError, Fate, RunDirectoryError
 
 _FRAGMENTS = """
@@ -74,8 +74,8 @@ def print_fragments(views: RunViews, wanted: GroupFilter, limit: int | None, con
     if rows[0]["total"] > len(rows):
         more = f"{rows[0]['total'] - len(rows):,} older fragments are not shown: --limit {rows[0]['total']}, --step N, "
         print_line(console, more + "--lesson TASK, --fate F", style="dim")
-    query = shlex.join([str(views.directory.path), "--sql", "select task, rewards, faults from fragments limit 5"])
-    print_line(console, f"  penstock rollouts {query}", style="cyan")
+    query = "select task, rewards, faults from fragments limit 5"
+    print_line(console, f"  {command_line('rollouts', views.directory.path, '--sql', query)}", style="cyan")
 
 
 def print_fragments_json(views: RunViews, wanted: GroupFilter, limit: int | None) -> None:

@@ -6,6 +6,7 @@ its programs once. Not covered: what to sample, which each request says for itse
 
 import ipaddress
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,6 +22,7 @@ class EngineConfig(BaseModel):
     """Shapes and limits of one inference engine.
 
     Attributes:
+        section: Where a config has these keys; errors name them so.
         max_slots: Responses that are generated at the same time.
         max_seq_len: Most tokens of a prompt and its response together.
         steps_per_dispatch: Most decode steps of one dispatch; arrivals, departures and new weights wait for at most
@@ -38,6 +40,8 @@ class EngineConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    section: ClassVar[str] = "inference"
 
     max_slots: int = Field(default=64, gt=0)
     max_seq_len: int = Field(default=1024, gt=1)
@@ -115,6 +119,12 @@ def _buckets(given: tuple[int, ...] | None, smallest: int, factor: int, longest:
             lengths.append(length)
             length *= factor
     return (*(length for length in lengths if length < longest), longest)
+
+
+class ServedEngineConfig(EngineConfig):
+    """An `EngineConfig` whose keys stand below ``engine``, as `ServeConfig` has them."""
+
+    section: ClassVar[str] = "engine"
 
 
 class ServeConfig(BaseModel):

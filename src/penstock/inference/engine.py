@@ -396,7 +396,7 @@ def _check_length(decoder: Decoder, config: EngineConfig) -> None:
     longest = decoder.config.max_position_embeddings
     if config.max_seq_len > longest:
         raise ConfigError(
-            f"inference.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
+            f"{config.section}.max_seq_len is {config.max_seq_len}, but the model is meant for {longest} tokens "
             "(max_position_embeddings): lower the one or change the model"
         )
 

@@ -20,7 +20,7 @@ from penstock.inference.access import (
     AccessRules,
     BoundedConnection,
 )
-from penstock.inference.config import ServeConfig, is_loopback
+from penstock.inference.config import ServeConfig, ServedEngineConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
 from penstock.model.language import PolicyConfig, load_policy
@@ -192,7 +192,7 @@ def serve(
     tokenizer = Tokenizer.load(path, config.model.chat_template_kwargs)
     decoder = load_policy(PolicyConfig(path=str(path), dtype=config.model.dtype), 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
-    engine_config = config.engine.model_copy(update={"max_seq_len": max_seq_len})
+    engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)

@@ -372,12 +372,13 @@ class ModelSplit:
     vocabulary: bool
 
     @classmethod
-    def over(cls, model: ModelConfig, devices: int) -> "ModelSplit":
+    def over(cls, model: ModelConfig, devices: int, section: str = EngineConfig.section) -> "ModelSplit":
         """Over that many local devices, the first ones.
 
         Args:
             model: Its heads, key heads and MLP columns must be multiples of `devices`.
             devices: How many, at least one.
+            section: Where a config says so; see `EngineConfig`.
 
         Raises:
             ConfigError: there are fewer, or the model cannot be split so.
@@ -385,10 +386,10 @@ class ModelSplit:
         local = jax.local_devices()
         if devices > len(local):
             raise ConfigError(
-                f"inference.model_parallel is {devices}, but this process has {len(local)} device(s) "
+                f"{section}.model_parallel is {devices}, but this process has {len(local)} device(s) "
                 f"({local[0].platform}): lower it, or give the process more devices"
             )
-        _check_divides(model, devices)
+        _check_divides(model, devices, section)
         mesh = Mesh(np.array(local[:devices]), (MODEL_AXIS,), axis_types=(AxisType.Auto,))
         return cls(mesh, model.vocab_size % devices == 0)
 
@@ -425,7 +426,7 @@ class ModelSplit:
         return PartitionSpec()
 
 
-def _check_divides(model: ModelConfig, devices: int) -> None:
+def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
     counts = {
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
@@ -435,8 +436,8 @@ def _check_divides(model: ModelConfig, devices: int) -> None:
     if uneven:
         fits = [n for n in range(1, model.num_key_value_heads + 1) if not any(c % n for c in counts.values())]
         raise ConfigError(
-            f"inference.model_parallel: the model cannot be split over {devices} devices, of which {', '.join(uneven)} "
-            f"is no multiple: use one of {', '.join(map(str, fits))}"
+            f"{section}.model_parallel: the model cannot be split over {devices} devices, of which "
+            f"{', '.join(uneven)} is no multiple: use one of {', '.join(map(str, fits))}"
         )
 
 
@@ -455,7 +456,7 @@ class ModelRunner:
         self._config = config
         self._windows, self._steps = config.window_buckets, config.steps_per_dispatch
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
-        self._split = ModelSplit.over(decoder.config, devices) if devices > 1 else None
+        self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
         self.load(self.prepare(decoder))
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])

@@ -60,13 +60,14 @@ def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: 
         EnvironmentFailure: the prompt is empty, has unknown tokens, or leaves no room for a response.
         ConfigError: the decoding parameters are out of range.
     """
-    _check_prompt(request.prompt, config.max_seq_len, vocab_size)
-    _check_decoding(request.decoding, config.max_stop_token_ids)
+    _check_prompt(request.prompt, config, vocab_size)
+    _check_decoding(request.decoding, config)
     if request.n < 1:
         raise ConfigError(f"n is {request.n}: ask for at least one response")
 
 
-def _check_prompt(prompt: np.ndarray, max_seq_len: int, vocab_size: int) -> None:
+def _check_prompt(prompt: np.ndarray, config: EngineConfig, vocab_size: int) -> None:
+    max_seq_len = config.max_seq_len
     if prompt.dtype != np.int32 or prompt.ndim != 1:
         raise EnvironmentFailure(f"prompt is {prompt.dtype}{list(prompt.shape)}: it must be int32 [p]")
     if len(prompt) == 0:
@@ -74,7 +75,7 @@ def _check_prompt(prompt: np.ndarray, max_seq_len: int, vocab_size: int) -> None
     if len(prompt) >= max_seq_len:
         raise EnvironmentFailure(
             f"prompt has {len(prompt)} tokens, which leaves no room for a response within max_seq_len = "
-            f"{max_seq_len}: shorten the prompt or raise inference.max_seq_len"
+            f"{max_seq_len}: shorten the prompt or raise {config.section}.max_seq_len"
         )
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         raise EnvironmentFailure(
@@ -86,7 +87,7 @@ def _outside(prompt: np.ndarray, vocab_size: int) -> int:
     return int(prompt[(prompt < 0) | (prompt >= vocab_size)][0])
 
 
-def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
+def _check_decoding(decoding: Decoding, config: EngineConfig) -> None:
     """Ranges of the sampling parameters, named as in `Decoding`."""
     stops = decoding.stop_strings
     if len(stops) > MOST_STOP_STRINGS or any(len(each) > LONGEST_STOP_STRING for each in stops):
@@ -99,10 +100,10 @@ def _check_decoding(decoding: Decoding, max_stop_token_ids: int) -> None:
             raise ConfigError(f"{name} is {value}: it must be {parameter.expected}")
     if decoding.max_output_tokens < 1:
         raise ConfigError(f"max_output_tokens is {decoding.max_output_tokens}: it must be at least 1")
-    if len(decoding.stop_token_ids) > max_stop_token_ids:
+    if len(decoding.stop_token_ids) > config.max_stop_token_ids:
         raise ConfigError(
-            f"stop_token_ids has {len(decoding.stop_token_ids)} entries: at most {max_stop_token_ids} fit; raise "
-            "inference.max_stop_token_ids"
+            f"stop_token_ids has {len(decoding.stop_token_ids)} entries: at most {config.max_stop_token_ids} fit; "
+            f"raise {config.section}.max_stop_token_ids"
         )
     if any(not 0 <= token < TOKEN_ID_LIMIT for token in decoding.stop_token_ids):
         raise ConfigError(f"stop_token_ids holds {max(decoding.stop_token_ids, key=abs)}: a token id is an int32")

@@ -169,7 +169,7 @@ class LearnerConfig(_Frozen, frozen=True):
 
     Attributes:
         loss: What is minimised.
-        optimizer: How.
+        optimizer: AdamW: learning rate and its course, decay, clipping.
         row_length: Tokens of a packed row; the longest sequence that can be trained.
         micro_batch_rows: Rows that go through the model at once; memory is in proportion to it.
         remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:

@@ -27,7 +27,7 @@ class OverseerConfig(BaseModel):
         heartbeat_timeout_s: A component that does not answer for so long counts as dead; it is ended and replaced.
         start_timeout_s: Longest time from the start of a component's process to its first answer.
         max_restarts: So many restarts of one component within `restart_window_s` are made; one more ends the run.
-        restart_window_s: See there.
+        restart_window_s: Time over which the restarts of one component are counted.
         backoff_s: Wait before the first restart of a component; it doubles with every further one in the window.
         max_backoff_s: Longest such wait.
         straggler_factor: A component that is slower than the median of its peers by this factor is reported.
@@ -121,7 +121,7 @@ class RunConfig(BaseModel):
         overseer: Supervision and checkpoints.
         weights: How new weights reach the inference servers.
         ray: The cluster.
-        roles: Resources by role; see `ROLES`.
+        roles: Resources by role: learner, replay, curriculum, inference, rollout, evaluator.
         versions: Of the packages that made the run; written to its config.yaml, never read.
     """
 

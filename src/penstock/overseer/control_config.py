@@ -57,7 +57,7 @@ class FleetRunConfig(BaseModel):
         overseer: Supervision and checkpoints.
         weights: How new weights reach workers in other processes.
         ray: The cluster.
-        roles: Resources by role; see `FLEET_ROLES`.
+        roles: Resources by role: learner, replay, rollout, evaluator.
         versions: Of the packages that made the run; written to its config.yaml, never read.
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from penstock.rundir.commands import command_line
 from penstock.types import RolloutBatchStats, RunFailed
 
 Results = dict[str, RolloutBatchStats]
@@ -30,7 +31,7 @@ def require_results(results: Results, run_dir: Path) -> None:
         reason = next(iter(failed.values()))
         raise RunFailed(
             f"the last evaluation of {', '.join(failed)} has no result: {reason}; the trained policy is the newest in "
-            f"{run_dir / 'checkpoints'}, and penstock train --resume {run_dir} evaluates it again"
+            f"{run_dir / 'checkpoints'}, and {command_line('train', '--resume', run_dir)} evaluates it again"
         )
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from penstock.overseer.lasting_output import lasting
 from penstock.overseer.results import reward_interval
+from penstock.rundir.commands import command_line
 from penstock.types import CompiledProgram, RolloutBatchStats
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -388,9 +389,9 @@ def _next_commands(summary: RunSummary) -> list[str]:
     checkpoint = summary.run_dir / "checkpoints" / f"step-{summary.step}"
     if not checkpoint.is_dir():
         return []  # interrupted before the first checkpoint
-    commands = [f"penstock eval {checkpoint}"]
+    commands = [command_line("eval", checkpoint)]
     if summary.kind == "language":
-        commands = [f"penstock rollouts {summary.run_dir}", *commands, f"penstock serve {checkpoint}"]
+        commands = [command_line("rollouts", summary.run_dir), *commands, command_line("serve", checkpoint)]
     if not summary.complete:
-        commands.insert(0, f"penstock train --resume {summary.run_dir}")
+        commands.insert(0, command_line("train", "--resume", summary.run_dir))
     return commands

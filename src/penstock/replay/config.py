@@ -14,8 +14,8 @@ class StoreConfig(BaseModel):
 
     Attributes:
         url: Where ``rollouts/`` and ``batches/`` go: a path, or an object store's URL (``s3://bucket/run``) that
-            names neither a server nor credentials; None means the run directory. A relative path counts from where the
-            run is started, and is kept as an absolute one. The logs stay in the run directory.
+            names neither a server nor credentials; None means the run directory. A path is kept as an absolute
+            one. The logs stay in the run directory.
         buffer_size: A file is written when so many rollouts wait for one; groups are never split.
         seal_s: Or when the oldest of them has waited so long. A waiting learner has it written at once.
         compression: Of the Parquet files.

@@ -192,10 +192,18 @@ class InitConfig(_Frozen):
     """A model to be drawn at random: the fields of `ModelConfig` with defaults for small models.
 
     Attributes:
-        vocab_size: None takes the tokenizer's.
-        intermediate_size: None: 8/3 of the hidden size, rounded up to a multiple of 16.
-        num_key_value_heads: None: as many as query heads.
-        head_dim: None: hidden size divided by query heads.
+        model_type: Family; ``qwen2`` has biases on queries, keys and values, ``qwen3`` normalised queries and keys.
+        vocab_size: Rows of the embedding; None takes the tokenizer's.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the gated MLP; None: 8/3 of the hidden size, rounded up to a multiple of 16.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Query heads of a layer.
+        num_key_value_heads: Key and value heads, a divisor of the query heads; None: as many.
+        head_dim: Width of a head, even; None: hidden size divided by query heads.
+        rope_theta: Base of the rotary wavelengths.
+        rms_norm_eps: Added to the mean square in norms.
+        tie_word_embeddings: Whether the output matrix is the embedding.
+        max_position_embeddings: The longest sequence that the model is meant for.
     """
 
     model_type: ModelType = "llama"
@@ -250,8 +258,8 @@ class PolicyConfig(LoadingConfig):
     """The policy that a run starts from, as a recipe writes it under ``model:``.
 
     Attributes:
-        path: A Hugging Face checkpoint directory; or
-        init: a small model drawn at random from the run's seed. Exactly one of the two.
+        path: A Hugging Face checkpoint directory. Either this or `init` is given.
+        init: A small model drawn at random from the run's seed. Either this or `path` is given.
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
     """

@@ -6,104 +6,32 @@ of one line per mistake: the dotted key as the user wrote it, its value, what is
 the nearest spelling of a wrong key. Where a value may be one of several types, pydantic reports every failed
 alternative; those are joined into one line.
 
-`named_code` says which code a recorded config names, before it runs: a run directory may have been written by others.
-`CODE_KEYS` is the one list of keys whose value is imported, or decides what other processes run. What is Penstock's own
-is not mentioned. Nothing is imported for that.
+Relative paths in a YAML file count from its folder, those in a packaged recipe or an override from the working
+directory; in the config all are absolute, so that it means the same wherever it is read again. `PATH_KEYS` lists them.
 """
 
 import copy
 import difflib
 import importlib.resources
+import os
+import re
 import reprlib
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from penstock.batch.config import BUILT_IN_MAKERS
-from penstock.rundir import RunDirectory
+from penstock.overseer.config_loading.keys import is_secret, matches
+from penstock.overseer.config_loading.suggestions import unknown_key
 from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
 from penstock.types import ConfigError
-from penstock.types.importing import locate
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
     from penstock.overseer.control_config import FleetRunConfig
-
-_MOST_DEPTH = 8
-
-
-def keys_at(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """The keys that are valid in the section at `path`; empty where any key is, or none."""
-    return sorted({name for section in _at(model, path) for name in _fields(section)})
-
-
-def is_secret(model: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Whether the model keeps the value at `path` out of its own printed form (``repr=False``)."""
-    if not path:
-        return False
-    fields = [field for section in _at(model, path[:-1]) for field in _fields(section).items()]
-    return any(not field.repr for name, field in fields if name == path[-1])
-
-
-def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """The valid dotted key that was probably meant by `path`, whose last part is unknown.
-
-    First a close spelling in the same section; then the same name in another section, where there is just one.
-    """
-    *section, key = (str(part) for part in path)
-    close = difflib.get_close_matches(key, keys_at(model, path[:-1]), n=1)
-    if close:
-        return ".".join([*section, close[0]])
-    elsewhere = [dotted for dotted in _all_keys(model) if dotted.rpartition(".")[2] == key]
-    return elsewhere[0] if len(elsewhere) == 1 else None
-
-
-def _at(model: type[BaseModel], path: Sequence[str | int]) -> list[Any]:
-    """The models and containers that the section at `path` may be."""
-    candidates: list[Any] = [model]
-    for key in path:
-        candidates = [below for section in candidates for below in _below(section, key)]
-    return candidates
-
-
-def _fields(section: Any) -> dict[str, FieldInfo]:
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        return {field.alias or name: field for name, field in section.model_fields.items()}
-    return {}
-
-
-def _below(section: Any, key: str | int) -> list[Any]:
-    fields = _fields(section)
-    if fields:
-        return _sections(fields[str(key)].annotation) if str(key) in fields else []
-    return [below for argument in get_args(section)[-1:] for below in _sections(argument)]
-
-
-def _sections(annotation: Any) -> list[Any]:
-    """The models and containers that an annotation may stand for."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _sections(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return [section for member in get_args(annotation) for section in _sections(member)]
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return [annotation] if is_model or get_args(annotation) else []
-
-
-def _all_keys(section: Any, prefix: str = "", depth: int = 0) -> Iterator[str]:
-    for name, field in _fields(section).items():
-        yield prefix + name
-        if depth < _MOST_DEPTH:
-            for below in _sections(field.annotation):
-                yield from _all_keys(below, f"{prefix}{name}.", depth + 1)
-
 
 _EXPECTED = {
     "int": "a whole number",
@@ -156,7 +84,7 @@ def describe_validation_error(
     for details in error.errors(include_url=False):
         by_path.setdefault(_written_path(details, values), []).append(details)
     mistakes = sorted(by_path.items(), key=lambda item: item[1][0]["type"] != "extra_forbidden")
-    return [(dotted(path), _line(model, path, group)) for path, group in mistakes]
+    return [(dotted(path), _line(model, path, group, values)) for path, group in mistakes]
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -185,11 +113,13 @@ def _existing(location: Sequence[str | int], values: Any) -> tuple[str | int, ..
     return tuple(path)
 
 
-def _line(model: type[BaseModel], path: tuple[str | int, ...], group: list[ErrorDetails]) -> str:
+def _line(
+    model: type[BaseModel], path: tuple[str | int, ...], group: list[ErrorDetails], values: Mapping[str, Any]
+) -> str:
     first = group[0]
     name = dotted(path)
     if first["type"] == "extra_forbidden":
-        return _unknown_key(model, path)
+        return unknown_key(model, path, values)
     if first["type"] == "missing":
         return f"{name} is missing: add it"
     if first["type"] in ("value_error", "assertion_error"):
@@ -198,14 +128,6 @@ def _line(model: type[BaseModel], path: tuple[str | int, ...], group: list[Error
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
     value = "(hidden)" if is_secret(model, path) else _shown(first["input"])
     return f"{name} is {value}: it must be {expected}{_nearest_literal(first)}"
-
-
-def _unknown_key(model: type[BaseModel], path: tuple[str | int, ...]) -> str:
-    meant = nearest_key(model, path)
-    if meant is not None:
-        return f"unknown key {dotted(path)}: did you mean {meant}?"
-    known = ", ".join(keys_at(model, path[:-1])) or "none"
-    return f"unknown key {dotted(path)}: remove it; the keys known here are {known}"
 
 
 def _expected(details: ErrorDetails) -> str:
@@ -242,17 +164,25 @@ def _shown(value: Any) -> str:
 Config = TypeVar("Config", bound=BaseModel)
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> "RunConfig | FleetRunConfig":
+def load_config(
+    recipe: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False
+) -> "RunConfig | FleetRunConfig":
     """A run's configuration from a recipe: a `FleetRunConfig` where there is a ``fleet`` section.
 
     Args:
         recipe: A packaged name or a YAML path; see `load_recipe`.
         overrides: ``key=value`` words; see `apply_overrides`.
+        recorded: It is a run's own ``config.yaml``. Its paths are absolute; those of a run from before they were count
+            from the working directory.
 
     Raises:
         ConfigError: one line that names the key, its value and the remedy.
     """
-    values = apply_overrides(load_recipe(recipe), overrides)
+    written = load_recipe(recipe)
+    values = apply_overrides(written, overrides)
+    keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
+    folder = Path.cwd() if recorded or str(recipe) in _packaged() else Path(recipe).expanduser().absolute().parent
+    values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
     if "fleet" in values:
         from penstock.overseer.control_config import FleetRunConfig
 
@@ -410,119 +340,68 @@ def _index(node: Any, key: str) -> Any:
     return int(key) if isinstance(node, list) else key
 
 
-CODE_KEYS = (
+_UPLOADED = "ray.runtime_env.working_dir"
+PATH_KEYS = (
+    "model.path",
+    "model.tokenizer",
     "curriculum.lessons.*.environment.env_class",
-    "curriculum.lessons.*.environment.env_args.reward",
-    "curriculum.lessons.*.environment.env_args.reward.*",
+    "curriculum.lessons.*.environment.env_args.*",
+    "fleet.tasks.*.id",
+    "fleet.tasks.*.kwargs.*",
     "replay.batch_maker.name",
     "replay.batch_makers.*.name",
-    "fleet.tasks.*.id",
-    "fleet.tasks.*.kwargs.callbacks.*",
-    "fleet.tasks.*.kwargs.callbacks.*.path",
-    "ray.address",
-    "ray.runtime_env",
-    "roles.*.env",
+    "replay.store.url",
+    "rollout.storage.path",
+    "learner.reference_kl.reference",
+    "inference.tls_cert",
+    "inference.tls_key",
+    "inference.tls_ca",
+    "weights.url",
+    "weights.tls_cert",
+    "weights.tls_key",
+    "weights.tls_ca",
+    "tracking.tensorboard.directory",
+    _UPLOADED,
 )
-"""Keys whose value is imported, by `load_attribute` or Gymnasium; the last three reach code by way of Ray. A ``*``
-stands for any key, or any place in a list."""
+"""Keys whose value is a path, or may be. Of what names code only ``file.py:Name`` is one; of an environment's or a
+simulator's own arguments that, and what is called ``path`` or ``…_path``."""
 
-_SHOWN_CHARACTERS = 300
-
-EVALUATED = ("curriculum", "fleet")
-"""The sections whose code an evaluation imports."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedCode:
-    """One key that names code.
-
-    Attributes:
-        key: Its dotted path.
-        value: What it says.
-        place: The file that is imported, or what happens instead.
-    """
-
-    key: str
-    value: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.value} ({self.place})"
+_NAMES_CODE = ("env_class", "id", "name")
+_CODE_FILE = re.compile(r"[^:]*\.py:\w+")
+_URL = re.compile(r"[A-Za-z][\w+.\-]+:")
+_NO_FILE = {"model.tokenizer": "penstock"}
 
 
-def named_code(values: Mapping[str, Any], sections: Sequence[str] | None = None) -> list[NamedCode]:
-    """What a config has imported that is not Penstock's own.
-
-    Args:
-        values: The config as plain data.
-        sections: Look into these only; by default all.
-    """
-    found: list[NamedCode] = []
-    for pattern in CODE_KEYS:
-        keys = pattern.split(".")
-        if sections is not None and keys[0] not in sections:
-            continue
-        for key, value in _matches(values, keys, ""):
-            place = _place(key, value, values.get("runtime"))
-            if place is not None:
-                found.append(NamedCode(key, f"{value!s:.{_SHOWN_CHARACTERS}}", place))
-    return found
+def _anchored(values: Mapping[str, Any], folder: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """A copy in which relative paths at some of `PATH_KEYS` are absolute: they count from `folder`."""
+    result = copy.deepcopy(dict(values))
+    for pattern in keys:
+        *section, last = pattern.split(".")
+        for _, node in matches(result, section):
+            for name in list(node) if isinstance(node, dict) and last == "*" else [last]:
+                if isinstance(node, dict) and name in node:
+                    node[name] = _absolute(node[name], pattern, str(name), folder)
+    return result
 
 
-def load_recorded_config(
-    directory: RunDirectory, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None
-) -> "tuple[RunConfig | FleetRunConfig, list[NamedCode]]":
-    """The config that a run directory holds, with changes, and the code that it names.
-
-    Args:
-        directory: Of the run whose config it is; nothing in it is changed.
-        overrides: ``key=value`` words of the user's own, laid over what is recorded.
-        trust: Take it although others than the user may have written it.
-        sections: The top-level keys whose code is going to be imported; by default all.
-
-    Raises:
-        ConfigError: others may have written it; or it is not valid.
-    """
-    config = load_config(directory.config_path, overrides)
-    code = named_code(config.dump(), sections)
-    reason = None if trust else directory.why_foreign()
-    if reason is not None:
-        names = "; ".join(map(str, code)) or "Penstock's own code only"
-        raise ConfigError(
-            f"{reason}, and what {directory.config_path} names is imported: give --trust if you know who wrote it, or "
-            f"a recipe of your own; it names {names}"
-        )
-    return config, code
+def _absolute(value: Any, pattern: str, name: str, folder: Path) -> Any:
+    """A value at a path key, or one of several in it."""
+    own = pattern.endswith("*")  # somebody's arguments, whose names alone tell
+    if isinstance(value, list):
+        return [_absolute(each, pattern, name, folder) for each in value]
+    if isinstance(value, dict):
+        return {key: _absolute(each, pattern, "", folder) for key, each in value.items()} if own else value
+    if not isinstance(value, str) or not value or value == _NO_FILE.get(pattern):
+        return value
+    if _CODE_FILE.fullmatch(value) is None:
+        is_path = name == "path" or name.endswith("_path") if own else name not in _NAMES_CODE
+        if not is_path or _URL.match(value) is not None:
+            return value
+    return os.path.abspath(folder / os.path.expanduser(value))
 
 
-def _matches(node: Any, keys: Sequence[str], path: str) -> Iterator[tuple[str, Any]]:
-    """Every place that a pattern stands for, with its value."""
-    if not keys:
-        yield path, node
-        return
-    children = cast(Mapping[str, Any], node) if isinstance(node, Mapping) else {}
-    if isinstance(node, list | tuple):
-        children = {str(number): child for number, child in enumerate(cast(Sequence[Any], node))}
-    for name in children if keys[0] == "*" else [keys[0]] if keys[0] in children else []:
-        yield from _matches(children[name], keys[1:], f"{path}.{name}" if path else name)
-
-
-def _place(key: str, value: Any, runtime: Any) -> str | None:
-    """Where a value leads; None where it names no code, or only Penstock's own."""
-    if key.startswith(("ray.", "roles.")):
-        reached = "whoever runs that cluster" if key == "ray.address" else "handed to Ray's processes"
-        return reached if value and runtime == "ray" else None
-    if not isinstance(value, str) or _is_built_in(key, value):
-        return None
-    return locate(value) or "not found"
-
-
-def _is_built_in(key: str, value: str) -> bool:
-    """Whether a value names Penstock's own code, or a simulator by an id that Gymnasium has."""
-    if value in BUILT_IN_MAKERS or (value.startswith("penstock.") and ".py:" not in value):
-        return True
-    if key.startswith("fleet.") and key.endswith(".id"):
-        from penstock.environments.simulators import simulator_ids
-
-        return ":" not in value or value.partition(":")[0] in {name.partition(":")[0] for name in simulator_ids()}
-    return False
+def _reads_uploaded(values: Mapping[str, Any]) -> bool:
+    """Whether Ray hands processes a copy of a folder to work in, from which relative paths then count."""
+    ray = values.get("ray")
+    environment = ray.get("runtime_env") if isinstance(ray, Mapping) else None
+    return values.get("runtime") == "ray" and isinstance(environment, Mapping) and "working_dir" in environment

@@ -1,0 +1,126 @@
+"""The config that a run directory holds, and the code that it names.
+
+`named_code` says which code a recorded config names, before it runs: a run directory may have been written by others.
+`CODE_KEYS` is the one list of keys whose value is imported, or decides what other processes run. What is Penstock's own
+is not mentioned. Nothing is imported for that.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.batch.config import BUILT_IN_MAKERS
+from penstock.overseer.config_loading.keys import matches
+from penstock.overseer.config_loading.loading import load_config
+from penstock.rundir import RunDirectory
+from penstock.types import ConfigError
+from penstock.types.importing import locate
+
+if TYPE_CHECKING:
+    from penstock.overseer.config import RunConfig
+    from penstock.overseer.control_config import FleetRunConfig
+
+CODE_KEYS = (
+    "curriculum.lessons.*.environment.env_class",
+    "curriculum.lessons.*.environment.env_args.reward",
+    "curriculum.lessons.*.environment.env_args.reward.*",
+    "replay.batch_maker.name",
+    "replay.batch_makers.*.name",
+    "fleet.tasks.*.id",
+    "fleet.tasks.*.kwargs.callbacks.*",
+    "fleet.tasks.*.kwargs.callbacks.*.path",
+    "ray.address",
+    "ray.runtime_env",
+    "roles.*.env",
+)
+"""Keys whose value is imported, by `load_attribute` or Gymnasium; the last three reach code by way of Ray. A ``*``
+stands for any key, or any place in a list."""
+
+_SHOWN_CHARACTERS = 300
+
+EVALUATED = ("curriculum", "fleet")
+"""The sections whose code an evaluation imports."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCode:
+    """One key that names code.
+
+    Attributes:
+        key: Its dotted path.
+        value: What it says.
+        place: The file that is imported, or what happens instead.
+    """
+
+    key: str
+    value: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value} ({self.place})"
+
+
+def named_code(values: Mapping[str, Any], sections: Sequence[str] | None = None) -> list[NamedCode]:
+    """What a config has imported that is not Penstock's own.
+
+    Args:
+        values: The config as plain data.
+        sections: Look into these only; by default all.
+    """
+    found: list[NamedCode] = []
+    for pattern in CODE_KEYS:
+        keys = pattern.split(".")
+        if sections is not None and keys[0] not in sections:
+            continue
+        for key, value in matches(values, keys):
+            place = _place(key, value, values.get("runtime"))
+            if place is not None:
+                found.append(NamedCode(key, f"{value!s:.{_SHOWN_CHARACTERS}}", place))
+    return found
+
+
+def load_recorded_config(
+    directory: RunDirectory, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None
+) -> "tuple[RunConfig | FleetRunConfig, list[NamedCode]]":
+    """The config that a run directory holds, with changes, and the code that it names.
+
+    Args:
+        directory: Of the run whose config it is; nothing in it is changed.
+        overrides: ``key=value`` words of the user's own, laid over what is recorded.
+        trust: Take it although others than the user may have written it.
+        sections: The top-level keys whose code is going to be imported; by default all.
+
+    Raises:
+        ConfigError: others may have written it; or it is not valid.
+    """
+    config = load_config(directory.config_path, overrides, recorded=True)
+    code = named_code(config.dump(), sections)
+    reason = None if trust else directory.why_foreign()
+    if reason is not None:
+        names = "; ".join(map(str, code)) or "Penstock's own code only"
+        raise ConfigError(
+            f"{reason}, and what {directory.config_path} names is imported: give --trust if you know who wrote it, or "
+            f"a recipe of your own; it names {names}"
+        )
+    return config, code
+
+
+def _place(key: str, value: Any, runtime: Any) -> str | None:
+    """Where a value leads; None where it names no code, or only Penstock's own."""
+    if key.startswith(("ray.", "roles.")):
+        reached = "whoever runs that cluster" if key == "ray.address" else "handed to Ray's processes"
+        return reached if value and runtime == "ray" else None
+    if not isinstance(value, str) or _is_built_in(key, value):
+        return None
+    return locate(value) or "not found"
+
+
+def _is_built_in(key: str, value: str) -> bool:
+    """Whether a value names Penstock's own code, or a simulator by an id that Gymnasium has."""
+    if value in BUILT_IN_MAKERS or (value.startswith("penstock.") and ".py:" not in value):
+        return True
+    if key.startswith("fleet.") and key.endswith(".id"):
+        from penstock.environments.simulators import simulator_ids
+
+        return ":" not in value or value.partition(":")[0] in {name.partition(":")[0] for name in simulator_ids()}
+    return False
