@@ -41,7 +41,7 @@ ALL = [multiply, fails, hangs, long, table]
 
 class Product(ToolEnvironment):
     def __init__(self, tools=ALL, **limits):
-        super().__init__(tools, "product", **limits)
+        super().__init__(tools, name="product", **limits)
 
     def train_examples(self):
         return [Example("6*7", "6*7=", "42")]

@@ -105,11 +105,11 @@ class _Attempt:
     """A conversation, and its tokens.
 
     Args:
-        environment: Answers.
+        environment: Answers the policy, and scores.
         tokenizer: The policy's.
-        task: What it begins with.
-        decoding: Of the whole response.
-        position: Among those of its group.
+        task: The problem that it begins with.
+        decoding: Of the whole response, in tokens.
+        position: The place of this one in its group.
 
     Attributes:
         rollout: The finished one.

@@ -31,7 +31,6 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError, validate_call
 from typing_extensions import override
 
-from penstock.environments.base import Template
 from penstock.environments.example_environment import Example
 from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
 from penstock.types import Message, RolloutGroup
@@ -113,30 +112,21 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     Args:
         tools: Functions with annotated arguments; their docstrings tell the policy what they do.
-        name: Stands on every rollout.
-        template: How prompts are put to the policy.
-        system_prompt: Put before every prompt. Where prompts are plain, or the chat template knows no tools
-            (`shown=False`), it must say how to call.
-        max_turns: Most turns of the policy.
-        max_seconds: Longest time of one conversation.
-        turn_tokens: Most tokens of one turn.
         tool_seconds: Longest time of one call; a longer one is an error that the policy is told.
-        shown: Whether the chat template shows the tools.
+        shown: Whether the chat template shows the tools; where not, and where prompts are plain, `system_prompt` must say
+            how to call.
+        conversation: What `MultiTurnEnvironment` takes.
     """
 
     def __init__(
         self,
         tools: Sequence[Callable[..., Any]],
-        name: str = "tools",
-        template: Template = "auto",
-        system_prompt: str | None = None,
-        max_turns: int = 8,
-        max_seconds: float = 600.0,
-        turn_tokens: int | None = None,
         tool_seconds: float = 30.0,
         shown: bool = True,
+        name: str = "tools",
+        **conversation: Any,
     ) -> None:
-        super().__init__(name, template, system_prompt, max_turns, max_seconds, turn_tokens)
+        super().__init__(name, **conversation)
         schemas = [tool_schema(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) != len(names) or not names:
