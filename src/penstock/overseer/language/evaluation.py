@@ -23,6 +23,9 @@ from penstock.types import (
     RolloutBatchStats,
 )
 
+LABEL = "offline"
+"""Among the labels of evaluations in rollouts that are kept."""
+
 
 def evaluate(
     checkpoint: Path | str,
@@ -79,7 +82,7 @@ def _evaluated(
     manager: RolloutManager, lesson_id: str, n: int | None, generations: int
 ) -> tuple[RolloutBatchStats, RolloutBatch]:
     try:
-        return manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations)
+        return manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations, label=LABEL)
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(f"lesson {lesson_id!r} cannot be evaluated: {failure}") from failure
 
@@ -94,4 +97,4 @@ def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[st
 
 def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, table_from_evaluation(batches, "offline"))
+    write_parquet(path, table_from_evaluation(batches, LABEL))
