@@ -12,7 +12,7 @@ import openai
 import pytest
 from tests.certificates import write_certificate
 
-from penstock.inference import HttpServer, ServeConfig, create_app, serve
+from penstock.inference import EngineConfig, HttpServer, ServeConfig, create_app, serve
 from penstock.inference.http_server import model_directory
 from penstock.model.language import save_decoder
 from penstock.text import Tokenizer
@@ -129,6 +129,12 @@ def test_serve_announces_its_address_and_runs_until_told(checkpoint, config):
         thread.join(60)
     assert not thread.is_alive()
     assert "48 tokens" in said[0]  # clipped to what the model is meant for
+
+
+def test_serve_names_its_own_keys(checkpoint):
+    settings = ServeConfig(port=0, engine=EngineConfig(max_seq_len=48, model_parallel=1000))
+    with pytest.raises(ConfigError, match=r"^engine\.model_parallel is 1000, but this process has"):
+        serve(str(checkpoint), settings)
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path, checkpoint):

@@ -140,6 +140,14 @@ def test_what_has_another_form_is_left_to_validation(project, values):
         load_config(project / "broken.yaml")
 
 
+def test_the_example_finds_its_files_from_anywhere(project):
+    root = Path(__file__).resolve().parents[3]
+    config = load_config(root / "examples" / "word_problems.yaml")
+    arguments = config.curriculum.lessons["word_problems"].environment.env_args
+    assert Path(arguments["path"]).is_file() and Path(arguments["reward"].removesuffix(":reward")).is_file()
+    assert config.model.path == str(root / "checkpoints" / "word-problems")
+
+
 @pytest.mark.parametrize("model", [RunConfig, FleetRunConfig])
 def test_every_key_that_may_be_a_path_is_listed(model: type[BaseModel]):
     """By what it is called, or by its type."""
