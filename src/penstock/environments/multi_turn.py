@@ -106,7 +106,7 @@ class _Attempt:
 
     Args:
         environment: Answers the policy, and scores.
-        tokenizer: The policy's.
+        tokenizer: The policy's, which renders what is told.
         task: The problem that it begins with.
         decoding: Of the whole response, in tokens.
         position: The place of this one in its group.

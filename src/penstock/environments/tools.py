@@ -113,8 +113,8 @@ class ToolEnvironment(MultiTurnEnvironment):
     Args:
         tools: Functions with annotated arguments; their docstrings tell the policy what they do.
         tool_seconds: Longest time of one call; a longer one is an error that the policy is told.
-        shown: Whether the chat template shows the tools; where not, and where prompts are plain, `system_prompt` must say
-            how to call.
+        shown: Whether the chat template shows the tools; where not, or where prompts are plain, `system_prompt` must
+            say how to call.
         conversation: What `MultiTurnEnvironment` takes.
     """
 
