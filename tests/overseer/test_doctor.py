@@ -122,20 +122,22 @@ def checked(capsys, *words: str) -> tuple[int, dict[str, str]]:
     """Exit code, and for each check its status and what was found."""
     code = main(["doctor", *words])
     rows, name = {}, ""
-    for line in capsys.readouterr().out.splitlines():
+    told = capsys.readouterr()
+    for line in told.out.splitlines():
         status, _, rest = line.strip().partition("  ")
         if status in ("ok", "warn", "fail"):
             name, _, rest = rest.strip().partition("  ")
             rows[name] = f"{status} {rest.strip()}"
         elif name:
             rows[name] += f" {line.strip()}"
+    assert rows, told.err
     return code, rows
 
 
 def test_a_checkpoint_is_tried_before_any_run(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "300")
     code, found = checked(capsys, str(checkpoint), "model.dtype=bfloat16", *SMALL)
-    assert code == 0
+    assert code == 0, found
     assert found["checkpoint"].startswith("ok llama, 9,488 parameters, bfloat16")
     assert re.search(r"ok KL \S+, .difference. mean \S+, p99 \S+, max \S+; \d+ tokens in bfloat16, the limit of the KL "
                      r"is \S+ at the start and 0.005 later; rounding alone makes a KL of", found["parity"])  # fmt: skip

@@ -1,5 +1,6 @@
 """What a recorded config has imported is said, key by key; tests/cli/test_trust.py has the commands."""
 
+import os
 import re
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_every_key_of_a_language_run_that_names_code_is_said():
 
 @pytest.mark.attack
 def test_each_of_several_reward_functions_is_said():
-    own, mine = "penstock.environments.rewards.final_answer", "rewards.py:brief"
+    own, mine = "penstock.environments.rewards.final_answer", f"{os.path.abspath('rewards.py')}:brief"
     values = load_config("cats", [f"{CATS}.env_args={{reward: ['{own}', '{mine}'], path: x}}"]).dump()
     assert said(values) == {f"{CATS}.env_args.reward.1": mine}
 
