@@ -205,7 +205,7 @@ def test_a_root_that_leads_nowhere_ends_the_fetch_at_its_limit(job, monkeypatch,
     monkeypatch.setattr(job.clients[0], "_config", job.config.model_copy(update={"fetch_timeout_s": 0.5}))
     job.publish(1)
     began = time.monotonic()
-    with pytest.raises(UnreachableError, match=rf"no place in the fan-out tree .* in 0.5 s: .*{why}"):
+    with pytest.raises(UnreachableError, match=rf"no place in the fan-out tree .* in 0\.[45]\d* s: .*{why}"):
         job.fetch(0, 1)
     assert time.monotonic() - began < 10.0
 
