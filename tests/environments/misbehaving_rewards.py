@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 
@@ -84,7 +83,8 @@ def _endless_line(completions, rewards):
 
 
 def _forge_later(completions, rewards):
-    threading.Timer(0.003, _write_everywhere, [_forged(rewards).encode() + b"\n"]).start()
+    """Once it is told by a signal, so that the right reply is out by then."""
+    signal.signal(signal.SIGUSR1, lambda *_: _write_everywhere(_forged(rewards).encode() + b"\n"))
 
 
 def _hang(completions, rewards):

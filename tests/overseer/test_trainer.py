@@ -92,6 +92,8 @@ def test_training_waits_for_its_programs_and_a_request_to_finish_does_not(role, 
     waiting.start()
     wait_until(lambda: role.condition().doing == "waiting for the programs of an update")
     assert role.condition().progress is None, "nothing is owed"
+    role._training = True
+    assert role.condition().address["training"], "others generate the first batch meanwhile"
     waiting.join(0.1)
     assert waiting.is_alive()
     gate.set() if ending == "compiled" else role.finish()

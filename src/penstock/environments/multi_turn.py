@@ -32,12 +32,20 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
 from penstock.environments.base import Prompt, Reference, Template, check_rewards
 from penstock.environments.episode import EpisodeBuilder, generate_each
-from penstock.environments.example_environment import FAILURES, Example, ExampleEnvironment, Failure, Outcome, Task
+from penstock.environments.example_environment import (
+    FAILURES,
+    Example,
+    ExampleEnvironment,
+    Failure,
+    Outcome,
+    Played,
+    Task,
+    mean_by_name,
+)
 from penstock.types import (
     Completion,
     ConfigError,
@@ -47,7 +55,6 @@ from penstock.types import (
     Message,
     PenstockError,
     Rollout,
-    RolloutGroup,
     TextCodec,
     fold,
 )
@@ -74,6 +81,7 @@ class Conversation:
         completion: All of that; None where nobody sampled it (a worked solution).
         state: The environment's own.
         ending: Why it is over; None while it is not.
+        rewritten: Whether the chat template would show it otherwise than it was.
     """
 
     example: Example
@@ -83,6 +91,7 @@ class Conversation:
     completion: Completion | None = None
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     ending: Ending | None = None
+    rewritten: bool = False
     _credits: list[float] = field(default_factory=list[float])
 
     @classmethod
@@ -114,7 +123,6 @@ class _Attempt:
     Attributes:
         rollout: The finished one.
         failure: Why there is none.
-        rewritten: Whether the chat template would show it otherwise than it was.
     """
 
     def __init__(
@@ -128,7 +136,6 @@ class _Attempt:
         self.conversation = Conversation.about(task.example, task.prompt)
         self.rollout: Rollout | None = None
         self.failure: Failure | None = None
-        self.rewritten = False
         self._environment, self._tokenizer, self._task, self._decoding = environment, tokenizer, task, decoding
         self._seed = fold(task.seed, "conversation", position)
         self._episode = EpisodeBuilder(task.prompt, task.prompt_tokens, decoding)
@@ -205,15 +212,18 @@ class _Attempt:
         whole = [*self.conversation.messages, *added]
         marked = [*whole]
         marked[before - 1] = {**whole[before - 1], "content": _MARK}
-        text = self._tokenizer.render_text(marked, self._given)
-        if text.count(_MARK) != 1:
+        shown = self._tokenizer.render_text(marked, self._given)
+        if shown.count(_MARK) != 1:
             raise ConfigError(
-                f"the chat template writes what an assistant said {text.count(_MARK)} times and not once: use a "
+                f"the chat template writes what an assistant said {shown.count(_MARK)} times and not once: use a "
                 "template that keeps earlier answers, or template: plain"
             )
-        told = text.partition(_MARK)[2]  # whatever stands before: the policy's own tokens stay as they were sampled
+        told = shown.partition(_MARK)[2]  # whatever stands before: the policy's own tokens stay as they were sampled
         rendered, said = self._tokenizer.render_text(whole, self._given), self.conversation.text
-        self.rewritten |= rendered not in (f"{self._shown}{said}{told}", f"{self._shown}{said.strip()}{told}")
+        self.conversation.rewritten |= rendered not in (
+            f"{self._shown}{said}{told}",
+            f"{self._shown}{said.strip()}{told}",
+        )
         self._shown = rendered
         return told
 
@@ -307,7 +317,6 @@ class MultiTurnEnvironment(ExampleEnvironment):
             if value is not None and value <= 0:
                 raise ValueError(f"{key} is {value}: it must be above 0")
         self.max_turns, self.max_seconds, self.turn_tokens = max_turns, max_seconds, turn_tokens
-        self._played = threading.local()
 
     @abstractmethod
     def respond(self, conversation: Conversation) -> Reply:
@@ -344,26 +353,20 @@ class MultiTurnEnvironment(ExampleEnvironment):
             _in_rounds(inference_ctx, attempts)
         else:
             _at_own_pace(inference_ctx, attempts)
-        self._played.attempts = attempts
         groups = [attempts[first : first + n_generations] for first in range(0, len(attempts), n_generations)]
-        return [_outcome(group) for group in groups]
+        return [self._outcome(group) for group in groups]
 
-    @override
-    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """``turns`` per conversation, and the shares that limits ended and that the chat template would rewrite."""
-        finished = self._finished()
-        if not finished:
-            return {}
-        endings = [attempt.conversation.ending for attempt in finished]
-        return {
-            "turns": float(np.mean([attempt.conversation.turns for attempt in finished])),
-            "rewritten": float(np.mean([attempt.rewritten for attempt in finished])),
-            **{f"ended_by_{limit}": endings.count(limit) / len(endings) for limit in ("turns", "tokens", "seconds")},
-        }
+    def numbers(self, conversation: Conversation) -> dict[str, float]:
+        """About one finished conversation; metrics are their means. To be extended where there are more."""
+        endings = {f"ended_by_{limit}": float(conversation.ending == limit) for limit in ("turns", "tokens", "seconds")}
+        return {"turns": float(conversation.turns), "rewritten": float(conversation.rewritten), **endings}
 
-    def _finished(self) -> list[_Attempt]:
-        """Of this thread's latest `play`."""
-        return [attempt for attempt in getattr(self._played, "attempts", []) if attempt.rollout is not None]
+    def _outcome(self, group: Sequence[_Attempt]) -> Outcome:
+        failures = [attempt.failure for attempt in group if attempt.failure is not None]
+        if failures:
+            return failures[0]
+        rollouts = [attempt.rollout for attempt in group if attempt.rollout is not None]
+        return Played(rollouts, mean_by_name([self.numbers(attempt.conversation) for attempt in group]))
 
     @override
     def references(self, example: Example) -> list[Reference]:
@@ -411,11 +414,6 @@ def _at_own_pace(inference_ctx: InferenceContext, attempts: Sequence[_Attempt]) 
     with ThreadPoolExecutor(min(len(attempts), MOST_AT_ONCE), "conversation") as threads:
         for done in [threads.submit(drive, attempt) for attempt in attempts]:
             done.result()
-
-
-def _outcome(group: Sequence[_Attempt]) -> Outcome:
-    failures = [attempt.failure for attempt in group if attempt.failure is not None]
-    return failures[0] if failures else [attempt.rollout for attempt in group if attempt.rollout is not None]
 
 
 def messages_of(reply: Reply) -> list[Message]:

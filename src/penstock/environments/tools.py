@@ -27,13 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError, validate_call
 from typing_extensions import override
 
 from penstock.environments.example_environment import Example
 from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
-from penstock.types import Message, RolloutGroup
+from penstock.types import Message
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CALL_END = "</tool_call>"
@@ -163,14 +162,13 @@ class ToolEnvironment(MultiTurnEnvironment):
         return replies
 
     @override
-    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Beside those of conversations, ``tool_calls`` per conversation and the share of them that were errors."""
-        calls = [attempt.conversation.state.get("calls", []) for attempt in self._finished()]
-        told = [answer for each in calls for _, answer in each]
-        numbers = {"tool_calls": len(told) / len(calls)} if calls else {}
+    def numbers(self, conversation: Conversation) -> dict[str, float]:
+        """Also ``tool_calls``, and the share of them that were errors."""
+        told = [answer for _, answer in conversation.state.get("calls", [])]
+        numbers = {**super().numbers(conversation), "tool_calls": float(len(told))}
         if told:
-            numbers["tool_errors"] = float(np.mean([answer.startswith("error: ") for answer in told]))
-        return {**super().metrics(groups), **numbers}
+            numbers["tool_errors"] = sum(answer.startswith("error: ") for answer in told) / len(told)
+        return numbers
 
     def _call(self, call: ToolCall) -> str:
         if call.error:

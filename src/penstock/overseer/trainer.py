@@ -341,7 +341,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self.ctx.metrics(step, {**metrics, **self._broadcaster.metrics()})
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
-        training = self._training and self._loop is not None
+        training = self._training  # others generate while programs of an update are compiled
         doing = self._loop.doing if training and self._loop is not None else self.doing
         owes_none = bool(self._no_room) or doing.startswith(("waiting", "done"))
         progress = float(self.compiled + self._steps_done)
