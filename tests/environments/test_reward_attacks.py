@@ -113,7 +113,8 @@ def test_a_forked_child_has_no_say_and_prints_cost_no_memory(pool, deed):
 def test_what_comes_between_two_calls_fails_the_second_and_shifts_nothing(pool):
     assert pool.score(asking("forge_later", "a")).rewards == [right_reward("a")]
     process = pool._free.queue[0]
-    process._child.send_signal(signal.SIGUSR1)
+    [worker] = psutil.Process(process._child.pid).children()
+    worker.send_signal(signal.SIGUSR1)
     wait_until(lambda: wrote_something(process))
     with pytest.raises(EnvironmentFailure, match="its process wrote .* before it was asked"):
         pool.score(asking("", "b"))
