@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.environments.simulators.minestudio_stub import JAR
 from tests.fleet.driving import QUICK, await_gone, config_of, driven, lives
+from tests.waiting import wait_until
 
 from penstock.fleet.process_tree import children_by_parent, subtree
 
@@ -72,8 +73,9 @@ def test_minecraft_loses_its_connection_and_then_its_process_and_leaves_no_engin
         assert row["fault"] and row["truncated"] and not row["terminated"] and row["first"] and not row["has_final"]
         assert not act_in_minecraft(driver, 60)["fault"], "the error stays in MineStudio's info, and counts once"
         pid = driver.pool.process_ids()[0]
-        engine = [one for one in subtree(pid, children_by_parent()) if one != pid]
-        assert len(engine) > 1 and all(os.getsid(one) != os.getsid(pid) for one in engine)
+        wait_until(lambda: len(of_first(driver)) > 2, "the engine's processes")
+        engine = [one for one in of_first(driver) if one != pid]
+        assert all(os.getsid(one) != os.getsid(pid) for one in engine)
         os.kill(pid, signal.SIGKILL)
         row = act_in_minecraft(driver, 60)
         assert row["fault"] and row["truncated"] and driver.pool.counts()["faults"] == 1
