@@ -33,11 +33,13 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV_STAMP)
 	@$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable .
 	@touch $(STAMP)
 
-# With bytecode, made on all cores: tests take warnings as errors, those of a first import of others' code too.
+# With bytecode, made on all cores: tests take warnings as errors, those of a first import of others' code too. And with
+# that of the tests, which each of their processes would make again.
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV_STAMP)
 	@echo "Installing Penstock with its linters, test servers and simulators into $(VENV), once; this takes some minutes"
 	@$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[dev]"
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only > $(VENV)/collected.txt 2>&1 || true
 	@touch $(STAMP) $(DEV_STAMP)
 
 $(RAY_STAMP): $(DEV_STAMP)
@@ -70,10 +72,16 @@ lint: $(DEV_STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-# Three processes on two cores, since every fifth second of a test is a wait. Bytecode is kept whatever the environment
-# says: the many processes of tests compile each module once.
-test: lint
-	PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 3
+# Four processes on two cores, since every third second of a test is a wait; pyright, which uses one core, beside them,
+# told at the end. Bytecode is kept whatever the environment says: the many processes of tests compile each module once.
+test: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	@echo "$(BIN)/pyright, beside the tests"
+	@$(BIN)/pyright > $(VENV)/pyright.txt 2>&1 & types=$$!; \
+		PYTHONDONTWRITEBYTECODE= XLA_FLAGS="$(UNOPTIMISED)" $(BIN)/pytest --numprocesses 4; tests=$$?; \
+		wait $$types; types=$$?; cat $(VENV)/pyright.txt; exit $$((tests > types ? tests : types))
 
 test-slow: $(RAY_STAMP)
 	$(BIN)/pytest -m "slow or attack" --ignore=tests/fuzz

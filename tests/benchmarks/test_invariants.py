@@ -81,6 +81,7 @@ def test_a_run_of_two_lives_breaks_no_rule(run):
     assert violations(run, step=STEPS) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [pytest.param("reuse", marks=pytest.mark.slow), "fragments"])
 def test_nor_does_one_whose_rollouts_may_be_trained_twice_with_tickets_or_of_simulators(tmp_path, variant):
     assert violations(RunDirectory(make_run(tmp_path / "run", variant)), step=STEPS) == []

@@ -48,6 +48,7 @@ def test_the_table_and_the_marks_are_printed(monkeypatch, capsys):
     assert printed.rstrip().endswith("The marks are reached.")
 
 
+@pytest.mark.slow
 def test_a_missed_mark_is_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(pacing, "WARM_UP", 5)
     monkeypatch.setattr(pacing, "MOST_WASTE", -1.0)

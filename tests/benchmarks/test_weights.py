@@ -35,6 +35,7 @@ def test_raw_flight_moves_every_byte_once_over_any_number_of_streams():
                 assert place.tobytes() == arrays["a"].tobytes() + arrays["b"].tobytes()
 
 
+@pytest.mark.slow
 def test_every_transport_is_measured_and_its_arrays_are_compared():
     measured = handover.measure(200_000, rounds=1, repeats=2)
     assert set(MEASURED) <= measured.seconds.keys()

@@ -65,6 +65,7 @@ def last_step(run_dir: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(interrupted):
     run_dir, done = interrupted
     assert done.returncode == 130, done.stderr

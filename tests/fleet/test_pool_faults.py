@@ -354,6 +354,7 @@ def test_nothing_outlives_a_worker_that_was_killed(tmp_path):
         await_gone(everyone)
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_a_hundred_restarts_leave_no_descriptor_and_no_memory_behind():
     limits = _limits(backoff_s=0.001, max_backoff_s=0.001, restarts_per_minute=1000, max_failures_in_row=None)

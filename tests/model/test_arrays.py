@@ -89,6 +89,7 @@ def test_zeros_of_both_signs_and_numbers_that_are_none_are_told_apart():
     assert len(set(digests_of(arrays).values())) == 3
 
 
+@pytest.mark.slow
 def test_names_and_shapes_of_one_model_need_one_program(monkeypatch):
     from penstock.model import arrays as module
 

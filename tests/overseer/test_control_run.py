@@ -147,6 +147,7 @@ def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
         run.close()
 
 
+@pytest.mark.slow
 def test_a_fleet_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path):
     with running(run_dir, {"evaluation": {"before": True, "every": 2}}) as run:
         run.end()

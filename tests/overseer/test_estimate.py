@@ -115,7 +115,7 @@ def peak_bytes(lowered: Any) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def dtype(request):
     return request.param
 

@@ -133,6 +133,7 @@ def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     assert "serve" not in text and "prompts" not in text and "lessons" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["none", pytest.param("gru", marks=pytest.mark.slow)])
 def test_steps_that_are_too_old_are_cut_off_and_every_step_is_accounted_for(run_dir: Path, memory: str):
     """A budget of zero versions: no fragment that was sent may hold steps of two."""
@@ -176,6 +177,7 @@ def test_a_policy_learns_what_it_is_shown(run_dir: Path):
     assert summary.untrained["guess"].reward_mean < 7 < 8.5 < summary.after["guess"].reward_mean
 
 
+@pytest.mark.slow
 def test_a_stop_request_leaves_a_checkpoint_that_a_resume_goes_on_from(run_dir: Path, monkeypatch):
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
@@ -316,6 +318,7 @@ def test_a_run_of_which_nothing_can_be_trained_ends_and_says_why(run_dir: Path):
     assert closes(read_status(run_dir / "status.json")["ledger"])
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_moves_ends_naming_what_is_waited_for(run_dir: Path):
     tasks = {"guess": {"id": GUESS, "kwargs": {"hang_at": 40}}}
     limits = {"no_progress_s": 2.0, "stop_timeout_s": 2.0}

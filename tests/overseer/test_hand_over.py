@@ -69,6 +69,7 @@ def test_a_share_of_one_group_slows_the_worker_but_loses_nothing(run_dir: Path, 
     assert all({f"rollout_storage/{name}" for name in names} <= row.keys() for row in updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_receiver_that_is_gone_ends_the_run_by_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     import penstock.overseer.language.local as local
@@ -92,6 +93,7 @@ def test_an_error_in_the_receiver_ends_the_run_with_that_error(run_dir: Path, mo
     assert waiting_files(run_dir / "rollout_storage")  # never acknowledged, so never deleted
 
 
+@pytest.mark.slow
 def test_what_an_earlier_life_left_in_the_folder_does_no_harm(run_dir: Path):
     """A group of a dead lineage is refused by its ticket, a torn file is put aside; the run goes on."""
     train(tiny({"steps": 2, "rollout": FILES}), run_dir, quiet=True)

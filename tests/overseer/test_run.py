@@ -109,6 +109,7 @@ def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
         run.launcher.close(5.0)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_components_leaves_a_complete_run_directory(run_dir: Path):
     with running(run_dir, {"steps": 4}) as run:
         run.end()
@@ -195,6 +196,7 @@ def test_a_component_that_keeps_dying_ends_the_run_with_a_checkpoint(
     assert newest >= 2
 
 
+@pytest.mark.slow
 def test_a_stop_request_ends_the_run_with_a_checkpoint(run_dir: Path):
     with running(run_dir, {"steps": 1000, "overseer": {"checkpoint_every": 500}}) as run:
         run.until(lambda: run.conductor.step >= 2, "second update")
@@ -205,6 +207,7 @@ def test_a_stop_request_ends_the_run_with_a_checkpoint(run_dir: Path):
     assert newest == run.conductor.step >= 2
 
 
+@pytest.mark.slow
 def test_staleness_zero_trains_on_nothing_but_the_newest_version_which_every_server_fetched(run_dir: Path):
     with running(run_dir, {"steps": 4, "async": False}) as run:
         run.end()

@@ -88,6 +88,7 @@ def test_in_one_process_the_run_ends_at_the_first_such_version_with_a_checkpoint
     assert event["error"] == "MismatchError"
 
 
+@pytest.mark.slow
 def test_a_server_with_a_stale_tensor_is_replaced_and_nothing_of_it_is_trained(run_dir: Path, broken):
     broken("inference-1#0", 3, FAULTS["one left old"][0])
     with running(run_dir, {"steps": 10}) as run:

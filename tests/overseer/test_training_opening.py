@@ -61,6 +61,7 @@ def test_rollouts_and_batches_that_were_deleted_are_told_and_the_ledger_closes(r
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
 
 
+@pytest.mark.slow
 def test_nothing_is_missing_of_a_whole_run(run_dir: Path):
     train(tiny_control({"steps": 1}), run_dir, quiet=True)
     train(tiny_control({"steps": 2}), run_dir, resume=True, quiet=True)

@@ -41,6 +41,7 @@ def test_pooling_is_the_mean_over_cells(height, width, channels_first):
     np.testing.assert_allclose(pooling(jnp.asarray(images)), means.reshape(2, -1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_white_stays_white_in_cells_too_large_for_exact_sums():
     for side in (256, 320):  # 256 pixels in a cell: exact in 16 bits; 400: by floats
         pooling = Pooling(ImageForm.of(image_leaf(side, side), "auto"), 16)
@@ -56,6 +57,7 @@ def test_pooling_shares_pixels_where_sides_do_not_divide():
     np.testing.assert_allclose(pooling(jnp.asarray(images)), mean_of_cells(images), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(84, 84, 4), (97, 61, 3), (210, 160, 3), (33, 4112, 1)])
 def test_pooling_of_integers_shares_pixels_too(shape):
     pooling = Pooling(ImageForm.of(image_leaf(*shape), "auto"), 16)

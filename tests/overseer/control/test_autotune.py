@@ -53,6 +53,7 @@ def test_a_shape_is_proposed_only_where_it_is_clearly_faster():
     )
 
 
+@pytest.mark.slow
 def test_the_recipe_and_better_shapes_are_measured_within_the_time(monkeypatch):
     monkeypatch.setattr(fleet_autotune, "WARM_UP_S", 0.1)
     monkeypatch.setattr(fleet_autotune, "MEASURE_S", 0.2)

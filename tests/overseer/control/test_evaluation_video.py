@@ -69,6 +69,7 @@ def test_a_simulator_that_draws_nothing_is_told(tmp_path):
     assert films == () and told.startswith("--video: task 'pole' was not filmed: ") and "it draws nothing" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["die", pytest.param("hang", marks=pytest.mark.slow)])
 def test_an_episode_that_was_cut_is_filmed_again(tmp_path, how):
     trouble = tmp_path / "trouble"

@@ -196,6 +196,7 @@ def test_the_same_version_of_another_broadcaster_is_told_only_once_it_is_served(
     assert engine.served == [1.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.slow), ("embedding",)])
 def test_the_first_weights_are_let_go_after_the_first_swap_but_for_those_that_never_travel(tmp_path, broadcast, frozen):
     role = make_role(tmp_path, Around())
