@@ -38,6 +38,16 @@ BODIES = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}],
             "max_completion_tokens": 3, "logprobs": True,
         },
+        SAMPLING | {
+            "messages": [
+                {"role": "user", "content": "6 * 7?"},
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{\"x\": [6, 7]}"}}]},
+                {"role": "tool", "content": "42", "tool_call_id": "a", "name": "f"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "max_completion_tokens": 3,
+        },
     ],
     "/tokenize": [{"prompt": "Who purrs?"}, {"messages": [{"role": "user", "content": "Who?"}]}],
 }  # fmt: skip
@@ -55,14 +65,19 @@ FINE = (200, 400, 401, 404, 405, 413, 415, 429, 503)
 
 
 @pytest.fixture(scope="module")
-def engine():
-    tokenizer = Tokenizer.load("penstock")
+def tokenizer(tmp_path_factory):
+    """Whose chat template reads tools."""
+    return Tokenizer.load(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
     shape = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
     config = EngineConfig(
-        max_slots=8, max_seq_len=32, steps_per_dispatch=4, prefill_lengths=(8,), request_timeout_s=60.0
+        max_slots=8, max_seq_len=256, windows=(256,), steps_per_dispatch=4, prefill_lengths=(8,), request_timeout_s=60.0
     )
     engine = InferenceEngine(Decoder.initialise(shape, jax.random.key(0)), WeightVersion(0, 0), tokenizer, config)
     engine.start()
@@ -72,8 +87,8 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def app(engine):
-    return create_app(engine, Tokenizer.load("penstock"), "tiny", AccessRules(TOKEN, max_body_bytes=MAX_BODY_BYTES))
+def app(engine, tokenizer):
+    return create_app(engine, tokenizer, "tiny", AccessRules(TOKEN, max_body_bytes=MAX_BODY_BYTES))
 
 
 def make_request(rng):

@@ -37,14 +37,25 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 NORMAL = {"model": "tiny", "prompt": "Who purrs?", "max_tokens": 3}
 
 
+READS_TOOLS = (
+    "{%- for tool in tools or [] -%}{{- tool['function']['name'] ~ (tool | tojson) -}}{%- endfor -%}"
+    "{%- for message in messages -%}{%- for call in message.tool_calls or [] -%}"
+    "{{- call['function']['name'] ~ (call['function']['arguments'] | tojson) -}}{%- endfor -%}{%- endfor -%}"
+)
+"""Put before the packaged chat template: in the way of the templates of Qwen and Llama."""
+
+
 def write_checkpoint(folder: Path) -> Path:
-    """A model of a few thousand parameters with the packaged tokenizer."""
+    """A model of a few thousand parameters with the packaged tokenizer, whose chat template reads tools."""
     tokenizer = Tokenizer.load("penstock")
     shape = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
     save_decoder(Decoder.initialise(shape, jax.random.key(0)), folder, tokenizer)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = READS_TOOLS + settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

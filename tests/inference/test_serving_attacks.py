@@ -43,7 +43,45 @@ def chat(content: str, role: str = "user", more: str = "") -> bytes:
     return f'{{"model":"tiny","messages":[{{"role":{json.dumps(role)},"content":{content}{more}}}]}}'.encode()
 
 
+def with_tools(tools: str) -> bytes:
+    return f'{{"model":"tiny","max_tokens":1,"messages":[{{"role":"user","content":"a"}}],"tools":{tools}}}'.encode()
+
+
+def calling(arguments: str, count: int = 1) -> bytes:
+    """A conversation in which the assistant called a tool."""
+    call = f'{{"type":"function","function":{{"name":"f","arguments":{arguments}}}}}'
+    return chat("null", "assistant", f',"tool_calls":{listed(call, count)}')
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+TOOL = '{"type":"function","function":{"name":"f","parameters":%s}}'
 WIDE = {
+    "80,000 objects as tools": (CHAT, with_tools(listed("{}", 80_000)), 400),
+    "a tool that is no function": (CHAT, with_tools('[{"type":"x"}]'), 400),
+    "4,000 tools": (CHAT, with_tools(listed(TOOL % "{}", 4000)), 400),
+    "a tool of 900 lists in lists": (CHAT, with_tools(f"[{TOOL % nested(900)}]"), 400),
+    "a tool of 60,000 lists in lists": (CHAT, with_tools(f"[{TOOL % nested(60_000)}]"), 400),
+    "a tool with a name of 200 KB": (
+        CHAT,
+        with_tools(listed(json.dumps({"function": {"name": "f" * 200_000}}), 1)),
+        400,
+    ),
+    "80,000 objects as tool calls": (CHAT, chat("null", "assistant", f',"tool_calls":{listed("{}", 80_000)}'), 400),
+    "4,000 tool calls": (CHAT, calling('"{}"', 4000), 400),
+    "a call whose arguments are no JSON": (CHAT, calling('"{"'), 400),
+    "a call whose arguments are 60,000 lists in lists": (CHAT, calling(json.dumps(nested(60_000))), 400),
+    "a call whose arguments are 900 lists in lists": (CHAT, calling(json.dumps(nested(900))), 400),
+    "20,000 switches of the template": (
+        CHAT,
+        with_tools("null")[:-1]
+        + b',"chat_template_kwargs":{'
+        + b",".join(b'"x%d":0' % i for i in range(20_000))
+        + b"}}",
+        400,
+    ),
     "150 KB of objects as prompts": (COMPLETIONS, body(prompt=listed("{}", 50_000)), 400),
     "4 MiB of objects as prompts": (COMPLETIONS, body(prompt=listed("{}", 1_390_000)), 413),
     "4 MiB of objects as stop strings": (COMPLETIONS, body(stop=listed("{}", 1_390_000)), 413),
