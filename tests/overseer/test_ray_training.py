@@ -1,6 +1,7 @@
 """Whole runs on a real Ray cluster; each in a driver process of its own, as a user starts them."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import safetensors.numpy
 
 from penstock.rundir import read_events, read_metrics, read_status
+from tests.overseer.test_served_weights import engines_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
@@ -227,3 +229,26 @@ def test_staleness_zero_reproduces_itself_to_the_last_bit_with_one_worker_and_on
         for name in ("first", "second")
     )
     assert first == second and len(set(first)) > 1
+
+
+def test_a_server_with_a_stale_tensor_is_replaced_and_nothing_of_it_is_trained(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    words = [*QUICK, "rollout.workers=2", "inference.servers=2", "replay.groups_per_batch=4", "steps=60"]
+    code = (
+        "import pathlib\nfrom tests.overseer import stale_server\n"
+        f"stale_server.train(pathlib.Path({str(run_dir)!r}), *{words!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    events = list(read_events(run_dir / "events.jsonl"))
+    (found,) = [event for event in events if event["event"] == "weights_differ"]
+    assert found["component"] == "inference-1"
+    said = re.match(r"inference-1#0 serves version (\d+) with other weights than .* \(layers.down\)$", found["reason"])
+    assert said is not None and int(said[1]) >= 3, found["reason"]
+    deaths = [event for event in events if event["event"] == "component_death" and event["component"] == "inference-1"]
+    assert len(deaths) == 1 and found["reason"] in deaths[0]["reason"]
+    trained = engines_of(run_dir, "trained")
+    assert len(trained) == 60 * 4 * 8 and {"inference-1#1"} <= {name for engines, *_ in trained for name in engines}
+    assert not [newest for engines, newest, _ in trained if "inference-1#0" in engines and newest >= int(said[1])]
+    status = read_status(run_dir / "status.json")
+    assert status["state"] == "finished" and status["lineage"] == 0 and closes(status["ledger"])
