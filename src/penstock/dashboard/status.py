@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.tokens import shortened
 from penstock.rundir import RunDirectory, read_status
 from penstock.rundir.logs import to_json
+from penstock.text.safe_text import shortened
 from penstock.types import RunDirectoryError
 
 STATUS_S = 2.0
