@@ -68,6 +68,19 @@ def test_of_an_evaluation_one_line_is_told_and_other_metrics_are_none():
     assert line.endswith("] held-out reward at step 4: cats 0.250, dogs 1.000")
 
 
+def test_phases_are_told_in_the_order_in_which_they_come_between_updates():
+    progress = Progress("t", 10, 1)
+    for words in ("starting components", "starting components", "training"):
+        progress.begin_phase(words)
+    progress.note_update(1, 0.5, 0.0, {})
+    progress.begin_phase("evaluating the trained policy")
+    progress.note_evaluation(1, {"eval/cats/reward_mean": 0.25})
+    told = [line.split("] ")[1].split("  ")[0] for line in progress.lines]
+    assert told == [
+        "starting components", "step 1/10", "evaluating the trained policy", "held-out reward at step 1: cats 0.250",
+    ]  # fmt: skip
+
+
 def test_a_stretch_without_signal_is_told_once_and_kept_as_of_its_end():
     progress = Progress("t", 10, 1)
     assert progress.note_signal("ten") and not progress.note_signal("eleven")

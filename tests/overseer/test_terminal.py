@@ -129,8 +129,7 @@ def test_plain_lines_are_one_line_each_whatever_is_written(text):
     with TerminalView(made, console) as view:
         view.tick()
     lines = console.file.getvalue().split("\n")
-    phases = bool(text)
-    assert len(lines) == told + phases + 2, "and the phase, a note, and nothing after the last line's end"
+    assert len(lines) == told + 2, "and a note, and nothing after the last line's end"
     assert all(character.isprintable() or character == "\u200d" for line in lines for character in line)
 
 

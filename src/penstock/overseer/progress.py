@@ -176,7 +176,7 @@ class Progress:
         samples: The newest conversations.
         notes: The newest events, newest last.
         noted: Events so far.
-        lines: One per update, per evaluation, and per program that took long to compile, for an output that is no
+        lines: One per phase, update, evaluation, and program that took long to compile, for an output that is no
             terminal; printed and taken out.
         compiling: By component, the newest of its programs, until the last is compiled.
         no_signal: That the last updates had nothing to learn from, in words; empty where they had.
@@ -211,6 +211,12 @@ class Progress:
     times: UpdateTimes = field(default_factory=UpdateTimes)
 
     # --- what is told ----------------------------------------------------------------------------------------------
+
+    def begin_phase(self, words: str) -> None:
+        """The run comes to another phase; updates speak for that of training."""
+        if words not in (self.phase, "training"):
+            self._say(words)
+        self.phase = words
 
     def note(self, words: str) -> None:
         """Shows an event."""

@@ -153,7 +153,7 @@ class Run:
         Raises:
             RunFailed: a component died too often, or could not be started or ended.
         """
-        self.log.progress.phase = "starting components"
+        self.log.progress.begin_phase("starting components")
         try:
             self.tasks.drive(self)
         except Stopped:

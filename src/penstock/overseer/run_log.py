@@ -103,7 +103,7 @@ class RunLog:
 
     def phase(self, words: str) -> None:
         """The run comes to another phase."""
-        self.progress.phase = words
+        self.progress.begin_phase(words)
         self.event("phase", phase=words)
 
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ class TerminalView:
             if self._console.is_terminal and not quiet
             else None
         )
-        self._phase_printed, self._notes_printed, self._note_due = "", 0, 0.0
+        self._notes_printed, self._note_due = 0, 0.0
         self._samples: list[Sample] = []
         self._samples_due = 0.0
 
@@ -108,9 +108,6 @@ class TerminalView:
         progress = self._progress
         while progress.lines:
             self._print(progress.lines.popleft())
-        if progress.phase != self._phase_printed and progress.phase != "training":
-            self._phase_printed = progress.phase
-            self._print(f"[{progress.elapsed}] {progress.phase}")
         if progress.noted > self._notes_printed and time.monotonic() >= self._note_due:
             self._print_note()
 

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from penstock.overseer.control.kind import FleetUpdates
-from penstock.overseer.language.kind import Updates
+from penstock.overseer.language.kind import TOKENS, Updates
 from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
+from penstock.overseer.supervisor.messages import ComponentStatus, Identity, Report
 from penstock.rundir import RunDirectory, read_events, read_metrics
+from penstock.types import CompiledProgram
 from tests.overseer.conftest import tiny
 
 TIMES = {"time/wait_for_batch": 1.0, "time/update": 1.0}
@@ -66,6 +68,25 @@ def test_updates_without_signal_are_one_event_and_one_line_and_the_truncated_sha
     assert "24 groups of 12 updates (1–12)" in log.progress.no_signal == log.progress.stretches[-1]
     updates.add(13, {**flat, "train/zero_variance_groups": 0.5}, ClusterSnapshot(), {})
     assert log.progress.no_signal == ""
+
+
+def test_what_is_generated_while_the_first_update_waits_for_its_programs_is_no_pace(log: RunLog, monkeypatch):
+    now, updates = [100.0], Updates(log, 1)
+    monkeypatch.setattr(updates._pace, "_clock", lambda: now[0])
+    updates.begin_phase()
+
+    def pace(seconds: float, total: float) -> float | None:
+        now[0] += seconds
+        engine = Report(Identity("inference", 0, 0), 1, "a", ComponentStatus("running", "", metrics={TOKENS: total}))
+        return updates.pace(ClusterSnapshot(reports={"inference-0": engine}))
+
+    log.progress.compiling = {"learner-0": CompiledProgram("gradient", 1, 2, 0.1)}
+    assert pace(60.0, 600.0) is None
+    log.progress.compiling = {}
+    assert pace(2.0, 700.0) == 50.0
+    updates.add(1, TIMES, ClusterSnapshot(), {})
+    log.progress.compiling = {"inference-1": CompiledProgram("decode", 1, 2, 0.1)}  # it was replaced
+    assert pace(2.0, 900.0) == 75.0
 
 
 def test_the_idle_shares_of_a_fleets_components_are_in_its_metrics(log: RunLog, run_dir: Path):

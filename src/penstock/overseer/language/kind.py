@@ -124,8 +124,12 @@ class Updates:
         self._pace.begin()
 
     def pace(self, look: ClusterSnapshot) -> float | None:
-        """Tokens of all servers."""
-        return self._pace.note(look.numbers().get(TOKENS, 0.0))
+        """Tokens of all servers; while the first update waits for its programs there is none."""
+        pace, progress = self._pace.note(look.numbers().get(TOKENS, 0.0)), self._log.progress
+        if progress.compiling and not len(progress.times):
+            self._pace.begin()
+            return None
+        return pace
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
