@@ -191,6 +191,18 @@ def test_conversations_stay_for_a_moment_to_be_read(monkeypatch):
         assert f"assistant  {expected} " in console.file.getvalue()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_terminal_is_drawn_within_its_size_and_left_empty(size):
+    width, height = size
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True)
+    with TerminalView(hostile("猫[x]"), console) as view:
+        view.tick()
+    drawn = console.file.getvalue()
+    frame, _, end = drawn.rpartition("╯")
+    assert "step 12/40"[: width - 4] in frame and 3 <= frame.count("\n") + 1 <= height
+    assert end.count("\x1b[2K") == frame.count("\n") + 1, "every line that was drawn is taken away"
+
+
 def test_while_programs_are_compiled_before_the_first_update_there_is_no_pace():
     made = Progress("t", 10, 0, "starting components", units_per_s=12.0)
     made.compiling = {"learner-0": CompiledProgram("gradient", 1, 4, 0.1)}

@@ -81,14 +81,14 @@ class TerminalView:
         self._progress = progress
         self._console = console or Console(file=lasting(sys.stdout))
         self._quiet = quiet
-        self._live = (
+        self._notes_printed, self._note_due = 0, 0.0
+        self._samples: list[Sample] = []
+        self._samples_due = 0.0
+        self._live = (  # which draws at once
             Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
             if self._console.is_terminal and not quiet
             else None
         )
-        self._notes_printed, self._note_due = 0, 0.0
-        self._samples: list[Sample] = []
-        self._samples_due = 0.0
 
     def __enter__(self) -> Self:
         if self._live is not None:
