@@ -7,31 +7,36 @@ Everything shown is read from the run directory.
 
 import argparse
 import io
+import time
 from pathlib import Path
 
 from rich.console import Console
 
-from penstock.overseer.terminal import Progress, Sample, TerminalView
+from penstock.overseer.progress import Progress, Sample
+from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory, read_json_lines, read_metrics
 
-WIDTH = 96
+WIDTH, HEIGHT = 96, 34
 
 
 def progress_at(directory: RunDirectory, step: int) -> Progress:
     config = directory.read_config()
-    rows = [row for row in read_metrics(directory.metrics_path) if "train/loss" in row and row["step"] <= step]
-    now = rows[-1]
-    progress = Progress("penstock · cats", config["steps"], config["replay"]["staleness_budget"], "training", step)
-    progress.rewards.extend(row["train/reward_mean"] for row in rows)
-    progress.units_per_s = now["inference/tokens_per_s"]
-    progress.step_s = now["time/wait_for_batch"] + now["time/update"]
-    progress.staleness = now["replay/staleness_mean"]
-    ledger = {name.removeprefix("replay/ledger/"): int(value) for name, value in now.items() if "/ledger/" in name}
-    progress.ledger = ledger
+    progress = Progress("penstock · cats", config["steps"], config["replay"]["staleness_budget"], "training")
+    rows = [row for row in read_metrics(directory.metrics_path) if row["step"] <= step]
+    updates = [row for row in rows if "train/loss" in row]
+    now, before = updates[-1], updates[-10]
+    shift = time.monotonic() - now["time"]
+    for row in rows:
+        progress.note_evaluation(row["step"], row)
+        if "train/loss" in row:
+            progress.note_rollouts(row)
+            staleness = row["replay/staleness_mean"]
+            progress.note_update(row["step"], row["train/reward_mean"], staleness, row, row["time"] + shift)
+    tokens = now["inference/tokens_total"] - before["inference/tokens_total"]
+    progress.units_per_s = tokens / (now["time"] - before["time"])
+    progress.ledger = {n.removeprefix("replay/ledger/"): int(v) for n, v in now.items() if "/ledger/" in n}
     samples = [row for row in read_json_lines(directory.path / "samples.jsonl") if row["step"] <= step]
-    for sample in [row for row in samples if row["rollout_id"].endswith("/0")][-3:]:
-        asked, answered = (turn["content"] for turn in sample["turns"])
-        progress.samples.append(Sample(asked, answered, sample["reward"], sample["lesson_id"]))
+    progress.samples.extend(Sample.of(row) for row in samples if row["rollout_id"].endswith("/0"))
     progress.started -= now["time"] - next(iter(read_json_lines(directory.events_path)))["time"]
     return progress
 
@@ -42,7 +47,7 @@ def main() -> None:
     parser.add_argument("step", type=int)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
     console.print(
         TerminalView(progress_at(RunDirectory.open_existing(options.run_dir), options.step), console).render()
     )

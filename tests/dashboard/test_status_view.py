@@ -82,6 +82,23 @@ def test_little_is_shown_where_little_is_known():
     assert shown({}, "starting", age_s=None) == "runs/x  «starting»\n"
 
 
+TRAINING: dict[str, Any] = {
+    "units_per_s": 987.6, "words": "reward 0.500  entropy 1.93  ETA ~12 min",
+    "held_out": {"cats": {"step": 8, "score": 0.25}, "dogs": {"score": "odd"}, "birds": 7},
+    "no_signal": "no signal: all 16 groups of 10 updates (3–12) had equal rewards",
+}  # fmt: skip
+
+
+def test_the_numbers_of_the_view_are_those_of_the_status():
+    lines = [line.rstrip() for line in shown({**CONTENT, "training": TRAINING}).splitlines()]
+    assert "training    reward 0.500  entropy 1.93  ETA ~12 min" in lines
+    assert "evaluated   cats 0.250 at step 8" in lines
+    assert "no signal   all 16 groups of 10 updates (3–12) had equal rewards" in lines
+    assert "throughput  988 tokens/s" in lines, "by the wall clock, as the view has it"
+    odd = shown({**CONTENT, "training": {"words": 3, "held_out": [1], "no_signal": None}}).splitlines()
+    assert not any(line.startswith(("training", "evaluated", "no signal")) for line in odd)
+
+
 def test_what_a_run_wrote_cannot_act_on_the_terminal():
     text = shown({"phase": "\x1b[2J[bold]x", "components": {"a\x1b": {"doing": "b\rc"}}, "ledger": [1], "numbers": 7})
     assert "\x1b" not in text and "\r" not in text and "[bold]x" in text

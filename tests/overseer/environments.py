@@ -17,6 +17,13 @@ class RaisingEnvironment(CatsEnvironment):
         return super().sample(inference_ctx, n_examples, n_generations, decoding, prng_key, mode)
 
 
+class UnmovedEnvironment(CatsEnvironment):
+    """Whatever is said, it is worth nothing."""
+
+    def score(self, example, text, completion):
+        return 0.0
+
+
 class FlakyEnvironment(CatsEnvironment):
     """Raises at every third training group, whichever it is."""
 

@@ -17,11 +17,11 @@ from penstock.overseer import FleetRunConfig, train
 from penstock.overseer.component import Settings
 from penstock.overseer.config_loading import build_config
 from penstock.overseer.control.kind import ControlKind
+from penstock.overseer.progress import CONTROL_LABELS, Progress
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.tasks import SupervisedTasks
-from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.overseer.training import DamageList, resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics, read_status
 from penstock.types import RunFailed

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from penstock.overseer.terminal import Progress
+from penstock.overseer.progress import Progress
 from penstock.overseer.training import DamageList, create_run, open_log
 from penstock.rundir import RunDirectory
 from tests.overseer.conftest import tiny

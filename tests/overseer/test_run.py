@@ -17,12 +17,12 @@ from penstock.overseer import tasks
 from penstock.overseer.component import Settings
 from penstock.overseer.language.evaluator import Evaluator
 from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run as TrainingRun
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import Identity, Membership, Peer
 from penstock.overseer.supervisor.scaling import ask_to_scale
 from penstock.overseer.tasks import SupervisedTasks
-from penstock.overseer.terminal import Progress
 from penstock.overseer.training import DamageList, resume_point
 from penstock.rundir import RunDirectory, read_events, read_json_lines, read_metrics
 from penstock.types import ConfigError, RunFailed
@@ -107,6 +107,23 @@ def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
         run.conductor.stop()
         run._thread.join(LIMIT_S)
         run.launcher.close(5.0)
+
+
+def test_a_run_of_many_components_without_signal_says_so(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.overseer.metrics.NO_SIGNAL_UPDATES", 3)
+    lesson = {"environment": {"env_class": "tests.overseer.environments.UnmovedEnvironment"}}
+    with running(run_dir, {"steps": 4, "curriculum": {"lessons": {"cats": lesson}}}) as run:
+        run.end()
+    (event,) = run.events("no_signal")
+    assert event["step"] == 3 and "all 9 groups of 3 updates (1–3) had equal rewards: 0" in event["words"]
+    progress = run.log.progress
+    assert list(progress.stretches) == [progress.no_signal] and "12 groups of 4 updates" in progress.no_signal
+    assert run.conductor.status()["training"]["no_signal"] == progress.no_signal
+    steps = [step for step, _ in progress.held_out["cats"]]
+    assert (steps[0], steps[-1]) == (0, 4)
+    run.conductor.refresh()
+    assert progress.units_per_s is not None and progress.units_per_s > 0
+    assert {metric.name for metric, _ in progress.told()} >= {"rollout/truncated_fraction", "train/entropy"}
 
 
 @pytest.mark.slow

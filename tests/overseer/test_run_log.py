@@ -1,8 +1,8 @@
 """What the log of a run tells the user at once."""
 
 from penstock.overseer.control_config import FleetRunConfig
+from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
-from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CompiledProgram
 

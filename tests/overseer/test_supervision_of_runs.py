@@ -14,9 +14,10 @@ import pytest
 
 from penstock.dashboard import read_run_status
 from penstock.overseer import OverseerConfig, train
+from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Overseer, ThreadGroup
-from penstock.overseer.terminal import Progress, TerminalView
+from penstock.overseer.terminal import TerminalView
 from penstock.rundir import RunDirectory, read_events, read_status
 from penstock.types import RunFailed
 from tests.overseer.conftest import tiny

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.kind import RunStart
+from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import DirectTasks
-from penstock.overseer.terminal import Progress
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import ConfigError, RunFailed, Stopped, UnreachableError
 from tests.overseer.conftest import tiny

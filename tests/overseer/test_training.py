@@ -39,6 +39,36 @@ def weights(run_dir: Path, step: int) -> dict[str, np.ndarray]:
     return safetensors.numpy.load_file(run_dir / "checkpoints" / f"step-{step}" / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
+def test_a_run_without_signal_says_so_once_in_lines_and_status_and_at_its_end(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    lesson = {"environment": {"env_class": "tests.overseer.environments.UnmovedEnvironment"}}
+    often = {"eval_frequency": 0, "micro_eval_frequency": 0}
+    summary = train(tiny({"steps": 12, "curriculum": {"lessons": {"cats": lesson}, **often}}), run_dir)
+    print_summary(summary, Console())
+    lines = capsys.readouterr().out.splitlines()
+    updates = [line for line in lines if "] step " in line]
+    assert len(updates) == 12
+    assert all(
+        "reward 0.000  zero variance 100%  truncated " in line and " tok/s  staleness " in line for line in updates
+    )
+    assert not any("  0 tok/s" in line for line in updates)
+    assert "ETA" not in updates[4] and all("ETA" in line for line in updates[6:11])
+    assert "evaluated" not in lines and sum("held-out reward at step" in line for line in lines) == 2
+    told = [line for line in lines if "no signal" in line]
+    assert [line.partition("no signal: ")[2].partition(":")[0] for line in told] == [
+        "all 30 groups of 10 updates (1–10) had equal rewards",
+        "all 36 groups of 12 updates (1–12) had equal rewards",
+    ]
+    assert lines.index(told[0]) == lines.index(updates[9]) + 1 and summary.no_signal == (told[1],)
+    training = read_status(run_dir / "status.json")["training"]
+    assert training["no_signal"] == told[1] and training["held_out"]["cats"] == {"step": 12, "score": 0.0}
+    assert training["words"].startswith("reward 0.000  zero variance 100%") and training["step_s"] > 0
+    events = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "no_signal"]
+    assert [event["step"] for event in events] == [10]
+
+
 def test_a_run_leaves_a_complete_run_directory(run_dir: Path):
     summary = train(tiny(), run_dir, quiet=True)
     assert summary.complete

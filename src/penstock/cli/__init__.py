@@ -86,7 +86,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         if os.environ.get("PENSTOCK_TRACEBACK"):
             import traceback
 
-            from penstock.dashboard.tokens import printable
+            from penstock.text.safe_text import printable
 
             print(printable(traceback.format_exc(), newlines=True), file=sys.stderr, end="")
         line, code = _explained(error)
@@ -138,7 +138,7 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 def _one_line(text: str) -> str:
     """A message in one line that cannot act on the terminal: it may quote what a run, or its policy, wrote."""
-    from penstock.dashboard.tokens import printable
+    from penstock.text.safe_text import printable
 
     line = printable(" ".join(text.split()))
     return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"

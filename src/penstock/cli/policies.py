@@ -193,9 +193,9 @@ def _run_of(checkpoint: Path) -> Path:
 
 def _recorded(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
     """The config of a run, after the code that it names is said."""
-    from penstock.dashboard.tokens import printable
     from penstock.overseer.config_loading import load_recorded_config
     from penstock.rundir import RunDirectory
+    from penstock.text.safe_text import printable
 
     directory = RunDirectory(run_dir)
     config, code = load_recorded_config(directory, overrides, trust, sections)

@@ -25,7 +25,8 @@ from rich.text import Text
 
 from penstock.dashboard.groups import state_style
 from penstock.dashboard.lookup import BatchUse, StoredRollout
-from penstock.dashboard.tokens import TokenText, printable
+from penstock.dashboard.tokens import TokenText
+from penstock.text.safe_text import printable
 from penstock.types import AnyRollout, Turn
 
 Rgb = tuple[int, int, int]

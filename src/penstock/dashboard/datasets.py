@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dashboard.groups import GroupFilter
-from penstock.dashboard.tokens import printable
 from penstock.rundir.storage import check_name
 from penstock.rundir.views import RunViews
+from penstock.text.safe_text import printable
 from penstock.types import ConfigError
 
 DatasetFormat = Literal["jsonl", "parquet", "hf"]

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.tokens import printable
 from penstock.rundir.commands import command_line
 from penstock.rundir.views import RunViews, known_status
+from penstock.text.safe_text import printable
 from penstock.types import ConfigError
 
 _MATCHING = """

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.dashboard.tokens import printable
 from penstock.rundir import examples_from_table
 from penstock.rundir.views import RunViews
+from penstock.text.safe_text import printable
 from penstock.types import ConfigError, RolloutRecord
 
 _CANDIDATES_NAMED = 8

@@ -32,9 +32,10 @@ from penstock.dashboard.groups import (
     totals,
 )
 from penstock.dashboard.lookup import find_rollouts
-from penstock.dashboard.tokens import TokenText, printable, shortened
+from penstock.dashboard.tokens import TokenText
 from penstock.rundir import QueryResult, RunViews
 from penstock.rundir.commands import command_line
+from penstock.text.safe_text import printable, shortened
 from penstock.types import ConfigError, Fate, RunDirectoryError
 
 _FRAGMENTS = """

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.dashboard.tokens import shortened
 from penstock.rundir import RunDirectory, read_status
 from penstock.rundir.logs import to_json
+from penstock.text.safe_text import shortened
 from penstock.types import RunDirectoryError
 
 STATUS_S = 2.0
@@ -221,6 +221,9 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
     """Heading and text of what is known; what only a living run does is said of a lost one as the last known."""
     step, steps = content.get("step"), content.get("steps")
     numbers = {**_mapping(content.get("engine")), **_mapping(content.get("numbers"))}
+    training = _mapping(content.get("training"))
+    if "inference/tokens_per_s" in numbers and finite(training.get("units_per_s")) is not None:
+        numbers["inference/tokens_per_s"] = training["units_per_s"]  # of the wall clock, as the view has it
     throughput = [
         f"{form.format(number)} {title}"
         for title, name, form in THROUGHPUT
@@ -234,6 +237,9 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
     lines = [
         ("phase" if alive else "last phase", phase if told else ""),
         ("step", f"{step} of {steps}, lineage {content.get('lineage', 0)}" if step is not None else ""),
+        ("training", _text(training.get("words"), "")),
+        ("evaluated", _held_out(training)),
+        ("no signal", _text(training.get("no_signal"), "").removeprefix("no signal: ")),
         ("bottleneck", str(content.get("bottleneck", ""))),
         ("throughput" if alive else "at last", ", ".join(throughput)),
         ("fragments" if is_fleet else "rollouts", ", ".join(ledger)),
@@ -243,6 +249,13 @@ def _lines(content: Mapping[str, Any], status: RunStatus) -> list[tuple[str, str
         ("waiting" if alive else "last waiting", waiting if told else ""),
     ]
     return [(name, text) for name, text in lines if text]
+
+
+def _held_out(training: Mapping[str, Any]) -> str:
+    """Of each lesson, or task, the newest score and when it was found."""
+    found = {name: _mapping(each) for name, each in _mapping(training.get("held_out")).items()}
+    known = [(name, score, each) for name, each in found.items() if (score := finite(each.get("score"))) is not None]
+    return ", ".join(f"{name} {score:.3f} at step {each.get('step')}" for name, score, each in known)
 
 
 def _failures(content: Mapping[str, Any]) -> str:

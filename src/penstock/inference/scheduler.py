@@ -223,7 +223,9 @@ class SlotTable:
 
 
 RECENT_S = 10.0
-"""The rate is over dispatches of the last so many seconds."""
+"""The rate is over dispatches of the last so many seconds,"""
+LEAST_DISPATCHES = 4
+"""and over at least so many, however long ago: one of a slow model may take longer, and so may a pause."""
 
 
 class ThroughputMeter:
@@ -266,7 +268,7 @@ class ThroughputMeter:
             return {**self._totals, "tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0}
 
     def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][1] < now - RECENT_S:
+        while len(self._recent) > LEAST_DISPATCHES and self._recent[0][1] < now - RECENT_S:
             self._recent.popleft()
 
 

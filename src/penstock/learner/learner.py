@@ -70,6 +70,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     advantages = np.array([example.advantage[example.loss_mask][0] for example in batch.examples], np.float64)
     metrics = {
         "train/sequences": float(len(advantages)),
+        "train/groups": float(len(set(batch.group_ids))),
         "train/advantage_mean": float(advantages.mean()),
         "train/advantage_std": float(advantages.std()),
         "train/advantage_max": float(np.abs(advantages).max()),

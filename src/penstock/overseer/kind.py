@@ -15,12 +15,12 @@ from penstock.overseer.component import Settings
 from penstock.overseer.config import RoleConfig
 from penstock.overseer.launch.launcher import ComponentContext, Factory
 from penstock.overseer.metrics import ClusterSnapshot
+from penstock.overseer.progress import Progress
 from penstock.overseer.results import Results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.messages import Membership
 from penstock.overseer.supervisor.scaling import SpecMaker
-from penstock.overseer.terminal import Progress
 from penstock.overseer.training_loop import UpdatingLearner
 from penstock.types import ConfigError, TrainingBatch
 
@@ -56,6 +56,14 @@ class UpdateLog(Protocol):
 
     def begin_at(self, step: int) -> None:
         """The learner begins with that version."""
+        ...
+
+    def begin_phase(self) -> None:
+        """The run came to another phase: what was generated before is none of its pace."""
+        ...
+
+    def pace(self, look: ClusterSnapshot) -> float | None:
+        """Tokens, or steps of simulators, per second, lately, given the last reports; None: not known yet."""
         ...
 
     def add(
@@ -246,10 +254,6 @@ class PolicyKind(Protocol):
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """Results of an evaluation as metrics."""
-        ...
-
-    def units_per_s(self, run: "Run") -> float | None:
-        """The speed that the view shows; None where it is not known yet."""
         ...
 
     def on_event(self, run: "Run", kind: str, fields: Mapping[str, Any]) -> None:

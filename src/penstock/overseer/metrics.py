@@ -3,11 +3,15 @@
 Pure functions and small collections. The bottleneck is named from how idle each part was during an update: while the
 learner is busy, it sets the pace itself; while it waits, the inference servers do where they are busy, else the replay
 buffer, else the rollout workers, who wait for both. Else the admission of groups is too tight.
+
+Pace and time that is left are of the wall clock, over the last updates: a model may be so slow that nothing ends within
+any fixed number of seconds.
 """
 
+import math
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -265,3 +269,200 @@ class RolloutMetrics:
                 f"rollout/{lesson_id}/groups": float(stats.groups),
             }
         return values
+
+
+PACE_UPDATES, PACE_S = 4, 10.0
+"""A pace is over at least so many updates and so many seconds, whichever is longer."""
+
+
+class Pace:
+    """Growth per second of what components count, by the wall clock. Thread-safe.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._total, self._grown = 0.0, 0.0
+        self._marks: deque[tuple[float, float]] = deque([(clock(), 0.0)])  # when, and how much until then
+
+    def begin(self) -> None:
+        """What was before does not count any more: another phase begins."""
+        with self._lock:
+            self._marks = deque([(self._clock(), self._grown)])
+
+    def note_update(self) -> None:
+        """An update was made."""
+        with self._lock:
+            self._marks.append((self._clock(), self._grown))
+
+    def note(self, total: float) -> float | None:
+        """Takes the count in; by one thread, since a count that is older than the last would pass for a fall.
+
+        Args:
+            total: Of all components; it falls where one of them is replaced, which is no growth.
+
+        Returns:
+            Growth per second; None where there is none yet.
+        """
+        with self._lock:
+            now = self._clock()
+            self._grown += max(0.0, total - self._total)
+            self._total = total
+            marks = self._marks
+            while len(marks) > PACE_UPDATES + 1 and marks[1][0] <= now - PACE_S:
+                marks.popleft()
+            (since, before) = marks[0]
+            return (self._grown - before) / (now - since) if now > since and self._grown > before else None
+
+
+LEAST_INTERVALS, MOST_INTERVALS = 5, 64
+"""Between updates: how many must be known for a forecast, and how many it is made of."""
+
+
+class UpdateTimes:
+    """When the last updates were made.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._made: deque[float] = deque(maxlen=MOST_INTERVALS + 1)
+
+    def note(self, at: float | None = None) -> None:
+        """One more, now or `at` that time."""
+        self._made.append(self._clock() if at is None else at)
+
+    def __len__(self) -> int:
+        """How many are known."""
+        return len(self._made)
+
+    def _intervals(self) -> list[float]:
+        """Seconds between updates; the first, for which programs are compiled, has none before it."""
+        made = list(self._made)
+        return [after - before for before, after in zip(made, made[1:], strict=False)]
+
+    @property
+    def mean_s(self) -> float | None:
+        """Seconds from one update to the next, lately, with all that lies between; None before the second."""
+        intervals = self._intervals()
+        return sum(intervals) / len(intervals) if intervals else None
+
+    def left_s(self, updates: int) -> tuple[float, float] | None:
+        """Least and most seconds that so many further updates will likely take; None where too few were made.
+
+        The mean of the last intervals with twice its standard error, and the means of their older and their newer half:
+        so a pace that changes widens it. An update that takes longer than any before counts while it does.
+        """
+        intervals = self._intervals()
+        if len(intervals) < LEAST_INTERVALS or updates <= 0:
+            return None
+        waited = self._clock() - self._made[-1]
+        if waited > max(intervals):
+            intervals.append(waited)
+        count, half = len(intervals), len(intervals) // 2
+        mean = sum(intervals) / count
+        error = 2 * math.sqrt(sum((each - mean) ** 2 for each in intervals) / (count - 1) / count)
+        means = [sum(part) / len(part) for part in (intervals[:half], intervals[half:])]
+        least = max(min(mean - error, *means), min(intervals))
+        return updates * least, updates * max(mean + error, *means)
+
+
+NO_SIGNAL_UPDATES = 10
+"""So many updates in a row without signal are told."""
+MUCH_TRUNCATED = 0.5
+"""A larger share of answers that were cut is named as a likely cause."""
+
+
+@dataclass(slots=True)
+class FlatStretch:
+    """Updates in a row from which nothing was learned: all rewards of each of their groups were equal.
+
+    Attributes:
+        first: The first of the updates, by the version it reached.
+        updates: How many there were.
+        groups: In all of them together.
+        lowest: The smallest of the batches' mean rewards.
+        highest: The largest.
+        mixed: Whether rewards differed between groups of one batch.
+        truncated: Share of answers that were cut at their length limit, lately; None where nobody knows.
+    """
+
+    first: int
+    updates: int = 0
+    groups: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    mixed: bool = False
+    truncated: float | None = None
+
+    def words(self, success_threshold: float) -> str:
+        """The numbers, and what would likely help.
+
+        Args:
+            success_threshold: The reward from which an answer counts as a success.
+        """
+        last = self.first + self.updates - 1
+        one = not self.mixed and self.lowest == self.highest
+        which = f": {self.lowest:.6g}" if one else f", {self.lowest:.3g} to {self.highest:.3g} on average"
+        if not self.mixed and self.highest < success_threshold:
+            helps = "an easier lesson, a reward that grades steps on the way, or a warm start (learner.warm_start)"
+        elif not self.mixed and self.lowest >= success_threshold:
+            helps = "a harder lesson"
+        else:
+            helps = (
+                "problems that are solved now and then, more answers to each (sampling_params.n_generations_per_prompt)"
+            )
+        cut = ""
+        if self.truncated is not None and self.truncated >= MUCH_TRUNCATED:
+            cut = f"; {self.truncated:.0%} of the answers are cut: first raise sampling_params.max_output_tokens"
+        return (
+            f"no signal: all {self.groups:,} groups of {self.updates:,} updates ({self.first:,}–{last:,}) had equal "
+            f"rewards{which}. What helps: {helps}{cut}"
+        )
+
+
+class SignalWatch:
+    """Looks for updates that teach nothing.
+
+    Args:
+        success_threshold: The reward from which an answer counts as a success.
+
+    Attributes:
+        stretch: The updates in a row without signal, the last update among them; None where that had some.
+    """
+
+    def __init__(self, success_threshold: float) -> None:
+        self._success_threshold = success_threshold
+        self.stretch: FlatStretch | None = None
+
+    def note(self, step: int, metrics: Mapping[str, float], truncated: float | None) -> str:
+        """Takes an update in.
+
+        Args:
+            step: The version reached.
+            metrics: Its own. Groups of equal rewards are no lack of signal where advantages are not zero: rewards may
+                be compared with those of other groups, or turn by turn.
+            truncated: Share of answers that were cut lately; None where nobody knows.
+
+        Returns:
+            The stretch in words, once it is long enough; empty otherwise.
+        """
+        flat = metrics.get("train/zero_variance_groups", 0.0) >= 1.0
+        if not flat or metrics.get("train/advantage_zero_fraction", 1.0) < 1.0:
+            self.stretch = None
+            return ""
+        stretch = self.stretch
+        if stretch is None or step != stretch.first + stretch.updates:  # the run went back to a checkpoint
+            stretch = self.stretch = FlatStretch(step)
+        reward = metrics.get("train/reward_mean", 0.0)
+        stretch.updates += 1
+        stretch.truncated = truncated
+        stretch.groups += int(metrics.get("train/groups", 0.0))
+        stretch.lowest, stretch.highest = min(stretch.lowest, reward), max(stretch.highest, reward)
+        stretch.mixed = stretch.mixed or metrics.get("train/reward_std", 0.0) > 0.0
+        return stretch.words(self._success_threshold) if stretch.updates >= NO_SIGNAL_UPDATES else ""

@@ -153,7 +153,7 @@ class Run:
         Raises:
             RunFailed: a component died too often, or could not be started or ended.
         """
-        self.log.progress.phase = "starting components"
+        self.log.progress.begin_phase("starting components")
         try:
             self.tasks.drive(self)
         except Stopped:
@@ -220,7 +220,7 @@ class Run:
     def refresh(self) -> None:
         """Brings the view up to date."""
         progress, replay = self.log.progress, self.seen.facts("replay-0")
-        progress.units_per_s = self._kind.units_per_s(self)
+        progress.units_per_s = self._updates.pace(self.seen)
         progress.ledger = dict(replay.get("ledger", progress.ledger))
         progress.lessons = dict(replay.get("lessons", progress.lessons))
 
@@ -251,6 +251,7 @@ class Run:
             "bottleneck": self._updates.bottleneck,
             "rollout_storage": replay.get("rollout_storage", {}),
             "numbers": seen.numbers(),
+            "training": self.log.progress.status(),
             **self._kind.status(self),
         }
 
@@ -338,6 +339,7 @@ class Run:
             raise Stopped(words)
         self._phases += 1
         self.log.phase(words)
+        self._updates.begin_phase()
 
     def begin_at(self, step: int) -> None:
         """The run goes on from that version."""
@@ -360,7 +362,7 @@ class Run:
             self._updates.add(step, values, self.seen, self.tasks.metrics())
         else:
             self.log.metrics(step, values)
-            self.log.note_rewards(values)
+            self.log.progress.note_rollouts(values)
 
 
 def until(found: Callable[[], _Found | None]) -> Generator[None, None, _Found]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.overseer.config import RunConfig
 from penstock.overseer.full_disk import RetriedWrites
 from penstock.overseer.metrics import RolloutMetrics, success_thresholds
+from penstock.overseer.progress import Progress, Sample
 from penstock.overseer.results import Results
 from penstock.overseer.simulator_events import failure_in_words, failures_in
-from penstock.overseer.terminal import Progress, Sample
 from penstock.rundir import EventLog, MetricsLog, RunDirectory
 from penstock.tracking import conversation_of, make_tracker
 from penstock.types import CompiledProgram, RolloutGroup
@@ -66,6 +66,7 @@ class RunLog:
         line = {"time": time.time(), **values}  # of now, however long it waits for room
         self._writes.do(lambda: self._metrics.append(step, line))
         self._tracker.log(values, step)
+        self.progress.note_evaluation(step, values)
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Appends one event, of the present step by default, and shows it where it concerns the user."""
@@ -90,6 +91,11 @@ class RunLog:
             self.event("bottleneck", part=part, words=words)
             self._bottleneck = part
 
+    def signal(self, words: str) -> None:
+        """Shows that the last updates taught nothing, in words; empty where they did. Once per stretch an event."""
+        if self.progress.note_signal(words):
+            self.event("no_signal", words=words)
+
     @property
     def no_room(self) -> str:
         """In words, how long there has been no room for what is to be logged; empty where there is."""
@@ -97,7 +103,7 @@ class RunLog:
 
     def phase(self, words: str) -> None:
         """The run comes to another phase."""
-        self.progress.phase = words
+        self.progress.begin_phase(words)
         self.event("phase", phase=words)
 
     def simulators_event(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -117,7 +123,7 @@ class RunLog:
     def group(self, group: RolloutGroup) -> None:
         """Counts a training group into the next step's ``rollout/…`` metrics, and shows one of its answers."""
         self._tally.add(group)
-        self.progress.samples.append(_sample(group))
+        self.progress.samples.append(Sample.of(conversation_of(group.rollouts[0])))
 
     def environment(self, lesson_id: str, metrics: Mapping[str, float]) -> None:
         """Counts what an environment says of a training group into the next step's ``env/…`` metrics."""
@@ -136,18 +142,12 @@ class RunLog:
     def conversations(self, conversations: Sequence[Mapping[str, Any]], step: int = 0) -> None:
         """Tracks and shows sample conversations that a component chose: of a step, or of the present one."""
         self._tracker.log_samples(step or self.step, conversations)
-        self.progress.samples.extend(_shown(conversation) for conversation in conversations)
-
-    def note_rewards(self, values: Mapping[str, float]) -> None:
-        """Shows the rewards by lesson among ``rollout/<lesson>/…`` metrics."""
-        for name, value in values.items():
-            if name.startswith("rollout/") and name.endswith("/reward_mean"):
-                self.progress.reward[name.removeprefix("rollout/").removesuffix("/reward_mean")] = value
+        self.progress.samples.extend(Sample.of(conversation) for conversation in conversations)
 
     def take_rollout_metrics(self) -> dict[str, float]:
         """``rollout/<lesson>/…`` and ``env/<lesson>/…`` over the groups since the last call."""
         values = self._tally.take()
-        self.note_rewards(values)
+        self.progress.note_rollouts(values)
         return values
 
 
@@ -155,16 +155,3 @@ def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "component_death":
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
     return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
-
-
-def _sample(group: RolloutGroup) -> Sample:
-    return _shown(conversation_of(group.rollouts[0]))
-
-
-def _shown(conversation: Mapping[str, Any]) -> Sample:
-    turns = conversation["turns"]
-    asked = " ".join(turn["content"] for turn in turns if turn["role"] == "user")
-    answered = " ".join(turn["content"] for turn in turns if turn["role"] in ("assistant", "tool"))
-    lesson_id = conversation["lesson_id"]
-    lesson_id += " (eval)" if conversation.get("mode") == "eval" else ""
-    return Sample(asked, answered, conversation["reward"], lesson_id)

@@ -18,11 +18,12 @@ from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind
+from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run, step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import Overseer, ThreadGroup
 from penstock.overseer.tasks import DirectTasks, SupervisedTasks
-from penstock.overseer.terminal import Progress, RunSummary, TerminalView
+from penstock.overseer.terminal import RunSummary, TerminalView
 from penstock.replay import FRAGMENTS, LANGUAGE, Lineages, repair_logs
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.types import ConfigError, PenstockError, RunDirectoryError
@@ -69,6 +70,7 @@ def train(
         failed_groups=run.failed_groups,
         last_failure=run.last_failure,
         kind="language" if isinstance(config, RunConfig) else "control",
+        no_signal=tuple(run.log.progress.stretches),
         **run.results,
     )
 

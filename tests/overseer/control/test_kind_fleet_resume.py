@@ -13,11 +13,11 @@ from penstock.overseer.control.kind import ControlKind, FleetUpdates, check_resu
 from penstock.overseer.control.policies import make_policy
 from penstock.overseer.control.simulators import probe_spaces
 from penstock.overseer.kind import RunStart
+from penstock.overseer.progress import CONTROL_LABELS, Progress
 from penstock.overseer.run import Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.tasks import DirectTasks
-from penstock.overseer.terminal import CONTROL_LABELS, Progress
 from penstock.overseer.training import DamageList, open_log
 from penstock.rundir import RunDirectory, read_events
 from penstock.types import CheckpointError, ConfigError, LeafSpace, Spaces

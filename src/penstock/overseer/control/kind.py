@@ -31,13 +31,13 @@ from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import BUSY, BUSY_SUPPLIER, Bottleneck, ClusterSnapshot, IdleShares
+from penstock.overseer.progress import CONTROL_LABELS, Progress
 from penstock.overseer.results import Results
 from penstock.overseer.run import PhaseSteps, Run
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.tasks import LocalComponent
-from penstock.overseer.terminal import CONTROL_LABELS, Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
 from penstock.types import ConfigError, Spaces, Stopped
 
@@ -193,6 +193,13 @@ class FleetUpdates:
         """The learner begins with that version."""
         self.step = self._log.step = step
 
+    def begin_phase(self) -> None:
+        """Simulators go on."""
+
+    def pace(self, look: ClusterSnapshot) -> float | None:
+        """Simulator steps, as of the last update."""
+        return self._pace.steps_per_s
+
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
     ) -> None:
@@ -212,14 +219,10 @@ class FleetUpdates:
         self.step = step  # whoever sees it finds its metrics
         rewards = {task: values[name] for task in self._tasks if (name := f"fleet/{task}/reward_mean") in values}
         progress = self._log.progress
-        progress.step = step
         progress.reward = rewards
-        if rewards:
-            progress.rewards.append(sum(rewards.values()) / len(rewards))
         progress.units_per_s = self._pace.steps_per_s
-        progress.staleness = values.get("train/step_staleness_mean", 0.0)
-        progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
-        progress.lines.append(step_line(progress))
+        score = sum(rewards.values()) / len(rewards) if rewards else None
+        progress.note_update(step, score, values.get("train/step_staleness_mean", 0.0), values)
 
     def _idle_shares(self, look: ClusterSnapshot) -> dict[str, float]:
         if self._idle is None:
@@ -409,10 +412,6 @@ class ControlKind:
         """As ``eval/<task>/…``."""
         return metrics_of(results)
 
-    def units_per_s(self, run: Run) -> float | None:
-        """Simulator steps."""
-        return None if self._updates is None else self._updates.steps_per_s
-
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Counts failures of simulators."""
         run.log.simulators_event(kind, fields)
@@ -424,7 +423,7 @@ class ControlKind:
     def status(self, run: Run) -> dict[str, Any]:
         """Steps by what became of them, how fast they come, and failed simulators."""
         failed, last_failure = self.failures(run)
-        pace = self.units_per_s(run)
+        pace = None if self._updates is None else self._updates.steps_per_s
         return {
             "account": run.seen.facts("replay-0").get("account", {}),
             "simulators": {"failed": failed, "last_failure": last_failure},

@@ -26,14 +26,23 @@ from penstock.overseer.language.preparation import Preparation
 from penstock.overseer.language.replay import make_curriculum, make_replay
 from penstock.overseer.language.rollout import make_rollout
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.metrics import Bottleneck, ClusterSnapshot, IdleShares, find_bottleneck, idle_shares
+from penstock.overseer.metrics import (
+    Bottleneck,
+    ClusterSnapshot,
+    IdleShares,
+    Pace,
+    SignalWatch,
+    find_bottleneck,
+    idle_shares,
+    success_thresholds,
+)
+from penstock.overseer.progress import TRUNCATED, Progress
 from penstock.overseer.results import Results
 from penstock.overseer.run import PhaseSteps, Run, until
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.overseer.supervisor.scaling import SpecMaker
 from penstock.overseer.tasks import LocalComponent
-from penstock.overseer.terminal import Progress, step_line
 from penstock.overseer.trainer import LearnerComponent
 from penstock.text import Tokenizer, same_tokenizer
 from penstock.types import CheckpointError, ConfigError
@@ -78,6 +87,10 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     )
 
 
+TOKENS = "inference/tokens_total"
+"""What the pace is of."""
+
+
 class Updates:
     """Writes one line per update, and an event where another part than before sets the pace.
 
@@ -85,23 +98,38 @@ class Updates:
         log: The run's single writer.
         staleness_budget: The run's.
         local: Whether all runs in one process.
+        success_threshold: The reward from which a rollout counts as a success.
 
     Attributes:
         step: The learner's version, as far as it was told.
         bottleneck: What set the pace lately, in words.
     """
 
-    def __init__(self, log: RunLog, staleness_budget: int, local: bool = False) -> None:
+    def __init__(self, log: RunLog, staleness_budget: int, local: bool = False, success_threshold: float = 0.5) -> None:
         self.step = log.step
         self.bottleneck = ""
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}
         self._idle = IdleShares()
         self._local, self._engine_busy_s = local, 0.0
+        self._pace = Pace()
+        self._signal = SignalWatch(success_threshold)
 
     def begin_at(self, step: int) -> None:
         """The learner begins with that version."""
         self.step = self._log.step = step
+
+    def begin_phase(self) -> None:
+        """What was generated before is none of its pace."""
+        self._pace.begin()
+
+    def pace(self, look: ClusterSnapshot) -> float | None:
+        """Tokens of all servers; while the first update waits for its programs there is none."""
+        pace, progress = self._pace.note(look.numbers().get(TOKENS, 0.0)), self._log.progress
+        if progress.compiling and not len(progress.times):
+            self._pace.begin()
+            return None
+        return pace
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
@@ -123,11 +151,10 @@ class Updates:
         self._log.metrics(step, values)
         self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
-        progress.step = step
-        progress.rewards.append(values.get("train/reward_mean", 0.0))
-        progress.staleness = values.get("replay/staleness_mean", 0.0)
-        progress.step_s = values["time/wait_for_batch"] + values["time/update"]
-        progress.lines.append(step_line(progress))
+        self._pace.note_update()
+        progress.note_update(step, values.get("train/reward_mean"), values.get("replay/staleness_mean", 0.0), values)
+        truncated = progress.history.get(TRUNCATED)
+        self._log.signal(self._signal.note(step, values, None if truncated is None else truncated.last))
 
     def _bottleneck_of(
         self, metrics: Mapping[str, float], look: ClusterSnapshot
@@ -329,15 +356,12 @@ class LanguageKind:
 
     def make_update_log(self, config: RunConfig, log: RunLog) -> Updates:
         """Names the bottleneck by idle shares."""
-        return Updates(log, config.replay.staleness_budget, config.runtime == "local")
+        threshold = min(success_thresholds(config).values())
+        return Updates(log, config.replay.staleness_budget, config.runtime == "local", threshold)
 
     def metrics_of(self, results: Results) -> dict[str, float]:
         """As ``eval/<lesson>/…``."""
         return metrics_of(results, "eval")
-
-    def units_per_s(self, run: Run) -> float:
-        """Tokens of all servers."""
-        return run.seen.numbers().get("inference/tokens_per_s", 0.0)
 
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         """Nothing more."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dashboard.tokens import printable, shortened
+from penstock.text.safe_text import printable, shortened
 
 
 @pytest.mark.parametrize(
