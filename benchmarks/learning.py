@@ -1,15 +1,19 @@
 """Does a recipe learn? Trains it with several seeds and compares held-out reward, or return, before and after.
 
     python -m benchmarks.learning cats --seeds 5
+    python -m benchmarks.learning arithmetic --seed-list 0 3 7 --lessons medium
     python -m benchmarks.learning arithmetic --seeds 1 --control
     python -m benchmarks.learning cartpole --seeds 8 --least 475 --within 90
     python -m benchmarks.learning memory --seeds 2 --control model.memory=none
 
-The untrained control answers the same held-out prompts with the same sampling seeds. A seed passes when the gain is
-at least ``--gain``, the 95% intervals are disjoint, the result is at least ``--least``, and start-up, evaluations and
-training took no longer than ``--within`` seconds; the program exits with 1 unless at least ``--passes`` do.
-``--control`` adds a run of each seed with another setting, which must not gain half as much as ``--gain``: by default a
-learning rate of zero, warm start included, which must not change one answer.
+What is trained is compared with what the reinforcement learning began with, on the same held-out prompts with the same
+sampling seeds: after a warm start, where there is one, so that nothing it taught counts as a gain. A lesson passes with
+a seed when the gain (after − before) is at least ``--gain``, its 95% interval, of the differences prompt by prompt, is
+above 0, and the result is at least ``--least``; every lesson is judged, or those of ``--lessons``, and a seed passes
+when all of them do and start-up, evaluations and training took no longer than ``--within`` seconds. The program exits
+with 1 unless at least ``--passes`` seeds do. ``--control`` adds a run of each seed with another setting, of which no
+lesson may gain half as much as ``--gain``: by default a learning rate of zero, warm start included, which must not
+change one answer.
 """
 
 import argparse
@@ -17,6 +21,8 @@ import math
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.overseer.results import Interval, reward_interval
+from penstock.overseer.results import Interval, difference_interval, reward_interval
 from penstock.types import RolloutBatchStats
 
 STILL = "learner.optimizer.learning_rate=0"
@@ -46,11 +52,26 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        return self.after.reward_mean - self.untrained.reward_mean
+        """After minus before."""
+        return self.compared[0]
 
     @property
-    def disjoint(self) -> bool:
-        return interval(self.after).low > interval(self.untrained).high
+    def compared(self) -> tuple[float, Interval]:
+        """The gain, with its interval."""
+        return difference_interval(by_prompt(self.after), by_prompt(self.before))
+
+    def passes(self, gain: float, least: float) -> bool:
+        """Whether it was learned."""
+        value, (low, _) = self.compared
+        return value >= gain and low > 0 and self.after.reward_mean >= least
+
+
+def by_prompt(stats: RolloutBatchStats) -> dict[str, list[float]]:
+    """Rewards of each held-out problem, in order."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for prompt, reward in zip(stats.prompts, stats.rewards, strict=True):
+        rewards[prompt].append(reward)
+    return rewards
 
 
 def interval(stats: RolloutBatchStats) -> Interval:
@@ -90,7 +111,6 @@ def print_table(recipe: str, outcomes: list[Outcome], console: Console) -> None:
         "warm start",
         "trained",
         "gain",
-        "disjoint",
         "train s",
         "all s",
         "status",
@@ -98,12 +118,12 @@ def print_table(recipe: str, outcomes: list[Outcome], console: Console) -> None:
         table.add_column(column)
     for outcome in outcomes:
         stages = (outcome.untrained, outcome.before, outcome.after)
-        cells = [f"{s.reward_mean:.3f} [{interval(s).low:.3f}, {interval(s).high:.3f}]" for s in stages]
+        cells = [f"{s.reward_mean:.3f} {interval(s)}" for s in stages]
         if outcome.before == outcome.untrained:
             cells[1] = "–"
-        gain, disjoint = f"{outcome.gain:+.3f}", "yes" if outcome.disjoint else "no"
+        value, around = outcome.compared
         table.add_row(
-            str(outcome.seed), outcome.kind, outcome.lesson_id, *cells, gain, disjoint,
+            str(outcome.seed), outcome.kind, outcome.lesson_id, *cells, f"{value:+.3f} {around}",
             f"{outcome.training_s:.0f}", f"{outcome.elapsed_s:.0f}", outcome.status,
         )  # fmt: skip
     console.print(table)
@@ -113,38 +133,61 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="key=value changes to the recipe")
-    parser.add_argument("--seeds", type=int, default=5)
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seeds", type=int, default=5, help="so many: 0, 1, 2, …")
+    seeds.add_argument("--seed-list", type=int, nargs="+", metavar="SEED", help="these")
+    parser.add_argument("--lessons", nargs="+", help="judge these only; by default every lesson")
     parser.add_argument("--gain", type=float, default=0.4)
     parser.add_argument("--passes", type=int, default=None, help="seeds that must pass; by default all but one in five")
     parser.add_argument("--least", type=float, default=-math.inf, help="reward or return")
     parser.add_argument("--within", type=float, default=math.inf, help="seconds")
     parser.add_argument("--control", nargs="?", const=STILL, metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
+    chosen: list[int] = options.seed_list or list(range(options.seeds))
     outcomes: list[Outcome] = []
-    for seed in range(options.seeds):
+    for seed in chosen:
         outcomes += run(options.recipe, seed, options.overrides, "trained")
         if options.control:
             outcomes += run(options.recipe, seed, [*options.overrides, options.control], "control")
     print_table(options.recipe, outcomes, Console(width=150))
-    first = [o for o in outcomes if o.kind == "trained" and o.lesson_id == outcomes[0].lesson_id]
-    passed = sum(
-        o.gain >= options.gain and o.disjoint and o.after.reward_mean >= options.least and o.elapsed_s <= options.within
-        for o in first
+    known = list(dict.fromkeys(outcome.lesson_id for outcome in outcomes))
+    unknown = sorted(set(options.lessons or ()) - set(known))
+    if unknown:
+        parser.error(f"--lessons {unknown[0]}: the recipe's are {', '.join(known)}")
+    judged = [outcome for outcome in outcomes if outcome.lesson_id in (options.lessons or known)]
+    needed = options.passes if options.passes is not None else len(chosen) - len(chosen) // 5
+    passed = count_passes(judged, chosen, options)
+    print(f"{passed} of {len(chosen)} seeds pass ({needed} needed)")
+    moved = count_moved(judged, options)
+    return int(passed < needed or moved > 0)
+
+
+def count_passes(judged: Sequence[Outcome], seeds: Sequence[int], options: argparse.Namespace) -> int:
+    """How many seeds learned every lesson that is judged, in time; says how many learned each."""
+    trained = [outcome for outcome in judged if outcome.kind == "trained"]
+    learned = {(o.lesson_id, o.seed): o.passes(options.gain, options.least) for o in trained}
+    for lesson_id in dict.fromkeys(outcome.lesson_id for outcome in trained):
+        count = sum(learned[lesson_id, seed] for seed in seeds)
+        print(f"{lesson_id}: learned with {count} of {len(seeds)} seeds")
+    late = {outcome.seed for outcome in trained if outcome.elapsed_s > options.within}
+    slowest = max((outcome.training_s for outcome in trained), default=math.nan)
+    print(f"slowest training {slowest:.0f} s; {len(late)} of {len(seeds)} seeds took longer than {options.within:g} s")
+    return sum(
+        seed not in late and all(passes for (_, other), passes in learned.items() if other == seed) for seed in seeds
     )
-    needed = options.passes if options.passes is not None else options.seeds - options.seeds // 5
-    slowest = max((o.training_s for o in first), default=math.nan)
-    print(
-        f"{first[0].lesson_id}: {passed} of {len(first)} seeds pass ({needed} needed); slowest training {slowest:.0f} s"
-    )
-    controls = [o for o in outcomes if o.kind == "control"]
+
+
+def count_moved(judged: Sequence[Outcome], options: argparse.Namespace) -> int:
+    """How many lessons a control learned though it should not have; says so."""
+    controls = [outcome for outcome in judged if outcome.kind == "control"]
     if options.control == STILL:
-        moved = sum(o.after.rewards != o.before.rewards for o in controls)
+        moved = sum(outcome.after.rewards != outcome.before.rewards for outcome in controls)
         print(f"controls whose answers changed: {moved}")
     else:
-        moved = sum(o.gain >= options.gain / 2 for o in controls)
+        moved = sum(outcome.gain >= options.gain / 2 for outcome in controls)
         if controls:
             print(f"controls with {options.control} that gained half as much: {moved}")
-    return int(passed < needed or moved > 0)
+    return moved
 
 
 if __name__ == "__main__":

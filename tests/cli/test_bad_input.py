@@ -47,6 +47,10 @@ def expect_refusal(done, *parts: str) -> None:
         (["train", "cats", "--dryrun"], ["No such option: --dryrun", "--dry-run", "penstock train --help"]),
         (["eval"], ["Missing argument 'CHECKPOINT'"]),
         (["eval", "nowhere", "--n", "0"], ["'--n'", "greater than or equal to 1"]),
+        (
+            ["eval", "nowhere", "--recipe", "cats", "--generations", "4", "--k", "1", "--k", "8"],
+            ["k of pass@k is 8, and generations is 4", "ask for more responses"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value and "=" not in value[0] else None,
 )

@@ -92,14 +92,22 @@ def test_a_checkpoint_is_evaluated_offline_by_its_own_recipe(interrupted, resume
     run_dir, _ = interrupted
     goal, _ = resumed
     words = ["eval", f"mine/checkpoints/step-{goal}", "--n", "3", "--generations", "2", "--json"]
-    done = penstock(*words, "--rollouts", "out/rollouts.parquet", cwd=run_dir.parent)
+    done = penstock(*words, "--k", "2", "--baseline", str(run_dir / "checkpoints" / f"step-{goal}"),
+                    "--rollouts", "out/rollouts.parquet", cwd=run_dir.parent)  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    same = {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert report["lessons"]["cats"]["difference"] == {
+        "prompts": 3, "reward_mean": same, "success_rate": same, "unpaired": 0
+    }  # fmt: skip
+    assert report["baseline"]["lessons"]["cats"]["reward_mean"] == report["lessons"]["cats"]["reward_mean"]
     cats = report["lessons"]["cats"]
-    assert (cats["prompts"], cats["rollouts"], list(cats["pass_at"])) == (3, 6, ["1", "2"])
+    assert (cats["prompts"], cats["rollouts"], list(cats["pass_at"])) == (3, 6, ["2"])
     assert cats["reward_mean"]["low"] <= cats["reward_mean"]["value"] <= cats["reward_mean"]["high"]
     records = records_from_table(read_parquet(run_dir.parent / report["rollouts_path"]))
-    rewards = [record.rollout.episode_reward for record in records]
+    ids = [record.rollout.rollout_id for record in records]
+    assert len(set(ids)) == 12 and {name.partition("-")[0] for name in ids} == {"offline", "baseline"}
+    rewards = [record.rollout.episode_reward for record in records if record.group_id.startswith("offline-")]
     assert len(rewards) == 6 and sum(rewards) / 6 == pytest.approx(cats["reward_mean"]["value"], abs=1e-6)
 
 

@@ -24,6 +24,7 @@ SMALL = [
         (["train", "minecraft"], ["simulator 'minecraft' needs minestudio: pip install minestudio"]),
         (["fleet", "autotune", "cats"], ["cats has no fleet", "cartpole"]),
         (["eval", "nowhere", "--recipe", "cartpole", "--generations", "2"], ["--generations is for a language policy"]),
+        (["eval", "nowhere", "--recipe", "cartpole", "--baseline", "x"], ["--baseline is for a language policy"]),
         (["eval", "nowhere", "--recipe", "cats", "--video", "x"], ["--video is for a control policy"]),
         (["eval", "nowhere", "--recipe", "cartpole"], ["nowhere holds no config.json"]),
         (["eval", "nowhere", "--recipe", "cartpole", "--lesson", "pole"], ["task 'pole' is not in the recipe"]),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from penstock.environments import ArithmeticEnvironment
+from penstock.environments import ArithmeticEnvironment, Example
 from penstock.environments.arithmetic import worked_steps
 from penstock.environments.calculator import calculate, show_number
 
@@ -62,19 +62,47 @@ def expressions(examples):
     return {example.columns["expression"] for example in examples}
 
 
-def test_held_out_easy_problems_are_new_combinations_of_sum_and_wording():
+def operands(examples):
+    return {tuple(sorted(re.findall(r"\d+", example.columns["expression"]))) for example in examples}
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "pairs", "least"), [("easy", 55, 11), ("medium", 4095, 819), ("hard", None, 200)]
+)
+def test_no_sum_that_is_held_out_is_trained_in_any_wording_or_order(difficulty, pairs, least):
+    environment = ArithmeticEnvironment(difficulty)
+    held_out, trained = environment.eval_examples(), environment.train_examples()
+    assert not operands(held_out) & operands(trained)
+    assert len(operands(held_out)) >= least
+    if pairs is not None:  # each unordered pair is in one of the two
+        assert len(operands(held_out) | operands(trained)) == pairs and len(operands(held_out)) == least
+        sums = {e.columns["expression"] for e in held_out if "+" in e.columns["expression"]}
+        assert {"+".join(reversed(one.split("+"))) for one in sums} == sums  # with its commuted form
+
+
+def test_easy_asks_every_sum_in_every_wording():
     easy = ArithmeticEnvironment("easy")
-    assert (len(easy.train_examples()), len(easy.eval_examples())) == (240, 60)
-    assert len(expressions([*easy.train_examples(), *easy.eval_examples()])) == 100
-    trained = expressions(easy.train_examples())
-    assert len(expressions(easy.eval_examples()) & trained) >= 45  # most sums are known in another wording
+    everything = [*easy.train_examples(), *easy.eval_examples()]
+    assert len(everything) == len(expressions(everything)) * 3 == 300
+    assert len(easy.eval_examples()) in range(33, 67)
 
 
-def test_held_out_expressions_are_never_trained():
-    for difficulty in ("medium", "hard"):
-        environment = ArithmeticEnvironment(difficulty)
-        held_out = expressions(environment.eval_examples())
-        assert not expressions(environment.train_examples()) & held_out
-        assert len(held_out) > 500
+def test_problems_have_the_form_of_their_difficulty():
     medium = expressions(ArithmeticEnvironment("medium").eval_examples())
-    assert all(re.fullmatch(r"\d\d[+-]\d\d", expression) for expression in medium)
+    assert len(medium) > 1500 and all(re.fullmatch(r"\d\d[+-]\d\d", expression) for expression in medium)
+    assert len(expressions(ArithmeticEnvironment("hard").eval_examples())) > 300
+
+
+@pytest.mark.parametrize(
+    ("difficulty", "expression", "said"),
+    [
+        ("easy", "7+5", "12"), ("medium", "27+38", "50+15=65"), ("medium", "82-16", "70-4=66"),
+        ("medium", "40-40", "0+0=0"), ("medium", "35-35", "0+0=0"), ("medium", "50+10", "60+0=60"),
+    ],
+)  # fmt: skip
+def test_worked_solutions_add_tens_and_ones_by_themselves(difficulty, expression, said):
+    environment = ArithmeticEnvironment(difficulty)
+    example = Example(expression, f"{expression}=", str(calculate(expression)), {"expression": expression})
+    (reference,) = environment.references(example)
+    assert reference.response == said
+    assert all(calculate(step) == calculate(expression) for step in said.split("="))

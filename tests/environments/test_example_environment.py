@@ -79,9 +79,32 @@ def test_duplicate_prompts_stay_distinct_groups_with_their_own_noise(policy, dec
 
 def test_train_and_eval_draw_from_disjoint_problems(policy, decoding):
     environment = Echo()
-    for mode, letters in (("train", "abcdefghij"), ("eval", "xyz")):
-        groups, _ = environment.sample(policy(echo), 30, 1, decoding, 1, mode)
-        assert {g.key for g in groups} == {f"echo:{letter}" for letter in letters}
+    drawn = {
+        mode: {group.key[-1] for group in environment.sample(policy(echo), 30, 1, decoding, 1, mode)[0]}
+        for mode in ("train", "eval", "report")
+    }
+    assert drawn["train"] == set("abcdefghij")
+    # Held out are x, y and z: some to decide by, the others for reports alone.
+    assert drawn["eval"] and drawn["report"] and not drawn["eval"] & drawn["report"]
+    assert drawn["eval"] | drawn["report"] == set("xyz")
+
+
+def test_which_half_is_for_reports_depends_on_the_problem_alone(policy, decoding):
+    held_out = "klmnopqrstuvwxyz"
+    halves = []
+    for order in (held_out, held_out[::-1]):
+        environment = Echo(held_out=order)
+        groups, _ = environment.sample(policy(echo), 8, 1, decoding, 0, "report")
+        halves.append({group.key for group in groups})
+        assert len(halves[-1]) == 8
+    assert halves[0] == halves[1]
+
+
+def test_a_single_held_out_problem_serves_both(policy, decoding):
+    environment = Echo(held_out="x")
+    for mode in ("eval", "report"):
+        groups, _ = environment.sample(policy(echo), 2, 1, decoding, 0, mode)
+        assert {group.key for group in groups} == {"echo:x"}
 
 
 def test_nothing_asked_for_is_an_empty_result(policy, decoding):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
 
+from penstock.batch import turn as turn_advantages
 from penstock.environments import Conversation, Example, MultiTurnEnvironment
 from penstock.inference import ScriptedContext
 from penstock.text import Tokenizer
-from penstock.types import Decoding, EnvironmentFailure
+from penstock.types import Decoding, EnvironmentFailure, RolloutGroup
 
 WAIT_S = 20.0
 WANTED = "7"
@@ -221,6 +222,23 @@ def test_credit_is_at_the_turn_that_earned_it():
     first, last = rollout.turns[1].stop - len(rollout.prompt_tokens) - 1, len(rollout.response_tokens) - 1
     assert dict(enumerate(rollout.token_rewards.tolist()))[first] == 0.25
     assert rollout.token_rewards[last] == 0.5 and rollout.episode_reward == 0.75
+
+
+def test_credits_reach_the_tokens_of_their_turns_as_advantages():
+    class Credits(Guess):
+        def respond(self, conversation):
+            conversation.credit(1.0 if conversation.text == "5" else 0.0)
+            return super().respond(conversation)
+
+    environment = Credits()
+    group = RolloutGroup("guess:seven", tuple(play(environment, [said, "7"])[0][0] for said in ("5", "2")))
+    for rollout, sign in zip(group.rollouts, (1.0, -1.0), strict=True):
+        first, second = (turn for turn in rollout.turns if turn.role == "assistant")
+        advantages = turn_advantages(group)[group.rollouts.index(rollout)]
+        start = len(rollout.prompt_tokens)
+        assert set(advantages[first.start - start : first.stop - start].tolist()) == {sign}
+        assert not advantages[first.stop - start :].any()  # both were right in the end: score says 0.5 of each
+        assert second.stop - start == len(advantages)
 
 
 def test_the_environments_own_state_is_of_one_conversation():

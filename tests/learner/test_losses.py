@@ -103,3 +103,5 @@ def test_the_loss_module_gives_advantages_and_losses():
     assert module.loss(array(-1), array(-1), array(3)).loss.tolist() == [-3]
     with pytest.raises(ConfigError, match="whole batch"):
         PolicyLoss(LossConfig(advantage="reinforce_pp")).compute_advantages(group)
+    with pytest.raises(ConfigError, match="one number per token"):
+        PolicyLoss(LossConfig(advantage="turn")).compute_advantages(group)

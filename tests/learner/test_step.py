@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from penstock.batch import DeadlineBatchMaker
 from penstock.learner import LossConfig, step
 from penstock.learner.step import plan_update
+from penstock.types import Rollout, RolloutMetadata
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -82,3 +84,34 @@ def test_the_drift_is_of_stale_sequences_alone(decoder, config, draw_examples):
     kl = [np.sum(np.expm1(d) - d) for d in differences]
     assert float(plain.sums.stale_kl) == pytest.approx(kl[1], rel=1e-4)
     assert float(plain.sums.ratio) == pytest.approx(np.exp(np.concatenate(differences)).sum(), rel=1e-4)
+
+
+def _conversations(advantage, *rewards):
+    """The batch of a group in which each member speaks twice, two tokens each time, and earns so much for it."""
+    mask = np.array([True, True, False, True, True])
+    maker = DeadlineBatchMaker(advantage, max_tokens=24)
+    for index, (first, second) in enumerate(rewards):
+        rng = np.random.default_rng(index)
+        earned = np.float32([0, first, 0, 0, second])
+        drawn = rng.integers(0, 41, 7).astype(np.int32), np.where(mask, -rng.random(5) - 2, 0).astype(np.float32)
+        rollout = Rollout("toy", "x", drawn[0][:2], drawn[0][2:], drawn[1], earned, first + second, response_mask=mask)
+        maker.add_rollout(rollout.with_metadata(RolloutMetadata("w", 0.0, 0), f"a-0-0/{index}", "toy"))
+    return maker.create_batch(1)
+
+
+def test_rewards_per_turn_have_another_gradient_than_their_sum(decoder, config):
+    def gradient(advantage, *rewards):
+        examples = _conversations(advantage, *rewards)
+        so_far, _ = _accumulated(decoder, examples, LossConfig(), config, rows=2)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(so_far.gradients)])
+
+    # Both episodes earn 1: nothing to learn from their sums, but one's second turn was better than the other's.
+    assert not gradient("rloo", (0, 1), (1, 0)).any()
+    assert np.abs(gradient("turn", (0, 1), (1, 0))).max() > 1e-3
+    # All that differs was earned by the first turn: the second learns nothing from it, and did under the sum.
+    summed, by_turn = gradient("rloo", (1, 0), (0, 0)), gradient("turn", (1, 0), (0, 0))
+    assert np.abs(by_turn).max() > 1e-3 and np.abs(summed - by_turn).max() > 1e-3
+    for example in _conversations("turn", (1, 0), (0, 0)):
+        assert not example.advantage[-2:].any() and example.advantage[2:4].all()
+    # What is earned at the end alone is everybody's.
+    np.testing.assert_array_equal(gradient("turn", (0, 1), (0, 0)), gradient("rloo", (0, 1), (0, 0)))

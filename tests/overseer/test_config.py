@@ -53,6 +53,10 @@ def test_concurrency_is_what_may_be_outstanding():
         ({"replay": {"store": {"url": "memory://x"}}}, "memory ends with the run"),
         ({"replay": {"capacity": 2}}, "replay.capacity is 2, below one batch"),
         (
+            {"learner": {"loss": {"advantage": "turn"}}, "replay": {"batch_maker": {"filter_zero_variance": True}}},
+            "filter_zero_variance is true: it leaves out groups whose episodes earned the same",
+        ),
+        (
             {"async": False, "rollout": {"storage": {"kind": "file", "capacity_groups": 1}}},
             "rollout.storage.capacity_groups is 1, below replay.groups_per_batch",
         ),

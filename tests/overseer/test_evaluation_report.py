@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.overseer.evaluation_report import Estimate, EvaluationReport, LessonReport
+from penstock.overseer.evaluation_report import Difference, Estimate, EvaluationReport, LessonReport
 from penstock.overseer.results import proportion_interval, wilson_interval
 from penstock.types import Rollout, RolloutBatch, RolloutGroup
 
@@ -81,3 +81,57 @@ def test_the_table_has_one_column_per_lesson_and_a_row_for_pass_at_each_k():
     rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│ ")]
     assert rows == ["prompts", "rollouts", "mean reward", "pass@1", "pass@2", "pass@3", "tokens"]
     assert "rollouts  out" in text
+
+
+BASELINE = RolloutBatch.of((group("a", 0.0, 0.0, 0.0), group("b", 1.0, 0.0, 0.0), group("c", 0.0, 1.0, 1.0)))
+
+
+def test_a_difference_is_paired_by_prompt_and_clustered():
+    """a: 1, 0, 0; b: −1, 0, 0; c: 1, 0, −.5; d has no counterpart. Mean .5 / 9, sums of residuals 5/6, −7/6, 1/3."""
+    found = LessonReport.of("easy", BATCH, 1.0, baseline=BASELINE).difference
+    assert found is not None and (found.prompts, found.unpaired) == (3, 3)
+    assert found.reward_mean.value == pytest.approx(1 / 18)
+    deviation = math.sqrt(3 / 2 * ((5 / 6) ** 2 + (7 / 6) ** 2 + (1 / 3) ** 2) / 81)
+    assert found.reward_mean.high - found.reward_mean.value == pytest.approx(4.302653 * deviation, abs=1e-5)
+    # successes: a 1, 0, 0; b −1, 0, 0; c 1, 0, −1
+    assert found.success_rate.value == 0.0
+
+
+def test_a_checkpoint_beside_itself_differs_in_nothing():
+    found = LessonReport.of("easy", BATCH, 1.0, baseline=BATCH).difference
+    assert found == Difference(4, Estimate(0.0, 0.0, 0.0), Estimate(0.0, 0.0, 0.0), 0)
+
+
+def test_nothing_in_common_is_no_difference_of_zero():
+    found = LessonReport.of("easy", BATCH, 1.0, baseline=RolloutBatch.of((group("z", 1.0),))).difference
+    assert found is not None and found.prompts == 0 and math.isnan(found.reward_mean.value) and found.unpaired == 13
+
+
+def test_the_ks_that_are_asked_for_and_no_k_beyond_the_responses():
+    report = LessonReport.of("easy", BATCH, 1.0, ks=(3, 2, 3))
+    assert {k: estimate.value for k, estimate in report.pass_at.items()} == pytest.approx({2: 5 / 12, 3: 0.5})
+    with pytest.raises(ValueError, match="pass@4 of 1 successes in 3 samples"):
+        LessonReport.of("easy", BATCH, 1.0, ks=(4,))
+
+
+def test_a_report_with_a_baseline_shows_both_and_what_failed():
+    ours = LessonReport.of("easy", BATCH, 1.0, failed_groups=2, baseline=BASELINE)
+    theirs = EvaluationReport(Path("step-1"), {"easy": LessonReport.of("easy", BASELINE, 1.0)}, 1.0)
+    report = EvaluationReport(Path("step-2"), {"easy": ours}, 1.0, None, theirs)
+    read = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert read["baseline"]["checkpoint"] == "step-1" and read["lessons"]["easy"]["failed_groups"] == 2
+    assert read["lessons"]["easy"]["difference"]["reward_mean"]["value"] == pytest.approx(1 / 18)
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        report.print(console)
+    text = console.export_text()
+    rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│ ")]
+    assert rows[2:9] == [
+        "failed groups", "mean reward", "baseline", "difference", "pass@1", "baseline", "difference"
+    ]  # fmt: skip
+    assert "0.056 [" in text and "baseline  step-1" in text
+
+
+def test_one_prompt_has_no_interval_and_says_so():
+    report = LessonReport.of("easy", RolloutBatch.of((group("a", 3.0),)), 1.0)
+    assert str(report.reward_mean) == "3.000 [unknown: one prompt]"

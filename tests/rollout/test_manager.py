@@ -197,12 +197,41 @@ def test_groups_of_evaluations_are_named_by_label_lineage_and_step(manager: Roll
     assert batch.groups[0].rollouts[0].rollout_id == "after-cats-2-3-0/0"
 
 
+def test_a_report_decides_nothing_and_asks_problems_of_its_own(manager: RolloutManager):
+    decided = {group.key for group in manager.evaluate_lesson("cats", 200, "eval")[1].groups}
+    before = manager.curriculum.progress("cats").evaluation
+    _, batch = manager.evaluate_lesson("cats", 200, "report")
+    assert not decided & {group.key for group in batch.groups}
+    assert manager.curriculum.progress("cats").evaluation == before
+    assert len(manager.evaluate_lesson("cats", None, "report")[1].groups) == manager.curriculum.config.eval_n_examples
+
+
+def test_an_environment_without_problems_for_reports_is_asked_for_its_held_out_ones(manager: RolloutManager):
+    modes = []
+
+    class Noting(OneMethodEnvironment):
+        def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+            modes.append(mode)
+            return manager.environment("cats").sample(
+                inference_ctx, n_examples, n_generations, decoding, prng_key, mode
+            )
+
+    managing(manager, Noting(None)).evaluate_lesson("cats", 2, "report")
+    assert modes == ["eval"]
+
+
+def test_an_evaluation_of_which_every_group_failed_has_no_result(manager: RolloutManager):
+    broken = managing(manager, OneMethodEnvironment(lambda: 1 / 0))
+    with pytest.raises(EnvironmentFailure, match="7 groups failed, all that were asked for: .*ZeroDivisionError"):
+        broken.evaluate_lesson("cats", 7, "report")
+
+
 def test_unknown_words_are_errors_of_ours(manager: RolloutManager):
     with pytest.raises(ConfigError, match="lesson 'dogs' is not in the curriculum: its lessons are cats"):
         manager.sample_batch("dogs", 1, 1)
     with pytest.raises(ConfigError, match="lesson 'dogs'"):
         manager.evaluate_curriculum(lessons=["dogs"])
-    with pytest.raises(ConfigError, match="eval_type is 'full': it must be one of eval, micro_eval"):
+    with pytest.raises(ConfigError, match="eval_type is 'full': it must be one of eval, micro_eval, report"):
         manager.evaluate_lesson("cats", eval_type="full")
     assert manager.curriculum.progress("cats").evaluation is None
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         has_signal,
         reinforce_pp,
         rloo,
+        turn,
         valid_rollouts,
     )
     from penstock.batch.config import (
@@ -86,6 +87,7 @@ _EXPORTS = {
     "rloo": "advantages",
     "stack": "packing",
     "trainable_tokens": "examples",
+    "turn": "advantages",
     "unpack": "packing",
     "valid_rollouts": "advantages",
 }
@@ -95,7 +97,7 @@ __all__ = [
     "Dropped", "FragmentBatchMaker", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch", "Placement",
     "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
     "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker", "pack", "place",
-    "reinforce_pp", "rloo", "stack", "trainable_tokens", "unpack", "valid_rollouts",
+    "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack", "valid_rollouts",
 ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Advantages from rewards: how much better a rollout did than its peers, in its group or under its policy version.
 
-NumPy only. r_i is the episode reward; only *valid* rollouts enter a baseline: one without a sampled token, or
-one that was aborted, has advantage 0 and changes nobody else's. An overlong rollout is valid. A group that
-shrank to one valid rollout has advantage 0. No noise is added: equal rewards give exactly 0.
+NumPy only. r_i is the episode reward; `turn` alone asks where in the episode it fell (`Rollout.token_rewards`). Only
+*valid* rollouts enter a baseline: one without a sampled token, or one that was aborted, has advantage 0 and changes
+nobody else's. An overlong rollout is valid. A group that shrank to one valid rollout has advantage 0. No noise is
+added: equal rewards give exactly 0.
 
 A `Baseline` of a problem counts every rollout that was ever added under its key, those included that were filtered,
 used or discarded since: they are answers of the same policy to the same problem, whatever became of them.
@@ -16,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64
+from jaxtyping import Bool, Float32, Float64, Int
 
 from penstock.batch.group_pool import PooledGroup
-from penstock.types import RolloutGroup
+from penstock.types import AnyRollout, RolloutGroup
 
-AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp"]
+AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "turn"]
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation before dividing by it."""
@@ -62,6 +63,44 @@ def dr_grpo(group: RolloutGroup) -> Float32[np.ndarray, " n"]:
     return _over_valid(group, lambda valid: _centred(valid.rewards).astype(np.float32))
 
 
+def turn(group: RolloutGroup) -> list[Float32[np.ndarray, " _"]]:
+    """A_{i,k} = G_{i,k} − mean of the others' G_{·,k}, where G_{i,k} is what rollout i earned from its turn k on.
+
+    A turn is a run of tokens that the policy sampled; what it is told afterwards, and any reward that falls there,
+    belongs to it. The mean is over the members that have a turn k; for the only one that has, A is 0. The sum over
+    later rewards and leave-one-out baselines are those of REINFORCE with rewards-to-go (Sutton and Barto 2018, section
+    13.3, http://incompleteideas.net/book/the-book-2nd.html); one turn equals `rloo`. Turns that earn [0, 1], [1, 0] and
+    [0] -> [.5, 1], [.5, −1], [−1].
+
+    Returns:
+        Of each rollout, float32 [r], the advantage of each response token: that of its turn, 0 for what the policy did
+        not sample.
+    """
+    turns = [_turn_of_token(rollout.response_mask) for rollout in group.rollouts]
+    returns = {i: _rewards_to_go(group.rollouts[i], turns[i]) for i in map(int, np.flatnonzero(valid_rollouts(group)))}
+    advantages = [np.zeros(len(numbers), np.float32) for numbers in turns]
+    for k in range(max(map(len, returns.values()), default=0)):
+        having = {i: earned[k] for i, earned in returns.items() if len(earned) > k}
+        better = _leave_one_out(np.array(list(having.values()), np.float32))
+        for i, value in zip(having, better, strict=True):
+            advantages[i][(turns[i] == k) & group.rollouts[i].response_mask] = value
+    return advantages
+
+
+def _turn_of_token(response_mask: Bool[np.ndarray, " r"]) -> Int[np.ndarray, " r"]:
+    """To which of the policy's turns, from 0 on, each token counts; what stands before the first counts to it."""
+    begins = response_mask & ~np.concatenate([np.zeros(1, np.bool_), response_mask[:-1]])
+    return np.maximum(np.cumsum(begins) - 1, 0)
+
+
+def _rewards_to_go(rollout: AnyRollout, turns: Int[np.ndarray, " r"]) -> Float64[np.ndarray, " k"]:
+    """What was earned from each turn on; from the first, the episode's reward."""
+    by_turn = np.bincount(turns, weights=rollout.token_rewards)
+    later = np.cumsum(by_turn[::-1])[::-1]  # from the end, so that equal endings have equal sums
+    later[0] = rollout.episode_reward
+    return later
+
+
 def reinforce_pp(groups: Sequence[RolloutGroup]) -> list[Float32[np.ndarray, " n"]]:
     """A_i = (r_i − batch mean) / (batch std + 1e-6) over all valid rollouts of the batch, sample std.
 
@@ -77,13 +116,21 @@ def reinforce_pp(groups: Sequence[RolloutGroup]) -> list[Float32[np.ndarray, " n
 
 
 ADVANTAGES: dict[str, Callable[[RolloutGroup], np.ndarray]] = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo}
-"""The advantages that need one group only, by name."""
+"""The advantages that need one group only and are one number per rollout, by name."""
 
 
-def compute_advantages(name: AdvantageName, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
-    """The advantages of a batch by name: float32 [n] for each group, in order."""
+def compute_advantages(
+    name: AdvantageName, groups: Sequence[RolloutGroup]
+) -> Sequence[np.ndarray | Sequence[np.ndarray]]:
+    """The advantages of a batch by name: for each group, in order, one for each rollout.
+
+    Returns:
+        Of each group float32 [n]; under ``turn`` n arrays, float32 [r], one number per response token.
+    """
     if name == "reinforce_pp":
         return reinforce_pp(groups)
+    if name == "turn":
+        return [turn(group) for group in groups]
     return [ADVANTAGES[name](group) for group in groups]
 
 
@@ -101,6 +148,12 @@ def _centred(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     """Rewards minus their mean. n·r − Σr is exact in float64 for float32 rewards, so equal ones give 0."""
     exact = rewards.astype(np.float64)
     return (exact * len(exact) - exact.sum()) / max(len(exact), 1)
+
+
+def _leave_one_out(rewards: Float32[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Rewards minus the mean of the others; 0 for a single one."""
+    exact = rewards.astype(np.float64)
+    return (exact * len(exact) - exact.sum()) / max(len(exact) - 1, 1)
 
 
 def _standardised(rewards: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, " n"]:

@@ -12,6 +12,9 @@ import numpy as np
 
 from penstock.types import AnyRollout, InvalidRolloutError, RLExample, RolloutGroup
 
+Advantage = float | np.floating[Any] | np.ndarray
+"""Of a rollout: a number for all of its sampled tokens, or float32 [r], one for each response token."""
+
 
 def check_trainable(rollout: AnyRollout, max_tokens: int, allow_truncated_sampling: bool = False) -> None:
     """Refuses a rollout that no update could learn from.
@@ -57,13 +60,14 @@ def trainable_tokens(example: RLExample) -> int:
 
 
 def example_from_rollout(
-    rollout: AnyRollout, advantage: float, max_tokens: int, allow_truncated_sampling: bool = False
+    rollout: AnyRollout, advantage: Advantage, max_tokens: int, allow_truncated_sampling: bool = False
 ) -> RLExample:
     """Makes the example of one rollout.
 
     Args:
         rollout: With metadata; p prompt and r response tokens.
-        advantage: One number for every sampled token.
+        advantage: One number for every sampled token, or float32 [r] with one for each response token; what the policy
+            did not sample gets 0.
         max_tokens: Longest sequence, p + r.
         allow_truncated_sampling: See `check_trainable`.
 
@@ -77,14 +81,14 @@ def example_from_rollout(
     return assemble_example(rollout, advantage)
 
 
-def assemble_example(rollout: AnyRollout, advantage: float) -> RLExample:
+def assemble_example(rollout: AnyRollout, advantage: Advantage) -> RLExample:
     """The example of a rollout that `check_trainable` let pass; see `example_from_rollout`."""
     prompt_tokens, response_mask = rollout.prompt_tokens, rollout.response_mask
     prompt, length = len(prompt_tokens), len(prompt_tokens) + len(response_mask)
     mask = np.zeros(length, np.bool_)
     mask[prompt:] = response_mask
     advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    np.copyto(advantages, advantage, where=mask)
+    np.copyto(advantages[prompt:], advantage, where=response_mask)
     np.copyto(logprobs[prompt:], rollout.response_logprobs, where=response_mask)
     return RLExample(
         tokens=np.concatenate((prompt_tokens, rollout.response_tokens)),

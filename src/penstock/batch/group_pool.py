@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from jaxtyping import Bool, Int
 
-from penstock.batch.examples import assemble_example, check_trainable
+from penstock.batch.examples import Advantage, assemble_example, check_trainable
 from penstock.types import AnyRollout, InvalidRolloutError, RLExample, RolloutGroup
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ class AcceptanceRules:
             )
         check_trainable(rollout, self.max_tokens, self.allow_truncated_sampling)
 
-    def example(self, rollout: AnyRollout, advantage: float | np.floating[Any]) -> RLExample:
+    def example(self, rollout: AnyRollout, advantage: Advantage) -> RLExample:
         """The example of a rollout that passed `check`."""
-        return assemble_example(rollout, float(advantage))
+        return assemble_example(rollout, advantage)
 
 
 @dataclass(slots=True)
@@ -424,7 +424,7 @@ class DrawPool:
         self._owners: list[PooledGroup | None] = []
         self._ranks = RankIndex()
         self._uses = array("i")
-        self._advantages = array("f")
+        self._advantages: list[Advantage] = []
         self._live = 0
 
     def __len__(self) -> int:
@@ -436,7 +436,9 @@ class DrawPool:
         """How many units are here, those that may not be drawn yet included."""
         return self._live
 
-    def place(self, group: PooledGroup, drawable: bool, advantages: Sequence[float] | np.ndarray | None = None) -> None:
+    def place(
+        self, group: PooledGroup, drawable: bool, advantages: Sequence[Advantage] | np.ndarray | None = None
+    ) -> None:
         """Gives a group its places, behind all others.
 
         Args:
@@ -478,7 +480,7 @@ class DrawPool:
         """How often a unit was used."""
         return self._uses[slot]
 
-    def advantage(self, slot: int) -> float:
+    def advantage(self, slot: int) -> Advantage:
         """The advantage that a unit was placed with."""
         return self._advantages[slot]
 
@@ -503,7 +505,7 @@ class DrawPool:
         kept = np.flatnonzero(np.fromiter((owner is not None for owner in self._owners), np.bool_, len(self._owners)))
         self._ranks.keep(kept)
         self._uses = array("i", np.frombuffer(self._uses, np.int32)[kept].tobytes())
-        self._advantages = array("f", np.frombuffer(self._advantages, np.float32)[kept].tobytes())
+        self._advantages = [self._advantages[slot] for slot in kept]
         self._owners = [owner for owner in self._owners if owner is not None]
         last = None
         for slot, group in enumerate(self._owners):

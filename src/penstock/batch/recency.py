@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
-from penstock.batch.examples import batch_metadata
+from penstock.batch.examples import Advantage, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
 from penstock.batch.maker import BatchRandomness, Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
 from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup
@@ -28,9 +28,9 @@ class RecencyBatchMaker(PacedBatchMaker):
     come before any draw, whole: those due, then the oldest; they may be drawn from their first use on.
 
     Args:
-        advantage: Name of the advantage; `penstock.batch.ADVANTAGES` or reinforce_pp. With single rollouts as units
-            a group's advantages are computed once, over all its rollouts that are here at the first `create_batch`
-            after they were added, and stay when some of them leave; reinforce_pp is always of the batch.
+        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp or turn. With single rollouts as
+            units a group's advantages are computed once, over all its rollouts that are here at the first
+            `create_batch` after they were added, and stay when some of them leave; reinforce_pp is always of the batch.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         alpha: 0 is uniform.
         balance: Environments share a batch by their ``size`` (units that may be drawn), or ``even``.
@@ -174,10 +174,10 @@ class RecencyBatchMaker(PacedBatchMaker):
     def _width(self, group: PooledGroup) -> int:
         return 1 if self._unit == "group" else len(group.rollouts())
 
-    def _advantages(self, chosen: list[tuple[PooledGroup, list[int]]]) -> list[np.ndarray]:
+    def _advantages(self, chosen: list[tuple[PooledGroup, list[int]]]) -> Sequence[np.ndarray | Sequence[Advantage]]:
         if self._unit == "group" or self._advantage == "reinforce_pp":
             return compute_advantages(self._advantage, self._last)
-        return [np.array([_pool(group).advantage(slot) for slot in slots], np.float32) for group, slots in chosen]
+        return [[_pool(group).advantage(slot) for slot in slots] for group, slots in chosen]
 
     def _count_use(self, chosen: list[tuple[PooledGroup, list[int]]]) -> None:
         finished: dict[DrawPool, list[int]] = {}

@@ -79,6 +79,12 @@ def evaluate(
     lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson or task; may be repeated.")] = None,
     n: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per lesson, or episodes per task.")] = None,
     generations: Annotated[int, typer.Option(min=1, help="Responses per prompt: the largest k of pass@k.")] = 1,
+    k: Annotated[
+        list[int] | None, typer.Option(min=1, help="Of pass@k; may be repeated. By default 1, 2, 4, … --generations.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="A checkpoint to compare with, on the same prompts with the same seeds.")
+    ] = None,
     rollouts: Annotated[
         Path | None, typer.Option(help="Parquet file for the rollouts; by default evaluations/<checkpoint>-<time>.")
     ] = None,
@@ -94,7 +100,8 @@ def evaluate(
     """
     from penstock.overseer.config_loading import load_config
 
-    refuse_run_directory(checkpoint)
+    for given in (checkpoint, *([] if baseline is None else [baseline])):
+        refuse_run_directory(given)
     if recipe is None:
         from penstock.overseer.config_loading import EVALUATED
 
@@ -107,7 +114,8 @@ def evaluate(
     if isinstance(config, FleetRunConfig):
         from penstock.overseer import evaluate_fleet
 
-        _refuse_given({"--generations": generations != 1, "--rollouts": rollouts is not None}, "a language policy's")
+        language = {"--generations": generations != 1, "--rollouts": rollouts, "--k": k, "--baseline": baseline}
+        _refuse_given({name: bool(given) for name, given in language.items()}, "a language policy's")
         told = None if json else _printed  # before the first film
         report = evaluate_fleet(checkpoint, config, lesson, n, video, told)
         if not json:
@@ -121,7 +129,7 @@ def evaluate(
         _refuse_given({"--video": video is not None}, "a control policy's")
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
-        report = evaluate(checkpoint, config, lesson, n, generations, path)
+        report = evaluate(checkpoint, config, lesson, n, generations, path, baseline, k)
     if json:
         import json as encoder
 

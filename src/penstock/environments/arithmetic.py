@@ -1,13 +1,18 @@
 """Arithmetic of graded difficulty, answered exactly or not at all: one lesson each for easy, medium and hard.
 
-- ``easy``: the sum of two single digits. All 100 sums are taught; held out are combinations of sum and wording.
-- ``medium``: sums and differences of two-digit numbers; held out are pairs of numbers, whatever the wording.
-- ``hard``: expressions of three or four small numbers with parentheses; held out are expressions.
+- ``easy``: the sum of two single digits, in three wordings.
+- ``medium``: sums and differences of two-digit numbers.
+- ``hard``: expressions of three or four small numbers with parentheses.
 
-The answer is the text after the last ``=``, so a policy may write its steps first: ``19*3=57``. Rewards are sparse;
+Held out are operands: a sum that is asked in an evaluation occurs in no training problem, in no wording and in neither
+order. Of `hard` it is the numbers of an expression, in any order and with any operators.
+
+The answer is the text after the last ``=``, so a policy may write its steps first: ``19*3=57``. Worked solutions do so
+for `medium` (``27+38``: ``50+15=65``) and `hard`. Rewards are sparse;
 start a random policy with `learner.warm_start`.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -22,6 +27,8 @@ from penstock.types import Completion, fold, generator
 
 EVAL_FRACTION = 0.2
 _WORDINGS = ("{}=", "What is {}?", "Compute {}:")
+_NUMBER = re.compile(r"\d+")
+_TWO_DIGITS = re.compile(r"(\d\d)([+-])(\d\d)")
 _HARD_POOL = 4000
 """Expressions drawn for `hard`, the same in every run."""
 
@@ -50,9 +57,11 @@ class ArithmeticEnvironment(SingleTurnEnvironment):
         return self._eval
 
     def references(self, example: Example) -> list[Reference]:
-        """The answer, for `hard` after one line of steps."""
-        steps = worked_steps(example.columns["expression"])
-        return [Reference(self.shaped(example), "=".join(steps[1:]) if len(steps) > 2 else example.answer)]
+        """The answer, for `medium` and `hard` after one line of steps."""
+        expression = example.columns["expression"]
+        two_digits = _TWO_DIGITS.fullmatch(expression)
+        steps = [_by_column(*two_digits.groups()), example.answer] if two_digits else worked_steps(expression)[1:]
+        return [Reference(self.shaped(example), "=".join(steps))]
 
     def score(self, example: Example, text: str, completion: Completion) -> float:
         """1 for a finished answer that is exactly right, else 0."""
@@ -69,6 +78,12 @@ def worked_steps(expression: str) -> list[str]:
     while (left := _after_one_operation(steps[-1])) is not None:
         steps.append(left)
     return steps
+
+
+def _by_column(first: str, sign: str, second: str) -> str:
+    """Tens and ones of two numbers of two digits, each computed by itself: ``70-4`` of ``82``, ``-``, ``16``."""
+    tens, ones = (int(a) + int(sign + b) for a, b in zip(first, second, strict=True))
+    return f"{10 * tens}{ones:+}"
 
 
 def _after_one_operation(expression: str) -> str | None:
@@ -96,9 +111,9 @@ def _example(wording: str, expression: str) -> Example:
 
 
 def _easy() -> tuple[list[Example], list[Example]]:
-    sums = [f"{a}+{b}" for a in range(10) for b in range(10)]
-    examples = [_example(wording, expression) for wording in _WORDINGS for expression in sums]
-    return split_by_rank(examples, EVAL_FRACTION, lambda e: e.example_id)
+    halves = _split_by_operands([f"{a}+{b}" for a in range(10) for b in range(10)])
+    train, held_out = ([_example(wording, one) for wording in _WORDINGS for one in half] for half in halves)
+    return train, held_out
 
 
 def _medium() -> tuple[list[Example], list[Example]]:
@@ -118,8 +133,17 @@ def _hard_expression(rng: np.random.Generator) -> str:
     return shapes[int(rng.integers(len(shapes)))]
 
 
+def _split_by_operands(expressions: list[str]) -> tuple[list[str], list[str]]:
+    """Expressions of the same numbers, in whatever order, stay together."""
+    operands = {expression: " ".join(sorted(_NUMBER.findall(expression))) for expression in expressions}
+    _, held_out = split_by_rank(list(dict.fromkeys(operands.values())), EVAL_FRACTION, str)
+    chosen = set(held_out)
+    train = [expression for expression in expressions if operands[expression] not in chosen]
+    return train, [expression for expression in expressions if operands[expression] in chosen]
+
+
 def _split_expressions(expressions: list[str]) -> tuple[list[Example], list[Example]]:
-    train, held_out = split_by_rank(expressions, EVAL_FRACTION, str)
+    train, held_out = _split_by_operands(expressions)
     return [_worded(expression) for expression in train], [_worded(expression) for expression in held_out]
 
 

@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, SupportsInt
+from typing import Any, ClassVar, Literal, SupportsInt
 
 import numpy as np
 
@@ -67,7 +67,13 @@ class Environment(ABC):
 
     Args:
         name: Stands on every rollout; replay capacity is counted by it.
+
+    Attributes:
+        reports_apart: Whether there is a set of held-out problems for reports alone, mode ``report``, from which no
+            decision of a run is ever taken. Where there is none, reports are about those of ``eval``.
     """
+
+    reports_apart: ClassVar[bool] = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -90,7 +96,7 @@ class Environment(ABC):
             n_generations: Answers per problem.
             decoding: How to sample; `max_output_tokens` covers the whole response, tool tokens included.
             prng_key: Alone decides which problems, and with what sampling noise.
-            mode: Which of two disjoint sets of problems.
+            mode: Which of the disjoint sets of problems; ``report`` only where the class says `reports_apart`.
 
         Returns:
             At most `n_examples` groups of exactly `n_generations` rollouts, without metadata and group id, and

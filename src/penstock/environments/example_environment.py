@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, SupportsInt, TypeVar
+from typing import Any, ClassVar, SupportsInt, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -155,13 +155,15 @@ def mean_by_name(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class ExampleEnvironment(Environment):
-    """Draws from two disjoint lists of problems.
+    """Draws from two disjoint lists of problems; one half of those held out is for reports alone.
 
     Args:
         name: Stands on every rollout.
         template: How prompts are put to the policy.
         system_prompt: Put before every prompt.
     """
+
+    reports_apart: ClassVar[bool] = True
 
     def __init__(self, name: str, template: Template = "auto", system_prompt: str | None = None) -> None:
         super().__init__(name)
@@ -174,7 +176,11 @@ class ExampleEnvironment(Environment):
 
     @abstractmethod
     def eval_examples(self) -> Sequence[Example]:
-        """The held-out problems, none of them a training problem; called once."""
+        """The held-out problems, none of them a training problem; called once.
+
+        One half is for decisions of a run (mode ``eval``) and one for reports (``report``), by a stable hash. A single
+        one has to serve both.
+        """
 
     @abstractmethod
     def play(
@@ -244,17 +250,20 @@ class ExampleEnvironment(Environment):
 
     @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:
-        pools: dict[Mode, Sequence[Example]] = {"train": self.train_examples(), "eval": self.eval_examples()}
-        for mode, examples in pools.items():
+        train, held_out = self.train_examples(), self.eval_examples()
+        for mode, examples in (("train", train), ("eval", held_out)):
             if not examples:
                 raise ConfigError(f"environment {self.name!r} has no examples for mode {mode!r}")
-        shared = {e.example_id for e in pools["train"]} & {e.example_id for e in pools["eval"]}
+        shared = {e.example_id for e in train} & {e.example_id for e in held_out}
         if shared:
             raise ConfigError(
                 f"environment {self.name!r}: {len(shared)} examples are both for training and held out, "
                 f"such as {min(shared)!r}: train_examples and eval_examples must be disjoint"
             )
-        return pools
+        deciding, reported = held_out, held_out
+        if len(held_out) > 1:
+            deciding, reported = split_by_rank(held_out, 0.5, lambda e: f"report {e.example_id}")
+        return {"train": train, "eval": deciding, "report": reported}
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:
         prompt = self.shaped(example)

@@ -61,7 +61,8 @@ class LossConfig(_Frozen, frozen=True):
 
     Attributes:
         preset: Fills in what is not given.
-        advantage: From rewards; the batch maker computes it.
+        advantage: From rewards; the batch maker computes it. ``turn`` asks in which turn of a conversation reward fell,
+            the others for the episode's sum.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
         clip_epsilon_low: The ratio is clipped at 1 − this (ppo).

@@ -67,14 +67,16 @@ def step_metrics(applied: AppliedUpdate, rate: float) -> dict[str, float]:
 
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Advantages per sequence, and the rewards where the batch's own metrics have them."""
-    advantages = np.array([example.advantage[example.loss_mask][0] for example in batch.examples], np.float64)
+    of_tokens = [example.advantage[example.loss_mask] for example in batch.examples]
+    advantages = np.array([found.mean(dtype=np.float64) for found in of_tokens])
+    largest = np.array([np.abs(found).max() for found in of_tokens], np.float64)
     metrics = {
         "train/sequences": float(len(advantages)),
         "train/groups": float(len(set(batch.group_ids))),
         "train/advantage_mean": float(advantages.mean()),
         "train/advantage_std": float(advantages.std()),
-        "train/advantage_max": float(np.abs(advantages).max()),
-        "train/advantage_zero_fraction": float((advantages == 0).mean()),
+        "train/advantage_max": float(largest.max()),
+        "train/advantage_zero_fraction": float((largest == 0).mean()),
     }
     return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
 

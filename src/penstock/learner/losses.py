@@ -174,10 +174,10 @@ class PolicyLoss:
     config: LossConfig
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
-        """float32 [n]; raises ConfigError for an advantage that needs more than one group."""
+        """float32 [n]; raises ConfigError for an advantage that needs more than one group, or is one per token."""
         if self.config.advantage not in ADVANTAGES:
             raise ConfigError(
-                f"learner.loss.advantage {self.config.advantage} needs the whole batch: "
+                f"learner.loss.advantage {self.config.advantage} needs the whole batch, or is one number per token: "
                 "use penstock.batch.compute_advantages"
             )
         return ADVANTAGES[self.config.advantage](group)

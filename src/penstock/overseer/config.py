@@ -239,6 +239,11 @@ class RunConfig(BaseModel):
                 f"replay.capacity is {replay.capacity}, below one batch of replay.groups_per_batch = "
                 f"{replay.groups_per_batch} groups of {largest} rollouts: raise it"
             )
+        if self.learner.loss.advantage == "turn" and replay.batch_maker.filter_zero_variance:
+            raise ValueError(
+                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
+                "but learner.loss.advantage: turn learns from where in them that was; leave it out"
+            )
 
     def dump(self) -> dict[str, Any]:
         """Plain values under the names that YAML uses."""

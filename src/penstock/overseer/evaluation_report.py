@@ -1,11 +1,12 @@
 """What an offline evaluation found: per lesson the mean reward, success rate and pass@k, each with its 95% interval.
 
-Plain records made from rollouts; generating those is `penstock.overseer.language.evaluation`'s.
+Where another checkpoint answered the same prompts, what differs, prompt by prompt. Plain records made from rollouts;
+generating those is `penstock.overseer.language.evaluation`'s.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.overseer.results import Interval, pass_at_k, proportion_interval, reward_interval
+from penstock.overseer.results import (
+    Interval,
+    difference_interval,
+    pass_at_k,
+    proportion_interval,
+    reward_interval,
+)
 from penstock.types import RolloutBatch
 
 
@@ -37,7 +44,40 @@ class Estimate:
         return cls(value, interval.low, interval.high)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f} {Interval(self.low, self.high)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A lesson beside what a baseline did on the same prompts with the same seeds: checkpoint minus baseline.
+
+    Attributes:
+        prompts: Number of distinct prompts that both answered.
+        reward_mean: Of the episode reward; see `penstock.overseer.results.difference_interval`.
+        success_rate: Of the share that reaches the lesson's success threshold.
+        unpaired: Number of rollouts of either that have no counterpart, because a group failed.
+    """
+
+    prompts: int
+    reward_mean: Estimate
+    success_rate: Estimate
+    unpaired: int
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, baseline: RolloutBatch, success_threshold: float) -> "Difference":
+        """Compares two batches of one lesson, problem by problem."""
+        ours, theirs = _rewards_by_prompt(batch), _rewards_by_prompt(baseline)
+        paired = sum(min(len(ours[prompt]), len(theirs.get(prompt, ()))) for prompt in ours)
+        wins = [
+            {prompt: [float(reward >= success_threshold) for reward in rewards] for prompt, rewards in side.items()}
+            for side in (ours, theirs)
+        ]
+        return cls(
+            prompts=len(ours.keys() & theirs.keys()),
+            reward_mean=Estimate.of(*difference_interval(ours, theirs)),
+            success_rate=Estimate.of(*difference_interval(*wins)),
+            unpaired=sum(map(len, (*ours.values(), *theirs.values()))) - 2 * paired,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +90,11 @@ class LessonReport:
         rollouts: Number of rollouts.
         reward_mean: Mean episode reward; interval by Student's t over prompts.
         success_rate: Share of rollouts that reach the lesson's success threshold; Wilson's interval.
-        pass_at: k → pass@k, unbiased, for k = 1, 2, 4, … and the number of responses per prompt.
+        pass_at: k → pass@k, unbiased: for the ks asked for, else for k = 1, 2, 4, … and the responses per prompt.
         response_tokens: Mean tokens per response.
         truncated_fraction: Share of rollouts that a length limit cut.
+        failed_groups: Number of prompts that gave no rollouts; nothing above counts them.
+        difference: To the baseline, where there is one.
     """
 
     lesson_id: str
@@ -63,10 +105,24 @@ class LessonReport:
     pass_at: dict[int, Estimate]
     response_tokens: float
     truncated_fraction: float
+    failed_groups: int = 0
+    difference: Difference | None = None
 
     @classmethod
-    def of(cls, lesson_id: str, batch: RolloutBatch, success_threshold: float) -> "LessonReport":
-        """Summarises a batch; prompts that were drawn twice count as one."""
+    def of(
+        cls,
+        lesson_id: str,
+        batch: RolloutBatch,
+        success_threshold: float,
+        ks: Sequence[int] = (),
+        failed_groups: int = 0,
+        baseline: RolloutBatch | None = None,
+    ) -> "LessonReport":
+        """Summarises a batch; prompts that were drawn twice count as one.
+
+        Raises:
+            ValueError: a k exceeds the responses to some prompt.
+        """
         keys = [group.key for group in batch.groups for _ in group.rollouts]
         rollouts = list(batch.rollouts())
         rewards = [rollout.episode_reward for rollout in rollouts]
@@ -77,9 +133,11 @@ class LessonReport:
             rollouts=len(rollouts),
             reward_mean=Estimate.of(_mean(rewards), reward_interval(rewards, keys)),
             success_rate=Estimate.of(_mean(wins), proportion_interval(wins, keys)),
-            pass_at=_pass_at(wins, keys),
+            pass_at=_pass_at(wins, keys, ks),
             response_tokens=_mean(len(rollout.response_tokens) for rollout in rollouts),
             truncated_fraction=_mean(float(rollout.finish_reason == "length") for rollout in rollouts),
+            failed_groups=failed_groups,
+            difference=None if baseline is None else Difference.of(batch, baseline, success_threshold),
         )
 
 
@@ -92,12 +150,14 @@ class EvaluationReport:
         lessons: Lesson id → report, in the recipe's order.
         seconds: Wall seconds of generation and scoring, the engine's compilation included.
         rollouts_path: Where the rollouts were written as Parquet; None: nowhere.
+        baseline: The same of the checkpoint that it is compared with; None without one.
     """
 
     checkpoint: Path
     lessons: dict[str, LessonReport]
     seconds: float
     rollouts_path: Path | None = None
+    baseline: "EvaluationReport | None" = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; an end of an interval that is not finite is None."""
@@ -106,12 +166,17 @@ class EvaluationReport:
             "seconds": self.seconds,
             "rollouts_path": None if self.rollouts_path is None else str(self.rollouts_path),
             "lessons": {lesson_id: _plain(asdict(lesson)) for lesson_id, lesson in self.lessons.items()},
+            "baseline": None if self.baseline is None else self.baseline.to_json(),
         }
 
     def print(self, console: Console) -> None:
         """Prints a table, and where the rollouts are."""
         console.print(f"{self.checkpoint}: estimates with 95% intervals", soft_wrap=True, highlight=False)
         console.print(self._table())
+        if self.baseline is not None:
+            told = "difference  checkpoint minus baseline, on the same prompts with the same seeds"
+            console.print(told, soft_wrap=True, highlight=False)
+            console.print(f"baseline  {self.baseline.checkpoint}", soft_wrap=True, highlight=False)
         if self.rollouts_path is not None:
             console.print(f"rollouts  {self.rollouts_path}", soft_wrap=True, highlight=False)
 
@@ -122,20 +187,36 @@ class EvaluationReport:
         reports = list(self.lessons.values())
         table.add_row("prompts", *(str(lesson.prompts) for lesson in reports))
         table.add_row("rollouts", *(str(lesson.rollouts) for lesson in reports))
+        if any(lesson.failed_groups for lesson in reports):
+            table.add_row("failed groups", *(str(lesson.failed_groups) for lesson in reports))
         table.add_row("mean reward", *(str(lesson.reward_mean) for lesson in reports))
+        if self.baseline is not None:
+            theirs, differences = self.baseline.lessons, [lesson.difference for lesson in reports]
+            table.add_row("  baseline", *(str(theirs[lesson.lesson_id].reward_mean) for lesson in reports))
+            table.add_row("  difference", *("" if one is None else str(one.reward_mean) for one in differences))
         table.add_row("pass@1", *(str(lesson.success_rate) for lesson in reports))
+        if self.baseline is not None:
+            table.add_row("  baseline", *(str(theirs[lesson.lesson_id].success_rate) for lesson in reports))
+            table.add_row("  difference", *("" if one is None else str(one.success_rate) for one in differences))
         for k in sorted({k for lesson in reports for k in lesson.pass_at if k > 1}):
             table.add_row(f"pass@{k}", *(str(lesson.pass_at.get(k, "")) for lesson in reports))
         table.add_row("tokens", *(f"{lesson.response_tokens:.1f}" for lesson in reports))
         return table
 
 
-def _pass_at(wins: list[float], keys: list[str]) -> dict[int, Estimate]:
+def _rewards_by_prompt(batch: RolloutBatch) -> dict[str, list[float]]:
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for group in batch.groups:
+        rewards[group.key] += [rollout.episode_reward for rollout in group.rollouts]
+    return dict(rewards)
+
+
+def _pass_at(wins: list[float], keys: list[str], ks: Sequence[int]) -> dict[int, Estimate]:
     by_prompt: dict[str, list[float]] = defaultdict(list)
     for win, key in zip(wins, keys, strict=True):
         by_prompt[key].append(win)
     samples = min((len(group) for group in by_prompt.values()), default=0)
-    ks = sorted({2**power for power in range(samples.bit_length())} | {samples} - {0})
+    ks = sorted(set(ks) or {2**power for power in range(samples.bit_length())} | {samples} - {0})
     estimates: dict[int, Estimate] = {}
     for k in ks:
         values = [pass_at_k(len(group), round(sum(group)), k) for group in by_prompt.values()]

@@ -2,7 +2,7 @@
 
 Intervals know that rollouts of one prompt are not independent: prompts are the independent draws; the n rollouts of a
 prompt form a cluster. Where nothing can be known (no values, or a mean over a single prompt) the interval is unbounded
-or [0, 1]. Not covered: comparing two policies on the same prompts, which a paired test does better.
+or [0, 1]. Two policies that answered the same prompts are compared by the differences, prompt by prompt.
 """
 
 import math
@@ -67,6 +67,9 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"[{self.low:.3f}, {self.high:.3f}]" if math.isfinite(self.high - self.low) else "[unknown: one prompt]"
+
 
 def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:
     """Student's t interval of a mean, robust to dependence within clusters.
@@ -100,6 +103,26 @@ def reward_interval(rewards: Sequence[float], prompts: Sequence[Hashable] | None
     """
     bounded = len(rewards) > 0 and all(0.0 <= reward <= 1.0 for reward in rewards)
     return (proportion_interval if bounded else mean_interval)(rewards, prompts)
+
+
+def difference_interval(
+    ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]
+) -> tuple[float, Interval]:
+    """Mean difference of two policies that answered the same prompts with the same seeds, and its interval.
+
+    Answers are paired in order, prompt by prompt; what has no counterpart is left out. The interval is `mean_interval`
+    of the differences with the prompts as clusters: how hard a prompt is cancels out, and several answers to one prompt
+    are no independent draws. Miller 2024, https://arxiv.org/abs/2411.00640 (paired differences, clustered standard
+    errors).
+
+    Args:
+        ours: Values by prompt.
+        theirs: Values of the baseline.
+    """
+    pairs = [(prompt, *pair) for prompt in ours for pair in zip(ours[prompt], theirs.get(prompt, ()), strict=False)]
+    differences = [mine - other for _, mine, other in pairs]
+    mean = math.fsum(differences) / len(differences) if differences else math.nan
+    return mean, mean_interval(differences, [prompt for prompt, _, _ in pairs])
 
 
 def proportion_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Interval:

@@ -416,8 +416,7 @@ def interval_text(stats: RolloutBatchStats) -> str:
         return "failed"
     if not stats.rollouts:
         return "–"
-    low, high = reward_interval(stats.rewards, stats.prompts)
-    return f"{stats.reward_mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{stats.reward_mean:.3f} {reward_interval(stats.rewards, stats.prompts)}"
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:

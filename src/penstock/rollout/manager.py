@@ -29,6 +29,7 @@ from penstock.types import (
     EnvironmentFailure,
     EnvironmentSpec,
     InferenceContext,
+    InvalidRolloutError,
     Mode,
     PenstockError,
     Rollout,
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EvalType = Literal["eval", "micro_eval"]
+EvalType = Literal["eval", "micro_eval", "report"]
+"""A full evaluation, by which the curriculum decides; a quick look; a full one for the record, by which nothing is."""
 WeightsSetter = Callable[[WeightVersion, Mapping[str, Any]], None]
 
 
@@ -315,15 +317,17 @@ class RolloutManager:
         rng: SupportsInt | np.ndarray | None = None,
         label: str | None = None,
     ) -> tuple[RolloutBatchStats, RolloutBatch]:
-        """Evaluates a lesson on its held-out examples, the same ones at every call.
+        """Evaluates a lesson on held-out examples, the same ones at every call with the same type.
 
-        Only a full evaluation (`eval`) updates the curriculum; a `micro_eval` looks without touching it. Groups are
-        named ``<label>-<lesson>-<lineage>-<weight_step>-<position>``, so that those of two evaluations differ.
+        Only `eval` updates the curriculum; a `micro_eval` looks without touching it. A `report` is about held-out
+        examples that neither of them sees, so that what was decided by these does not flatter it
+        (`Environment.reports_apart`). Groups are named ``<label>-<lesson>-<lineage>-<weight_step>-<position>``, so that
+        those of two evaluations differ.
 
         Args:
             lesson_id: Id of the lesson, which names its environment.
             n_examples: Number of prompts; by default as the curriculum's configuration says for `eval_type`.
-            eval_type: Full or micro evaluation.
+            eval_type: What it is for; see `EvalType`.
             weight_step: Which version is evaluated.
             worker_id: Stamped on the rollouts.
             n_generations: Responses per prompt.
@@ -332,21 +336,24 @@ class RolloutManager:
 
         Raises:
             ConfigError: `eval_type` is another word, or the curriculum has no such lesson.
-            EnvironmentFailure: the environment failed altogether, or for every single prompt.
+            EnvironmentFailure: the environment failed altogether, or for every single prompt: there is no result.
             Stopped: the engine was stopped meanwhile; half an evaluation counts for nothing.
         """
         config = self.curriculum.config
         if eval_type not in get_args(EvalType):
             raise ConfigError(f"eval_type is {eval_type!r}: it must be one of {', '.join(get_args(EvalType))}")
         if n_examples is None:
-            n_examples = config.eval_n_examples if eval_type == "eval" else config.micro_eval_n_examples
+            n_examples = config.micro_eval_n_examples if eval_type == "micro_eval" else config.eval_n_examples
         lesson = self.lesson(lesson_id)
         decoding = replace(lesson.sampling_params.decoding(self.context.tokenizer), temperature=config.temperature)
         seed = fold(self._seed if rng is None else as_seed(rng), "evaluation", lesson_id)
         prefix = f"{label or eval_type}-{lesson_id}-{self.lineage}-{weight_step}"
-        batch, metrics = self._sample(
-            lesson_id, n_examples, n_generations, "eval", seed, weight_step, worker_id, prefix, None, decoding
-        )
+        mode: Mode = "report" if eval_type == "report" and self.environment(lesson_id).reports_apart else "eval"
+        asked = (lesson_id, n_examples, n_generations, mode, seed, weight_step, worker_id, prefix, None, decoding)
+        try:
+            batch, metrics = self._sample(*asked)
+        except (EnvironmentFailure, InvalidRolloutError) as failure:
+            raise EnvironmentFailure(f"{n_examples} groups failed, all that were asked for: {failure}") from failure
         if any(rollout.finish_reason == "aborted" for rollout in batch.rollouts()):
             raise Stopped(f"the evaluation of lesson {lesson_id!r} was cut short")
         if n_examples and not batch.groups:

@@ -15,7 +15,8 @@ from penstock.types.generation import Completion, Decoding, GenerationCall, Weig
 from penstock.types.rollouts import RolloutBatch, RolloutBatchStats, RolloutGroup
 from penstock.types.training import Ticket, TrainingBatch
 
-Mode = Literal["train", "eval"]
+Mode = Literal["train", "eval", "report"]
+"""Which problems: to train on; held out, to decide by (what is unlocked, what graduates); held out, to report on."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role": …, "content": …}``."""
 

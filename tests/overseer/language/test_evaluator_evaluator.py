@@ -107,6 +107,8 @@ def test_what_was_said_is_kept_under_the_name_of_the_evaluation_once_it_is_over(
     evaluator(WeightVersion(0, 2))
     evaluator(WeightVersion(0, 4))
     evaluator.evaluate(0, "untrained")
+    evaluator.evaluate(6)
+    assert kept.pop() == ("report", 0, 6, 2)
     assert kept == [("micro_eval", 0, 2, 2), ("eval", 0, 4, 2), ("untrained", 0, 0, 2)]
 
 
@@ -173,3 +175,13 @@ def test_a_micro_evaluation_looks_at_the_lesson_just_sampled_where_that_is_asked
     evaluator(WeightVersion(0, 2))
     evaluator(WeightVersion(0, 4))
     assert seen == [*(("micro_eval", name) for name in looked_at), ("eval", "cats"), ("eval", "dogs")]
+
+
+def test_what_is_reported_is_not_what_is_decided_by():
+    """Results before and after training are about problems that no evaluation in between sees."""
+    asked = []
+    evaluator, _, _ = evaluator_of(FakeManager(lambda lesson_id, eval_type: asked.append(eval_type)))
+    evaluator.evaluate(0, "before")
+    evaluator(WeightVersion(0, 4))
+    evaluator.evaluate(4, "after")
+    assert asked == ["report"] * 2 + ["eval"] * 2 + ["report"] * 2

@@ -1,12 +1,15 @@
 """`penstock.evaluate`: offline evaluation of a checkpoint by the very code that generates during training.
 
 A `RolloutManager` with an engine of its own: no worker, no learner. The held-out prompts and seeds are those of the
-run's own evaluations. Rollouts go to Parquet where a directory is given.
+run's own reports, before and after its training, which no decision of the curriculum looked at. A baseline answers the
+same prompts with the same seeds after it. Rollouts go to Parquet where a path is given.
 """
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import pyarrow as pa
 
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
@@ -23,8 +26,11 @@ from penstock.types import (
     RolloutBatchStats,
 )
 
-LABEL = "offline"
+LABEL, BASELINE = "offline", "baseline"
 """Among the labels of evaluations in rollouts that are kept."""
+
+Found = dict[str, tuple[RolloutBatchStats, RolloutBatch]]
+"""By lesson."""
 
 
 def evaluate(
@@ -34,6 +40,8 @@ def evaluate(
     n: int | None = None,
     generations: int = 1,
     rollouts_path: Path | None = None,
+    baseline: Path | str | None = None,
+    ks: Sequence[int] | None = None,
 ) -> EvaluationReport:
     """Evaluates a checkpoint on the held-out examples of a recipe's lessons.
 
@@ -44,19 +52,57 @@ def evaluate(
         n: Held-out prompts per lesson; by default as the recipe says.
         generations: Responses per prompt; k of pass@k goes up to it.
         rollouts_path: Write the rollouts to this Parquet file.
+        baseline: A checkpoint to compare with, which answers the same prompts with the same seeds.
+        ks: Of pass@k; by default 1, 2, 4, … and `generations`.
 
     Raises:
-        ConfigError: an unknown lesson, a checkpoint that is none, or a path that cannot be written.
-        EnvironmentFailure: every group of a lesson failed.
+        ConfigError: an unknown lesson, a checkpoint that is none, a path that cannot be written, or a k above
+            `generations`.
+        EnvironmentFailure: every group of a lesson failed: it has no result.
     """
     chosen = _chosen_lessons(config, lessons)
-    model_dir = model_directory(str(checkpoint))
-    tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
-    decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
+    for k in ks or ():
+        if not 1 <= k <= generations:
+            raise ConfigError(
+                f"k of pass@k is {k}, and generations is {generations}: of n responses to a prompt k can be 1 to n; "
+                "ask for more responses, or for a smaller k"
+            )
+    model_dirs = [model_directory(str(one)) for one in (checkpoint, baseline) if one is not None]
     if rollouts_path is not None:
         check_place(rollouts_path, "--rollouts")
+    asked = n if n is not None else config.curriculum.eval_n_examples
+    found: list[Found] = []
+    seconds: list[float] = []
+    for model_dir, label in zip(model_dirs, (LABEL, BASELINE), strict=False):
+        began = time.perf_counter()
+        found.append(_answers(model_dir, config, chosen, n, generations, label))
+        seconds.append(time.perf_counter() - began)
+    if rollouts_path is not None:
+        _write_rollouts(rollouts_path, found)
+
+    def report(which: int, path: Path | None = None, other: EvaluationReport | None = None) -> EvaluationReport:
+        lesson_reports = {
+            lesson_id: LessonReport.of(
+                lesson_id,
+                batch,
+                config.curriculum.lessons[lesson_id].success_threshold,
+                ks or (),
+                asked - len(batch.groups),
+                None if other is None else found[1][lesson_id][1],
+            )
+            for lesson_id, (_, batch) in found[which].items()
+        }
+        return EvaluationReport(model_dirs[which], lesson_reports, seconds[which], path, other)
+
+    return report(0, rollouts_path, None if baseline is None else report(1))
+
+
+def _answers(
+    model_dir: Path, config: RunConfig, lessons: Sequence[str], n: int | None, generations: int, label: str
+) -> Found:
+    tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
+    decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     limits = config.overseer
-    started = time.perf_counter()
     with RolloutManager.from_configs(
         {},
         config.curriculum,
@@ -67,24 +113,16 @@ def evaluate(
         start_timeout_s=limits.no_progress_s,
         stop_timeout_s=limits.stop_timeout_s,
     ) as manager:
-        results = {lesson_id: _evaluated(manager, lesson_id, n, generations) for lesson_id in chosen}
-    seconds = time.perf_counter() - started
-    if rollouts_path is not None:
-        _write_rollouts(rollouts_path, [batch for _, batch in results.values()])
-    reports = {
-        lesson_id: LessonReport.of(lesson_id, batch, config.curriculum.lessons[lesson_id].success_threshold)
-        for lesson_id, (_, batch) in results.items()
-    }
-    return EvaluationReport(model_dir, reports, seconds, rollouts_path)
+        return {lesson_id: _evaluated(manager, lesson_id, n, generations, label) for lesson_id in lessons}
 
 
 def _evaluated(
-    manager: RolloutManager, lesson_id: str, n: int | None, generations: int
+    manager: RolloutManager, lesson_id: str, n: int | None, generations: int, label: str
 ) -> tuple[RolloutBatchStats, RolloutBatch]:
     try:
-        return manager.evaluate_lesson(lesson_id, n, "eval", n_generations=generations, label=LABEL)
+        return manager.evaluate_lesson(lesson_id, n, "report", n_generations=generations, label=label)
     except EnvironmentFailure as failure:
-        raise EnvironmentFailure(f"lesson {lesson_id!r} cannot be evaluated: {failure}") from failure
+        raise EnvironmentFailure(f"lesson {lesson_id!r} has no result: {failure}") from failure
 
 
 def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[str]:
@@ -95,6 +133,10 @@ def _chosen_lessons(config: RunConfig, lessons: Sequence[str] | None) -> list[st
     return list(lessons or known)
 
 
-def _write_rollouts(path: Path, batches: Sequence[RolloutBatch]) -> None:
+def _write_rollouts(path: Path, found: Sequence[Found]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(path, table_from_evaluation(batches, LABEL))
+    tables = [
+        table_from_evaluation([batch for _, batch in of_one.values()], label)
+        for of_one, label in zip(found, (LABEL, BASELINE), strict=False)
+    ]
+    write_parquet(path, pa.concat_tables(tables))

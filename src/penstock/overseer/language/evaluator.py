@@ -147,7 +147,7 @@ class Evaluator:
         return results
 
     def evaluate(self, step: int, when: str | None = None) -> dict[str, RolloutBatchStats]:
-        """A full evaluation of every lesson; one whose environment failed altogether has a `failure`.
+        """A report on every lesson, by which nothing is decided; one whose every group failed has a `failure`.
 
         Args:
             step: Number of the version that the engine holds.
@@ -156,7 +156,7 @@ class Evaluator:
         Raises:
             Stopped: `stop` was called.
         """
-        return self._attempt("eval", step, when or "eval", self._lessons)
+        return self._attempt("report", step, when or "report", self._lessons)
 
     def stop(self) -> None:
         """No lesson is begun any more."""
