@@ -84,16 +84,17 @@ def model_shape(policy: PolicyConfig) -> ModelConfig:
     Raises:
         ConfigError: the model or tokenizer directory is not there, or cannot be read.
     """
-    if policy.init is not None:
+    if policy.init is not None and policy.directory is None:
         from penstock.text import Tokenizer
 
         return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
-    path = Path(str(policy.path)) / "config.json"
+    path = Path(str(policy.directory)) / "config.json"
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path is {policy.path}: {path} cannot be read ({error}): give a Hugging Face model directory"
+            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {path} cannot be read ({error}): give "
+            "a Hugging Face model directory, or a run's checkpoint as model.initial_checkpoint"
         ) from error
     return ModelConfig.from_hugging_face(content, policy.dtype)
 

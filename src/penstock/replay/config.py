@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from penstock.batch.config import BatchMakerConfig
 from penstock.rundir.store_urls import url_problem
+from penstock.types.idle_keys import refuse_idle
 
 
 class StoreConfig(BaseModel):
@@ -59,6 +60,14 @@ class StoreConfig(BaseModel):
         if value == 1:
             raise ValueError("compact_parts is 1: a single file cannot be merged; set 2 or more, or 0 for never")
         return value
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if not self.compact_parts:
+            refuse_idle(self, ("compact_rollouts", "compact_after_s"), "compact_parts is 0, so nothing is merged")
+        if self.max_bytes is None:
+            refuse_idle(self, ("retention_s",), "without max_bytes no file goes")
+        return self
 
 
 class Tolerance(BaseModel):
@@ -160,6 +169,15 @@ class ReplayBufferConfig(BaseModel):
                 f"max_waiting is {self.max_waiting}: with less than groups_per_batch = {self.groups_per_batch} no "
                 f"batch would ever be full, with more than capacity = {self.capacity} some would be evicted first"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        for name, maker in self.batch_makers.items():
+            why = "groups are filtered before any maker sees them: replay.batch_maker.filter_zero_variance is for all"
+            refuse_idle(maker, ("filter_zero_variance",), why, at=f"batch_makers.{name}.")
+        if self.max_waiting is None:
+            refuse_idle(self, ("max_waiting_s",), "max_waiting is not set, so nobody waits")
         return self
 
     @property
@@ -268,6 +286,12 @@ class FragmentReplayConfig(BaseModel):
                 f"capacity is {self.capacity}: it must hold fragments_per_batch = {least} and max_waiting = "
                 f"{self.most_waiting}; raise it, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if self.max_waiting == -1:
+            refuse_idle(self, ("max_waiting_s",), "max_waiting is -1, so nobody waits")
         return self
 
     @property
