@@ -32,7 +32,7 @@ def refuse_idle(
 
     Args:
         section: The config model that has them.
-        keys: Their names.
+        keys: Names of its fields.
         why: What keeps them from acting.
         at: Where the section lies below the model that checks: ``replay.``, say.
         preset: Other defaults of some keys.

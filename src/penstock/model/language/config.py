@@ -246,7 +246,7 @@ class InitConfig(_Frozen):
 
         Args:
             model: As it is loaded.
-            vocab_size: The tokenizer's.
+            vocab_size: How many tokens the tokenizer has.
 
         Raises:
             ConfigError: the first field that differs, with both values.
