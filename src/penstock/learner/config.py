@@ -68,8 +68,9 @@ class LossConfig(_Frozen, frozen=True):
         advantage: From rewards; the batch maker computes it.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
-        clip_epsilon_low: The ratio is clipped at 1 − this (ppo).
-        clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo).
+        clip_epsilon_low: The ratio is clipped at 1 − this (ppo). With one optimiser step per batch the ratio is 1, and
+            no clip acts; docs/learner.md says what does instead.
+        clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo); likewise.
         max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: the row length.
         correction: For rollouts older than the learner.
     """
@@ -114,8 +115,8 @@ class OptimizerConfig(_Frozen, frozen=True):
         beta2: Decay of its square's mean.
         epsilon: Added to the root of the latter.
         max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
-        frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they have no gradient, and do
-            not travel with new weights.
+        frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they cost no gradient, moments
+            or arithmetic, and do not travel with new weights.
     """
 
     learning_rate: float = Field(default=1e-5, ge=0)
