@@ -152,4 +152,4 @@ def test_every_key_is_read_somewhere():
     }
     for model in (RunConfig, FleetRunConfig, ServeConfig):
         names = {key.path.rpartition(".")[2] for key in all_keys(model)} - {"*"}
-        assert names - read - set(READ_BY_NAME) - {"n_prompts"} == set()
+        assert names - read - set(READ_BY_NAME) == set()
