@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
     from penstock.learner import Learner
     from penstock.model.language import Decoder
-    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, load_config, train
+    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, generate, load_config, train
     from penstock.replay import ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, RolloutStore, TicketIssuer
     from penstock.rollout import RolloutManager, RolloutWorker
     from penstock.text import Tokenizer
@@ -46,6 +46,7 @@ _EXPORTS = {
     "TicketIssuer": "replay",
     "Tokenizer": "text",
     "evaluate": "overseer",
+    "generate": "overseer",
     "load_config": "overseer",
     "train": "overseer",
 }
@@ -55,8 +56,8 @@ __all__ = [
     "EvaluationReport", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine",
     "JsonlEnvironment", "Learner", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
     "ReplayDataLoader", "RolloutManager", "RolloutStore", "RolloutWorker", "RunConfig", "RunSummary",
-    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "load_config",
-    "train",
+    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "generate",
+    "load_config", "train",
 ]  # fmt: skip
 
 

@@ -19,7 +19,10 @@ from penstock.types import (
     UnreachableError,
 )
 
-VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet"]
+VERBS = [
+    "train", "eval", "generate", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet",
+    "curriculum",
+]  # fmt: skip
 
 
 def test_help_lists_what_exists(penstock_process):

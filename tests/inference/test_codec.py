@@ -110,6 +110,8 @@ def test_a_logprob_that_is_not_finite_stays_so(codec):
         ({"oldest_weight_step": -1}, "oldest_weight_step is -1"),
         ({"lineage": "1"}, "lineage is '1'"),
         ({"engine": 3}, "engine is 3, not a name"),
+        ({"age_s": -0.1}, "age_s is -0.1, not a number of seconds"),
+        ({"age_s": "now"}, "age_s is 'now', not a number of seconds"),
         ({"engine": "e" * 257}, "engine is 'e.*, not a name of at most 256"),
         ({"finish_reason": "aborted"}, "finish_reason is 'aborted'"),
     ],

@@ -1,4 +1,6 @@
 import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,6 +42,13 @@ def test_the_same_seed_gives_the_same_group_whatever_else_is_asked(context):
     (alone,) = context.generate(prompts("ab"), 2, FREE, [7])
     _, among = context.generate(prompts("x", "ab"), 2, FREE, [1, 7])
     assert [c.response_tokens.tolist() for c in alone] == [c.response_tokens.tolist() for c in among]
+
+
+def test_each_response_says_when_it_was_finished(context):
+    begun = time.monotonic()
+    calls = [GenerationCall(prompts("ab"), 1, replace(FREE, max_output_tokens=n), [n]) for n in (2, 24)]
+    ((short,),), ((long,),) = context.generate_many(calls)
+    assert begun < short.finished_s < long.finished_s <= time.monotonic()
 
 
 def test_duplicate_prompts_stay_distinct(context):

@@ -1,5 +1,7 @@
 """The same prompts, seeds and weights locally and over HTTP: the same completions."""
 
+import time
+
 import numpy as np
 import pytest
 from tests.inference.fake_servers import serving
@@ -74,8 +76,11 @@ def assert_same(completion, other):
 )
 def test_completions_are_those_of_the_engine(remote, local, decoding):
     asked = (prompts("hello", "a", "hello"), 2, decoding, [5, 6, 2**62])
-    groups, expected = remote.generate(*asked), local.generate(*asked)
+    begun = time.monotonic()
+    groups, answered = remote.generate(*asked), time.monotonic()
+    expected = local.generate(*asked)
     assert [len(group) for group in groups] == [2, 2, 2]
+    assert all(begun < completion.finished_s <= answered for group in groups for completion in group)
     for group, other in zip(groups, expected, strict=True):
         for completion, same in zip(group, other, strict=True):
             assert_same(completion, same)

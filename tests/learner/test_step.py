@@ -51,7 +51,7 @@ def test_the_gradient_equals_the_plain_one_with_unequal_lengths(decoder, config,
         "constant": np.ones(7, np.float32) / (7 * 30),
     }.items():
         value, expected = plain(decoder, weights)
-        loss = LossConfig(aggregation=aggregation, max_tokens=30)
+        loss = LossConfig(aggregation=aggregation, max_tokens=30 if aggregation == "constant" else None)
         so_far, _ = _accumulated(decoder, examples, loss, config, rows=2)
         assert float(so_far.sums.loss) == pytest.approx(float(value), abs=1e-5)
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.05

@@ -55,6 +55,14 @@ def test_activations_by_hand():
     assert activation_bytes(HALF, 2, 10, remat=False) == kept * 2 + 2 * tokens * inside * 4
 
 
+def test_what_is_frozen_has_no_gradient_and_no_state():
+    learner = LearnerConfig(row_length=10, optimizer={"frozen": ["layers.*"]})
+    estimate = estimate_memory(HALF, EngineConfig(max_slots=5, max_seq_len=7), learner)
+    trained = 100 * 16 + 16  # the embedding and the last norm
+    assert (estimate.gradients_bytes, estimate.optimizer_bytes) == (trained * 6, trained * 12)
+    assert estimate.parameters_bytes == 2 * HALF.parameter_count * 2
+
+
 @pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
 def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model, width, state):
     count = model.parameter_count

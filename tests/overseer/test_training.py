@@ -352,6 +352,36 @@ def test_a_stop_before_the_last_evaluation_leaves_a_run_that_a_resume_completes(
     assert (resumed.step, resumed.complete, resumed.after["cats"].groups) == (3, True, 4)
 
 
+@pytest.mark.slow
+def test_a_run_ends_complete_once_so_many_rollouts_were_begun(run_dir: Path):
+    summary = train(tiny({"steps": 500, "rollout": {"max_rollouts": 40}}), run_dir, quiet=True)
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert summary.complete and 40 <= ledger["started"] <= 40 + 2 * 3 * 3  # what a worker may begin at a time
+    assert 2 <= summary.step <= ledger["started"] // 9 and summary.after["cats"].groups == 4
+    again = train(tiny({"steps": 500, "rollout": {"max_rollouts": 40}}), run_dir, resume=True, quiet=True)
+    assert again.complete and again.step <= summary.step + 1
+    assert read_status(run_dir / "status.json")["ledger"]["started"] <= ledger["started"] + 2 * 3 * 3
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_policy_of_a_checkpoint(tmp_path: Path):
+    train(tiny({"steps": 2}), tmp_path / "first", quiet=True)
+    checkpoint = str(tmp_path / "first" / "checkpoints" / "step-2")
+    still = {"steps": 1, "seed": 5, "learner": {"optimizer": {"learning_rate": 0.0}}}
+    model = tiny().dump()["model"]
+    for name, source in {"init": model, "alone": {**model, "init": None}}.items():
+        config = tiny({**still, "model": {**source, "initial_checkpoint": checkpoint}})
+        train(config, tmp_path / name, quiet=True)
+        np.testing.assert_equal(weights(tmp_path / name, 1), weights(tmp_path / "first", 2))
+    other = {**model, "init": {**model["init"], "hidden_size": 2 * model["init"]["hidden_size"]}}
+    with pytest.raises(ConfigError, match=r"model.init.hidden_size is \d+, and \d+ in model.initial_checkpoint: name"):
+        train(tiny({**still, "model": {**other, "initial_checkpoint": checkpoint}}), tmp_path / "other", quiet=True)
+    with pytest.raises(ConfigError, match=r"model': there is no such directory"):
+        missing = {**model, "initial_checkpoint": str(tmp_path)}
+        train(tiny({**still, "model": missing}), tmp_path / "other", quiet=True)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_learning_rate_of_zero_changes_nothing(run_dir: Path):
     summary = train(tiny({"async": False, "learner": {"optimizer": {"learning_rate": 0.0}}}), run_dir, quiet=True)
     assert summary.after["cats"].rewards == summary.before["cats"].rewards

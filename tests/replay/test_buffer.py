@@ -165,6 +165,16 @@ def test_time_staleness_is_applied_at_ingest_and_while_waiting(sim, run):
     run.buffer.check_ledger()
 
 
+def test_at_staleness_zero_a_whole_cohort_waits_for_its_slowest_group(sim, run):
+    run = run(staleness_budget=0, max_rollout_timestamp_delay=60.0)
+    first, second = run.issuer.acquire(2, 0)
+    give(sim, run, [first], timestamp=run.now - 1000.0)
+    run.now += 1000.0
+    give(sim, run, [second])
+    assert run.ledger.snapshot()["stale_time"] == 0
+    assert run.buffer.try_next_batch(0).group_ids == ("easy-0-0", "hard-0-0")
+
+
 def test_rollouts_are_used_up_to_their_cap_and_only_where_a_batch_would_wait(sim, run):
     run = run(groups_per_batch=1, staleness_budget=3, max_samples=2)
     first, second = run.issuer.acquire(2, 0)

@@ -176,7 +176,8 @@ def test_young_files_are_left_alone(tmp_path):
 
 
 def test_zero_parts_means_never(tmp_path):
-    store = make_store(tmp_path, compact_parts=0)
+    config = StoreConfig(compact_rollouts=8, compact_after_s=0).model_copy(update={"compact_parts": 0})
+    store = RolloutStore(tmp_path, config, HandClock(), grace_s=GRACE_S)
     seal_groups(store, *range(6))
     store.maintain()
     assert len(parts_in(tmp_path)) == 6

@@ -49,11 +49,20 @@ def test_a_lessons_own_tolerance_wins_and_brings_its_deadline_forward():
         (dict(), 3600.0),
         (dict(max_rollout_timestamp_delay=-1), None),
         (dict(max_rollout_timestamp_delay=0.0), 0.0),
-        (dict(staleness_budget=0), None),
+        (dict(staleness_budget=0), 3600.0),
     ],
 )
-def test_time_staleness_is_off_when_negative_and_at_staleness_zero(config, limit_s):
+def test_the_time_limit_is_off_when_negative(config, limit_s):
     assert ReplayBufferConfig(**config).timestamp_delay_s("cats") == limit_s
+
+
+def test_the_time_limit_is_off_where_paced_and_synchronous():
+    tolerances = {"old": {"max_rollout_timestamp_delay": 60.0, "max_rollout_step_delay": 3}}
+    synchronous = ReplayBufferConfig(staleness_budget=0, tolerances=tolerances).when_paced()
+    assert [synchronous.timestamp_delay_s(lesson) for lesson in ("old", "other")] == [None, None]
+    assert synchronous.step_delay("old") == 3 and synchronous.longest_step_delay == 3
+    other = ReplayBufferConfig(staleness_budget=1, tolerances=tolerances)
+    assert other.when_paced() is other and other.timestamp_delay_s("old") == 60.0
 
 
 @pytest.mark.parametrize("value", [0, -2])

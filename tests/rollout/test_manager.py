@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import jax
@@ -50,6 +51,43 @@ def test_rollouts_are_stamped_with_what_environments_must_not_know(manager: Roll
     # the engine's version, 4, wins over the 9 that the caller passed
     assert stamped.metadata == RolloutMetadata("w0", 99.0, weight_step=4, lineage=2)
     assert batch.metadata.weight_step == 4
+
+
+def test_each_rollout_has_the_time_of_its_own_last_response(manager: RolloutManager, tokenizer):
+    """Two turns of three conversations; what an environment adds after a response is not the policy's."""
+
+    class Timed(ScriptedContext):
+        """Each response is finished a second after the one before, the last of them just now."""
+
+        def generate(self, *asked):
+            (answers,) = super().generate(*asked)
+            began = time.monotonic() - 10 + 3 * (len(self.calls) - 1)
+            return [[replace(done, finished_s=began + position) for position, done in enumerate(answers)]]
+
+    class TwoTurns(OneMethodEnvironment):
+        def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
+            prompt = np.array([1, 2], np.int32)
+            turns = [inference_ctx.generate([prompt], 3, decoding, [turn])[0] for turn in range(2)]
+            return [RolloutGroup("custom:1", (*map(self.talk, (1, 0), turns[1]), self.silent(prompt)))], {}
+
+        def talk(self, extra, done):
+            tail = np.zeros(extra, np.int32)
+            tokens = np.append(done.response_tokens, tail)
+            logprobs = np.append(done.response_logprobs, tail).astype(np.float32)
+            mask = np.arange(len(tokens)) < len(done.response_tokens)
+            return Rollout("custom", "1", done.prompt_tokens, tokens, logprobs, 0 * logprobs, 0.0, response_mask=mask)
+
+        def silent(self, prompt):
+            zeros = np.zeros(1, np.float32)
+            return Rollout("custom", "1", prompt, np.array([5], np.int32), zeros, zeros, 0.0)
+
+    environment = TwoTurns(lambda: None)
+    timed = managing(manager, environment, clock=lambda: 99.0)
+    context = Timed(tokenizer, ["a cat", "a cat", "no", "two cats", "two cats", "none"])
+    (group,) = timed.sample_batch("cats", 1, 3, context=context)[0].groups
+    times = [rollout.metadata.timestamp for rollout in group.rollouts]
+    # the second turn's responses ended 7 and 6 seconds before, and of equal ones each has a time of its own
+    assert times == [pytest.approx(92.0, abs=2.0), pytest.approx(times[0] + 1.0, abs=1e-6), 99.0]
 
 
 def test_the_engines_that_answered_are_noted_whatever_an_environment_passes_on(manager: RolloutManager, tokenizer):

@@ -241,6 +241,16 @@ def test_sample_conversations_are_logged_every_log_freq_groups():
     config = RolloutConfig(log_freq=4)
     worker(FakeManager(), FakeTickets(9), config=config, log_samples=lambda batch: logged.append(batch)).run_tickets()
     assert len(logged) == 3
+    config = RolloutConfig(log_freq=0)
+    worker(FakeManager(), FakeTickets(9), config=config, log_samples=lambda batch: logged.append(batch)).run_tickets()
+    assert len(logged) == 3
+
+
+def test_a_worker_begins_no_group_once_so_many_rollouts_were_begun():
+    sink, tickets = Sink(), FakeTickets(9)
+    config = RolloutConfig(max_rollouts=9)
+    worker(FakeManager(size=4), tickets, sink, config=config, concurrency=2).run_tickets()
+    assert len(sink.groups) in (3, 4) and len(tickets.left) == 9 - len(sink.groups)  # two may begin at a time
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

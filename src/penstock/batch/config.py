@@ -4,7 +4,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.types.idle_keys import refuse_idle
+
 BUILT_IN_MAKERS = ("deadline", "recency", "grpo")
+_OWN_KEYS = {"recency": ("alpha", "balance", "unit"), "grpo": ("retention",)}
 
 
 class BatchMakerConfig(BaseModel):
@@ -40,4 +43,7 @@ class BatchMakerConfig(BaseModel):
             )
         if self.arguments and self.name in BUILT_IN_MAKERS:
             raise ValueError(f"arguments {sorted(self.arguments)} are for one's own class; {self.name!r} takes none")
+        for owner, keys in _OWN_KEYS.items():
+            if self.name != owner:
+                refuse_idle(self, keys, f"name is {self.name!r}, and it is of {owner!r}")
         return self

@@ -1,4 +1,4 @@
-"""Commands about this machine and what is installed on it: fleet autotune, recipes, config, doctor."""
+"""Commands that train nothing: fleet autotune, curriculum simulate, recipes, config, doctor."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,6 +46,62 @@ def autotune(
         print(encoder.dumps(report.to_json(), indent=2))
     else:
         report.print(Console())
+    return 0
+
+
+_curriculum = typer.Typer(
+    help="Curricula: try one without a model.",
+    epilog="Example: penstock curriculum simulate arithmetic",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+commands.add_typer(_curriculum, name="curriculum", short_help="Try a curriculum without a model.")
+
+
+@_curriculum.command(epilog="Example: penstock curriculum simulate arithmetic --success 'easy=0.2..0.95/1500'")
+def simulate(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with lessons, or a YAML file.")],
+    overrides: Overrides = None,
+    success: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LESSON=CURVE",
+            help="How a lesson is learned: 0.3 always, or 0.1..0.9/2000 from the one to the other, 63% of the way "
+            "after 2000 of its rollouts; may be repeated. Else 0.1..0.95/2000.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="Updates; by default as many as the recipe has.")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="Steps from line to line; by default 20 lines.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print lines and events as JSON.")] = False,
+) -> int:
+    """Take the recipe's own curriculum through a run whose answers are drawn: what unlocks and graduates when."""
+    from penstock.curriculum import LearningCurve, simulate_curriculum
+    from penstock.overseer import FleetRunConfig, load_config
+    from penstock.types import ConfigError
+
+    config = load_config(recipe, overrides or [])
+    if isinstance(config, FleetRunConfig):
+        raise ConfigError(f"{recipe} has no curriculum: give a recipe with lessons, such as arithmetic")
+    curves = {}
+    for word in success or []:
+        lesson, equals, curve = word.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--success {word!r} is not of the form LESSON=CURVE: write for example easy=0.1..0.9/2000"
+            )
+        curves[lesson] = LearningCurve.parse(curve)
+    total = config.steps if steps is None else steps
+    found = simulate_curriculum(
+        config.curriculum, curves, total, config.replay.groups_per_batch, config.seed, every or max(1, total // 20)
+    )
+    if json:
+        import json as encoder
+
+        print(encoder.dumps(found.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        found.print(Console())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Commands that make a policy or use one: train, eval, serve."""
+"""Commands that make a policy or use one: train, eval, generate, serve."""
 
 import os
 import sys
@@ -136,6 +136,67 @@ def evaluate(
         print(encoder.dumps(report.to_json(), indent=2))
     else:
         _printed(report)
+    return 0
+
+
+@commands.command(
+    short_help="Generate rollouts to a file.",
+    epilog="Example: penstock generate runs/cats-1/checkpoints/step-60 --n 100 --out rollouts.jsonl",
+)
+def generate(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SOURCE]",
+            help="A run's checkpoints/step-<n>, a Hugging Face directory, or the URL of a penstock serve; without it "
+            "the policy that the recipe says.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Whose lessons; by default those of the checkpoint's own run.")
+    ] = None,
+    lesson: Annotated[list[str] | None, typer.Option(help="Only this lesson; may be repeated.")] = None,
+    n: Annotated[
+        int | None, typer.Option(min=1, help="Prompts per lesson; by default its sampling_params.n_prompts.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A .parquet or .jsonl file; by default generated/<source>-<time>.parquet.")
+    ] = None,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Prompts of evaluations, not of training.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Generate rollouts of a recipe's lessons, with their rewards, to a file: no training.
+
+    A server's token is read from PENSTOCK_TOKEN.
+    """
+    from penstock.overseer import FleetRunConfig, load_config
+    from penstock.types import ConfigError
+
+    words = list(overrides or [])
+    if source is not None and "=" in source and "://" not in source and not Path(source).exists():
+        source, words = None, [source, *words]
+    served = source is not None and source.startswith(("http://", "https://"))
+    if source is not None and not served:
+        refuse_run_directory(Path(source))
+    if recipe is not None:
+        _refuse_trust(trust, "the config of the checkpoint's own run")
+        config = load_config(recipe, words)
+    elif source is None or served:
+        raise ConfigError("--recipe is missing: it says the lessons; for example: penstock generate --recipe cats")
+    else:
+        from penstock.overseer.config_loading import EVALUATED
+
+        config = _recorded(_run_of(Path(source)), words, trust, EVALUATED)
+    if isinstance(config, FleetRunConfig):
+        raise ConfigError("penstock generate is for language policies: simulators are played by penstock eval --video")
+    from penstock.overseer import generate
+
+    stem = "served" if served else Path(source or recipe or "").resolve().stem
+    path = out or Path("generated") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}.parquet"
+    mode = "eval" if held_out else "train"
+    print(generate(source, config, path, lesson, n, mode, os.environ.get("PENSTOCK_TOKEN")))
     return 0
 
 

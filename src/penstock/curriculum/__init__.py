@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.curriculum.curriculum import Curriculum, CurriculumBase, CurriculumLog, CurriculumUpdate
     from penstock.curriculum.progress import CurriculumEvent, LessonProgress, evaluation_due
     from penstock.curriculum.remote import CurriculumReply, CurriculumService, RemoteCurriculum
+    from penstock.curriculum.simulation import LearningCurve, SimulatedCurriculum, SimulatedLesson, simulate_curriculum
 
 _EXPORTS = {
     "Curriculum": "curriculum",
@@ -25,12 +26,16 @@ _EXPORTS = {
     "CurriculumService": "remote",
     "CurriculumUpdate": "curriculum",
     "EnvironmentConfig": "config",
+    "LearningCurve": "simulation",
     "LessonConfig": "config",
     "LessonDependency": "config",
     "LessonProgress": "progress",
     "RemoteCurriculum": "remote",
     "SamplingParams": "config",
+    "SimulatedCurriculum": "simulation",
+    "SimulatedLesson": "simulation",
     "evaluation_due": "progress",
+    "simulate_curriculum": "simulation",
 }
 
 __all__ = [
@@ -43,12 +48,16 @@ __all__ = [
     "CurriculumService",
     "CurriculumUpdate",
     "EnvironmentConfig",
+    "LearningCurve",
     "LessonConfig",
     "LessonDependency",
     "LessonProgress",
     "RemoteCurriculum",
     "SamplingParams",
+    "SimulatedCurriculum",
+    "SimulatedLesson",
     "evaluation_due",
+    "simulate_curriculum",
 ]
 
 

@@ -54,7 +54,7 @@ class SamplingParams(_Frozen):
         top_k: Keep the k most probable tokens; None keeps all.
         top_p: Keep the smallest set of tokens with this mass; None keeps all.
         min_p: Keep the tokens at least this many times as probable as the most probable one; None keeps all.
-        n_prompts: Prompts per offline batch (`penstock generate`); training is paced by `replay.groups_per_batch`.
+        n_prompts: Of an offline batch (`penstock generate`); training is paced by `replay.groups_per_batch`.
         n_generations_per_prompt: Rollouts per group; baselines need two or more.
         max_output_tokens: Most tokens of one response.
         stop_tokens: Texts and token ids that end a response, besides the tokenizer's own stop tokens.

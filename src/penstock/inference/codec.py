@@ -7,6 +7,7 @@ question is refused: a record with a missing or misplaced number would be traine
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -201,6 +202,7 @@ class _Reader:
             text=text_of(self.tokenizer, tokens.tolist(), self.stop_strings),
             finish_reason=_finish_reason(choice),
             engine=_engine(choice),
+            finished_s=_finished_s(choice),
         )
 
 
@@ -236,6 +238,16 @@ def _engine(choice: dict[str, Any]) -> str:
     if not isinstance(name, str) or len(name) > LONGEST_NAME:
         raise ValueError(f"engine is {name!r:.100}, not a name of at most {LONGEST_NAME} characters")
     return name
+
+
+def _finished_s(choice: dict[str, Any]) -> float | None:
+    """By this process's monotonic clock; an answer is read as soon as it is here."""
+    age_s = choice.get("age_s")
+    if age_s is None:
+        return None
+    if type(age_s) not in (int, float) or not 0 <= age_s < math.inf:
+        raise ValueError(f"age_s is {age_s!r:.100}, not a number of seconds")
+    return time.monotonic() - age_s
 
 
 def _finish_reason(choice: dict[str, Any]) -> FinishReason:

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.inference.codec import ServerRequest, requests_of
 from penstock.inference.routing import PinnedServer
-from penstock.inference.server_pool import MODEL_NAME, ServerPool
+from penstock.inference.server_pool import ServerPool
 from penstock.types import Completion, Decoding, EnvironmentFailure, GenerationCall, TextCodec, WeightVersion
 
 
@@ -122,7 +122,7 @@ class RemoteContext:
 
     def _requests(self, call: GenerationCall) -> list[ServerRequest[list[list[Completion]]]] | EnvironmentFailure:
         try:
-            return requests_of(call, self._tokenizer, MODEL_NAME, self._session, self._target, self._least)
+            return requests_of(call, self._tokenizer, self._pool.model_name, self._session, self._target, self._least)
         except EnvironmentFailure as failure:
             return failure
 

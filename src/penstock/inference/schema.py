@@ -10,7 +10,8 @@ validation ends at the first error (pydantic would otherwise make one for each e
 *Answers* are built from completions. A response's text ends before the stop string; its tokens, log-probabilities and
 usage count everything that was sampled. `system_fingerprint` names the oldest weights behind the answer. With
 `return_token_ids` each choice has all that the engine recorded: a log-probability's shortest decimal form reads back as
-the same float32; one that is not finite, which JSON cannot say, is null.
+the same float32; one that is not finite, which JSON cannot say, is null. When a response was finished is said by its
+age, for clocks of two machines differ.
 """
 
 import json
@@ -114,6 +115,7 @@ def _record(completion: Completion) -> dict[str, Any]:
         "oldest_weight_step": completion.oldest_weight_step,
         "lineage": completion.lineage,
         "engine": completion.engine,
+        "age_s": 0.0 if completion.finished_s is None else round(time.monotonic() - completion.finished_s, 6),
     }
 
 

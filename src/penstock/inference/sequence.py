@@ -9,6 +9,7 @@ stay separate. A stop string may span tokens and end inside one; the token that 
 and nothing after it does. Only the response's tail is decoded each time, so the cost of a long response stays linear.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -264,5 +265,6 @@ class Response:
             text=text_of(tokenizer, self.tokens, self.pending.request.decoding.stop_strings),
             finish_reason=self.finish_reason or "aborted",
             engine=engine,
+            finished_s=time.monotonic(),
         )
         self.pending.complete(self.index, completion)

@@ -357,6 +357,9 @@ class ServerPool:
         quiet_s: A server that sent nothing for so long, with requests outstanding, is asked for its health.
         health_s: It then has so long to answer.
 
+    Attributes:
+        model_name: What the servers call their model.
+
     Raises:
         ConfigError: the certificates cannot be read.
     """
@@ -371,6 +374,7 @@ class ServerPool:
         quiet_s: float = QUIET_S,
         health_s: float = HEALTH_S,
     ) -> None:
+        self.model_name = MODEL_NAME
         self._timeout_s = request_timeout_s
         tls, clock = _tls(certificate_authority), time.monotonic
         self._make_connection: Callable[[Server], ServerConnection] = lambda server: ServerConnection(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.types.idle_keys import refuse_idle
 
 Preset = Literal["rloo", "grpo", "dr_grpo", "dapo"]
 Surrogate = Literal["ppo", "reinforce", "cispo"]
@@ -53,6 +54,9 @@ class CorrectionConfig(_Frozen, frozen=True):
     def _ordered(self) -> "CorrectionConfig":
         if self.low >= self.high:
             raise ValueError(f"low ({self.low}) must be less than high ({self.high})")
+        for owner, keys in {"truncate": ("cap",), "mask": ("low", "high")}.items():
+            if self.kind != owner:
+                refuse_idle(self, keys, f"kind is {self.kind!r}, and it is of {owner!r}")
         return self
 
 
@@ -65,8 +69,9 @@ class LossConfig(_Frozen, frozen=True):
             the others for the episode's sum.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
-        clip_epsilon_low: The ratio is clipped at 1 − this (ppo).
-        clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo).
+        clip_epsilon_low: The ratio is clipped at 1 − this (ppo). With one optimiser step per batch the ratio is 1, and
+            no clip acts; docs/learner.md says what does instead.
+        clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo); likewise.
         max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: the row length.
         correction: For rollouts older than the learner.
     """
@@ -88,6 +93,15 @@ class LossConfig(_Frozen, frozen=True):
         preset = given.get("preset", "rloo")
         return PRESETS.get(preset, {}) | given if isinstance(preset, str) else given
 
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> "LossConfig":
+        clips = {"ppo": (), "cispo": ("clip_epsilon_low",), "reinforce": ("clip_epsilon_low", "clip_epsilon_high")}
+        why = f"surrogate is {self.surrogate!r}, which does not clip there"
+        refuse_idle(self, clips[self.surrogate], why, preset=PRESETS[self.preset])
+        if self.aggregation != "constant":
+            refuse_idle(self, ("max_tokens",), f"aggregation is {self.aggregation!r}, and it is of 'constant'")
+        return self
+
 
 class OptimizerConfig(_Frozen, frozen=True):
     """AdamW with warm-up and clipping.
@@ -102,8 +116,8 @@ class OptimizerConfig(_Frozen, frozen=True):
         beta2: Decay of its square's mean.
         epsilon: Added to the root of the latter.
         max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
-        frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they have no gradient, and do
-            not travel with new weights.
+        frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they cost no gradient, moments
+            or arithmetic, and do not travel with new weights.
     """
 
     learning_rate: float = Field(default=1e-5, ge=0)
@@ -165,6 +179,11 @@ class ParityConfig(_Frozen, frozen=True):
     hard_kl_limit: float = Field(default=0.1, gt=0)
 
 
+def _refuse_idle_course(optimizer: OptimizerConfig) -> None:
+    if optimizer.schedule == "constant":
+        refuse_idle(optimizer, ("final_fraction",), "schedule is 'constant'", at="optimizer.")
+
+
 class LearnerConfig(_Frozen, frozen=True):
     """The learner.
 
@@ -207,6 +226,12 @@ class LearnerConfig(_Frozen, frozen=True):
         )
         return {name: value for name, value in values.items() if name != "mismatch_limit"}
 
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> "LearnerConfig":
+        if self.warm_start is None:  # which ends along a cosine
+            _refuse_idle_course(self.optimizer)
+        return self
+
 
 class ControlOptimizerConfig(OptimizerConfig, frozen=True):
     """AdamW as `OptimizerConfig` has it, with PPO's usual settings.
@@ -243,6 +268,9 @@ class VTraceConfig(_Frozen, frozen=True):
                 f"c_clip is {self.c_clip}, more than rho_clip = {self.rho_clip}: V-trace is defined for c_clip ≤ "
                 "rho_clip; lower c_clip"
             )
+        if self.beyond_staleness is None:
+            clips = ("rho_clip", "c_clip", "policy_clip")
+            refuse_idle(self, clips, "beyond_staleness is null, so no fragment is old enough for V-trace")
         return self
 
 
@@ -343,4 +371,15 @@ class PpoConfig(_Frozen, frozen=True):
                 f"value_warmup_updates is {self.value_warmup_updates} and value_arrays is empty: the warm-up would "
                 "train nothing; name the value head's arrays"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> "PpoConfig":
+        _refuse_idle_course(self.optimizer)
+        if not self.value_warmup_updates:
+            refuse_idle(self, ("value_arrays",), "value_warmup_updates is 0")
+        if not self.value_coefficient:
+            refuse_idle(self, ("value_clip",), "value_coefficient is 0")
+        if self.epochs == 1:
+            refuse_idle(self, ("target_kl",), "it ends an update between two epochs, and epochs is 1")
         return self

@@ -340,7 +340,7 @@ class ControlLearner:
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(rest.pop(name, np.array(0))))
         rest = self._reference.restore(rest, self._step, self._policy)
-        self._state = from_named(self._state, rest)
+        self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: None = None) -> dict[str, str]:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""

@@ -39,7 +39,7 @@ from penstock.learner.control_losses import (
     vtrace,
 )
 from penstock.learner.losses import correction_weight
-from penstock.learner.optimizer import AppliedUpdate, OptimizerState, apply_gradients
+from penstock.learner.optimizer import AppliedUpdate, OptimizerState, apply_gradients, join_frozen, split_frozen
 from penstock.model.control import ControlPolicy, Distribution, named_arrays
 from penstock.types import InvalidRolloutError, LeafSpace, SampleFragment, Spaces
 
@@ -412,18 +412,18 @@ def optimise(
     flat = jax.tree.map(lambda array: array[config.burn_in :].reshape(-1), part.steps)
     reference_distribution = None if reference is None else _unrolled(config, reference, part.arrays)[0]
 
-    def loss_of(trained: ControlPolicy) -> tuple[Array, LossTerms]:
-        distribution, values = _unrolled(config, trained, part.arrays)
+    still = (*config.optimizer.frozen, *(_other_arrays(config, policy) if values_only else ()))
+    trained, rest = split_frozen(still, policy)
+
+    def loss_of(moving: ControlPolicy) -> tuple[Array, LossTerms]:
+        distribution, values = _unrolled(config, join_frozen(moving, rest), part.arrays)
         logprobs, entropy = distribution.log_prob(_after(config, part.arrays.actions)), distribution.entropy()
         kl = jnp.zeros_like(values) if reference_distribution is None else reference_distribution.kl(distribution)
         outputs = StepOutputs(*(array.reshape(-1) for array in (logprobs, values, entropy, kl)))
         return ppo_loss(config, outputs, flat, kl_coefficient, values_only)
 
-    (loss, terms), gradients = jax.value_and_grad(loss_of, has_aux=True)(policy)
-    settings = config.optimizer
-    if values_only:
-        settings = settings.model_copy(update={"frozen": (*settings.frozen, *_other_arrays(config, policy))})
-    updated, advanced, applied = apply_gradients(settings, policy, state, gradients, rate, loss)
+    (loss, terms), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
+    updated, advanced, applied = apply_gradients(config.optimizer, policy, state, gradients, rate, loss)
     empty = ~jnp.any(flat.trained)
     kept = partial(jax.tree.map, partial(jnp.where, empty))
     return kept(policy, updated), kept(state, advanced), MinibatchResult(terms, applied, empty)

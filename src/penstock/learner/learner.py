@@ -137,8 +137,9 @@ class Learner:
         self._state = initial_state(config.optimizer, decoder)
         self._warm_start = _WarmStart(config)
         options = _forward_options(config)
-        self._zeros = compiled.zeros_maker()
-        self._accumulate = compiled.policy_accumulator(config.loss, options)
+        frozen = config.optimizer.frozen
+        self._zeros = compiled.zeros_maker(frozen)
+        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen)
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
 
@@ -300,7 +301,7 @@ class Learner:
         """
         rest = dict(arrays)
         counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
-        self._state = from_named(self._state, rest)
+        self._state = from_named(self._state, rest, self._config.optimizer.frozen)
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
@@ -343,7 +344,7 @@ class _WarmStart:
         self._steps_done = 0
         if config.warm_start is not None:
             self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
-            self.accumulate = compiled.supervised_accumulator(_forward_options(config))
+            self.accumulate = compiled.supervised_accumulator(_forward_options(config), config.optimizer.frozen)
             self.apply = applier(self._optimizer)
 
     def begin(self, decoder: Decoder) -> OptimizerState:

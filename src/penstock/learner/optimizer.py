@@ -4,14 +4,19 @@ The learning rate is computed on the host from the learner's step and passed in,
 needs no state for it. A model in float32 is its own master; one in bfloat16 would lose updates smaller than its
 last bit, so the state then holds a float32 copy. Names of the state's arrays are paths through its tree, so a file says
 what is in it.
+
+Arrays that are frozen have no part in any of it: no gradient is computed of them (`split_frozen`), and the state has
+nothing of them.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,13 +26,17 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from penstock.learner.config import OptimizerConfig
 from penstock.types import CheckpointError, ConfigError
 
+Tree = TypeVar("Tree")
+_OF_ARRAY = re.compile(r"(?:adam\.\d+\.[mn]u|master)\.(.+)")
+"""Names in the state that belong to one array of the model."""
+
 
 class OptimizerState(NamedTuple):
     """What an optimiser step reads and replaces; donated at every step.
 
     Attributes:
-        adam: optax state; moments are float32.
-        master: float32 parameters, or None where the model itself is float32.
+        adam: optax state; moments are float32, of the arrays that train.
+        master: float32 parameters of those, or None where the model itself is float32.
     """
 
     adam: PyTree
@@ -82,14 +91,17 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
     """The state before the first step.
 
     Raises:
-        ConfigError: arrays are frozen that the model does not have.
+        ConfigError: arrays are frozen that the model does not have, or all that it has.
     """
     names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(parameters)[0]]
-    idle = [pattern for pattern in config.frozen if not any(fnmatchcase(name, pattern) for name in names)]
+    idle = [pattern for pattern in config.frozen if not any(_matches(name, [pattern]) for name in names)]
     if idle:
         raise ConfigError(f"learner.optimizer.frozen has {idle}, which match no array: there are {', '.join(names)}")
-    as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters)
-    own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(parameters))
+    trained, _ = split_frozen(config.frozen, parameters)
+    if not jax.tree.leaves(trained):
+        raise ConfigError(f"learner.optimizer.frozen is {list(config.frozen)}, all arrays: nothing would train")
+    as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
+    own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
     moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros
     return OptimizerState(moments, None if own else as_float32)
 
@@ -117,45 +129,63 @@ def apply_gradients(
         config: Coefficients, clipping and weight decay of the optimiser.
         parameters: Never donated: an engine may be reading them.
         state: Moments and count before this step.
-        gradients: float32, of the whole step.
+        gradients: float32, of the whole step; None for an array that stays as it is in this step, whose moments decay.
         rate: Learning rate of this step, a scalar.
         loss: Of the whole step.
     """
-    gradients = _without_frozen(config, gradients, gradients, 0.0)
+    trained, rest = split_frozen(config.frozen, parameters)
+    gradients, _ = split_frozen(config.frozen, gradients)
     grad_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    master = parameters if state.master is None else state.master
-    direction, adam = transformation(config).update(gradients, state.adam, master)
-    moved = jax.tree.map(lambda leaf, by: leaf - rate * by, master, direction)
-    moved = _without_frozen(config, moved, master)
+    master = trained if state.master is None else state.master
+    moves = jax.tree.map(lambda leaf, gradient: gradient is not None, trained, gradients)
+    whole = jax.tree.map(lambda leaf, own: jnp.zeros_like(leaf) if own is None else own, master, gradients)
+    direction, adam = transformation(config).update(whole, state.adam, master)
+    moved = jax.tree.map(lambda leaf, by, moving: leaf - rate * by if moving else leaf, master, direction, moves)
 
     def chosen(new: PyTree, old: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
     moved, adam = chosen(moved, master), chosen(adam, state.adam)
-    updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, parameters)
+    updated = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, trained)
     kept = OptimizerState(adam, None if state.master is None else moved)
-    return updated, kept, AppliedUpdate(grad_norm, finite, _changed_fraction(config, parameters, updated))
+    changed = _changed_fraction(trained, updated, moves)
+    return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
 
 
-def _changed_fraction(config: OptimizerConfig, before: PyTree, after: PyTree) -> Float32[Array, ""]:
-    """Of the elements of all arrays that are not frozen."""
+def _changed_fraction(before: PyTree, after: PyTree, moves: PyTree) -> Float32[Array, ""]:
+    """Of the elements of all arrays that move."""
     changed, size = jnp.zeros((), jnp.float32), 0
-    for (path, old), new in zip(jax.tree_util.tree_flatten_with_path(before)[0], jax.tree.leaves(after), strict=True):
-        if not any(fnmatchcase(_name(path), pattern) for pattern in config.frozen):
+    for old, new, moving in zip(*map(jax.tree.leaves, (before, after, moves)), strict=True):
+        if moving:
             changed, size = changed + jnp.sum(old != new, dtype=jnp.float32), size + old.size
     return changed / max(size, 1)
 
 
-def _without_frozen(config: OptimizerConfig, tree: PyTree, kept: PyTree, factor: float = 1.0) -> PyTree:
-    """`tree`, but with `factor` times the leaves of `kept` where arrays are frozen."""
-    if not config.frozen:
-        return tree
+def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree]:
+    """A tree of arrays in two of its shape: what trains and what is frozen, each None where the other has an array.
 
-    def chosen(path: tuple, leaf: Array, own: Array) -> Array:
-        return factor * own if any(fnmatchcase(_name(path), pattern) for pattern in config.frozen) else leaf
+    A gradient with respect to the first alone costs nothing for the second.
 
-    return jax.tree_util.tree_map_with_path(chosen, tree, kept)
+    Args:
+        frozen: Patterns of names.
+        tree: Parameters, or anything with their names.
+    """
+
+    def is_frozen(path: tuple) -> bool:
+        return _matches(_name(path), frozen)
+
+    trained = jax.tree_util.tree_map_with_path(lambda path, leaf: None if is_frozen(path) else leaf, tree)
+    return trained, jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_frozen(path) else None, tree)
+
+
+def join_frozen(trained: Tree, rest: Tree) -> Tree:
+    """The tree that `split_frozen` was given."""
+    return eqx.combine(trained, rest)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _name(path: tuple) -> str:
@@ -172,23 +202,26 @@ def _decayed(parameters: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(decays, parameters)
 
 
-Tree = TypeVar("Tree")
-
-
 def to_named(tree: object) -> dict[str, np.ndarray]:
     """Every array of a tree by its path, for example ``adam.1.mu.layers.query``."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {_name(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def from_named(like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
-    """A tree of the same structure as `like`, with these arrays.
+def from_named(like: OptimizerState, arrays: Mapping[str, np.ndarray], frozen: Sequence[str] = ()) -> OptimizerState:
+    """A state of the same structure as `like`, with these arrays.
+
+    What they have of arrays that are frozen now is left out; where they have nothing of one that was frozen when they
+    were saved, it begins as in `like`.
 
     Raises:
         CheckpointError: naming what is missing, extra, or of another shape or dtype.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted = {_name(path): leaf for path, leaf in leaves}
+    arrays = {name: array for name, array in arrays.items() if not _matches(_array_of(name), frozen)}
+    known = {_array_of(name) for name in arrays}
+    arrays |= {name: np.asarray(leaf) for name, leaf in wanted.items() if _array_of(name) not in known}
     missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     if missing or extra:
         raise CheckpointError(f"optimiser state does not fit: missing {missing[:3]}, unknown {extra[:3]}")
@@ -200,3 +233,9 @@ def from_named(like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
                 f"this model needs {leaf.dtype}{list(leaf.shape)}"
             )
     return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in wanted])
+
+
+def _array_of(name: str) -> str:
+    """The model's array that an array of the state belongs to; its own name where it belongs to none."""
+    found = _OF_ARRAY.fullmatch(name)
+    return name if found is None else found[1]

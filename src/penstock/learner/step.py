@@ -30,6 +30,7 @@ from penstock.learner.losses import (
     supervised_token_loss,
     tiled_logprobs,
 )
+from penstock.learner.optimizer import join_frozen, split_frozen
 from penstock.model.language import Decoder
 from penstock.types import RLExample
 
@@ -195,15 +196,15 @@ class GradientSums(NamedTuple):
 
 
 @cache
-def policy_accumulator(loss: LossConfig, options: ForwardOptions) -> Any:
+def policy_accumulator(loss: LossConfig, options: ForwardOptions, frozen: tuple[str, ...] = ()) -> Any:
     """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
-    return jax.jit(partial(accumulate, partial(policy_token_loss, loss), options), donate_argnums=1)
+    return jax.jit(partial(accumulate, partial(policy_token_loss, loss), options, frozen=frozen), donate_argnums=1)
 
 
 @cache
-def supervised_accumulator(options: ForwardOptions) -> Any:
+def supervised_accumulator(options: ForwardOptions, frozen: tuple[str, ...] = ()) -> Any:
     """The same for cross-entropy."""
-    return jax.jit(partial(accumulate, supervised_token_loss, options), donate_argnums=1)
+    return jax.jit(partial(accumulate, supervised_token_loss, options, frozen=frozen), donate_argnums=1)
 
 
 @cache
@@ -217,9 +218,9 @@ def scorer(options: ForwardOptions) -> Any:
 
 
 @cache
-def zeros_maker() -> Any:
+def zeros_maker(frozen: tuple[str, ...] = ()) -> Any:
     """Compiled decoder -> what to start accumulating from."""
-    return jax.jit(zeros)
+    return jax.jit(partial(zeros, frozen=frozen))
 
 
 def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> HeadOutputs:
@@ -231,9 +232,9 @@ def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -
     return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens)
 
 
-def zeros(decoder: Decoder) -> GradientSums:
-    """Before the first micro-batch."""
-    gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), decoder)
+def zeros(decoder: Decoder, frozen: Sequence[str] = ()) -> GradientSums:
+    """Before the first micro-batch; arrays that are frozen have no gradient."""
+    gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), split_frozen(frozen, decoder)[0])
     return GradientSums(gradients, LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields)))
 
 
@@ -243,10 +244,15 @@ def accumulate(
     decoder: Decoder,
     so_far: GradientSums,
     batch: MicroBatch,
+    frozen: Sequence[str] = (),
 ) -> GradientSums:
-    """Adds one micro-batch's gradient and sums."""
-    gradient_of = jax.grad(partial(_loss, token_loss, options), has_aux=True)
-    gradients, sums = gradient_of(decoder, batch)
+    """Adds one micro-batch's gradient and sums; of arrays that are frozen there is none."""
+    trained, rest = split_frozen(frozen, decoder)
+
+    def loss_of(part: Decoder) -> tuple[Array, LossSums]:
+        return _loss(token_loss, options, join_frozen(part, rest), batch)
+
+    gradients, sums = jax.grad(loss_of, has_aux=True)(trained)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
     return GradientSums(added, jax.tree.map(jnp.add, so_far.sums, sums))
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
     from penstock.overseer.evaluation_report import EvaluationReport
     from penstock.overseer.language.evaluation import evaluate
+    from penstock.overseer.language.generation import GenerationReport, generate
     from penstock.overseer.terminal import RunSummary, print_summary
     from penstock.overseer.training import train
 
@@ -19,20 +20,23 @@ _EXPORTS = {
     "EvaluationReport": "evaluation_report",
     "FleetEvaluationReport": "control.evaluation",
     "FleetRunConfig": "control_config",
+    "GenerationReport": "language.generation",
     "OverseerConfig": "config",
     "RunConfig": "config",
     "RunSummary": "terminal",
     "autotune": "control.autotune",
     "evaluate": "language.evaluation",
     "evaluate_fleet": "control.evaluation",
+    "generate": "language.generation",
     "load_config": "config_loading",
     "print_summary": "terminal",
     "train": "training",
 }
 
 __all__ = [
-    "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "OverseerConfig", "RunConfig",
-    "RunSummary", "autotune", "evaluate", "evaluate_fleet", "load_config", "print_summary", "train",
+    "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "GenerationReport",
+    "OverseerConfig", "RunConfig", "RunSummary", "autotune", "evaluate", "evaluate_fleet", "generate", "load_config",
+    "print_summary", "train",
 ]  # fmt: skip
 
 

@@ -174,11 +174,13 @@ def open_replay(
     common: Any = {"clock": clock, "keep_checkpoints": keep_checkpoints}
     if tickets is None:
         opened = ReplayBuffer(limits, store, makers, OpenAdmission(ledger, lineage, limits.failed_limit), **common)
+        opened.pool.logs_drops = False
         if on_group is not None:
             opened.pool.on_group = on_group
         return Replay(store, ledger, opened, SampledBatches(opened, limits.groups_per_batch), None)
     issuer = TicketIssuer(limits, tickets, lineage, ledger, clock)
     paced = PacedReplayBuffer(limits, store, makers, issuer, **common)
+    paced.pool.logs_drops = False
     if on_group is not None:
         paced.pool.on_group = on_group
     batches = ReplayDataLoader(paced, 0 if limits.synchronous else limits.prefetch, steps)

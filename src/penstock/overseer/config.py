@@ -11,6 +11,7 @@ from penstock.model.language.config import PolicyConfig
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.tracking.config import TrackingConfig
+from penstock.types.idle_keys import refuse_idle
 from penstock.weights.config import WeightsConfig
 
 
@@ -233,6 +234,11 @@ class RunConfig(BaseModel):
                 f"replay.store.url is {replay.store.url}: this process's memory ends with the run, and its rollouts "
                 "with it; give a path or another URL"
             )
+        refuse_idle(replay, ("max_waiting", "max_waiting_s"), "tickets limit what waits", at="replay.")
+        refuse_idle(replay.store, ("observations",), "only simulators show any", at="replay.store.")
+        if replay.synchronous:
+            why = "at staleness zero nothing is used again, or batches would depend on timing"
+            refuse_idle(replay, ("max_samples",), why, at="replay.")
         largest = max(lesson.sampling_params.n_generations_per_prompt for lesson in lessons.values())
         if replay.capacity < replay.groups_per_batch * largest:
             raise ValueError(

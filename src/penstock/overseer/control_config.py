@@ -14,6 +14,7 @@ from penstock.model.control.config import ControlModelConfig
 from penstock.overseer.config import OverseerConfig, RayConfig, RoleConfig
 from penstock.replay.config import FragmentReplayConfig
 from penstock.tracking.config import TrackingConfig
+from penstock.types.idle_keys import refuse_idle
 from penstock.weights.config import WeightsConfig
 
 FLEET_ROLES = ("learner", "replay", "rollout", "evaluator")
@@ -83,6 +84,8 @@ class FleetRunConfig(BaseModel):
         self._check_replay()
         self._check_evaluation()
         self._check_learner()
+        self._check_model()
+        refuse_idle(self.tracking, ("samples", "samples_per_log"), "simulators have no conversations", at="tracking.")
         unknown = sorted(self.roles.keys() - set(FLEET_ROLES))
         if unknown:
             raise ValueError(f"roles names {', '.join(unknown)}: no such role; there are {', '.join(FLEET_ROLES)}")
@@ -124,6 +127,23 @@ class FleetRunConfig(BaseModel):
                 f"learner.burn_in is {learner.burn_in}, and fleet.fragment_length is {length}: no step would be "
                 "trained; lower the one or raise the other"
             )
+
+    def _check_model(self) -> None:
+        model = self.model
+        if model.memory == "none":
+            refuse_idle(model, ("memory_size",), "model.memory is 'none'", at="model.")
+        if model.memory != "transformer":
+            why = f"model.memory is {model.memory!r}, and it is of 'transformer'"
+            refuse_idle(model, ("memory_heads", "memory_window"), why, at="model.")
+        owners = {
+            "pooled_size": ("mlp",),
+            "image_features": ("nature_cnn", "impala_cnn"),
+            "impala_channels": ("impala_cnn",),
+        }
+        for key, networks in owners.items():
+            if model.network not in networks:
+                why = f"model.network is {model.network!r}, and it is of {' and '.join(networks)}"
+                refuse_idle(model, (key,), why, at="model.")
 
     def _check_evaluation(self) -> None:
         tasks, simulators = self.fleet.tasks, self.evaluation.simulators

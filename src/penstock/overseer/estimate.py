@@ -27,8 +27,10 @@ adds `PROCESS_BYTES`.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from penstock.inference.config import EngineConfig
@@ -84,16 +86,17 @@ def model_shape(policy: PolicyConfig) -> ModelConfig:
     Raises:
         ConfigError: the model or tokenizer directory is not there, or cannot be read.
     """
-    if policy.init is not None:
+    if policy.init is not None and policy.directory is None:
         from penstock.text import Tokenizer
 
         return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
-    path = Path(str(policy.path)) / "config.json"
+    path = Path(str(policy.directory)) / "config.json"
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path is {policy.path}: {path} cannot be read ({error}): give a Hugging Face model directory"
+            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {path} cannot be read ({error}): give "
+            "a Hugging Face model directory, or a run's checkpoint as model.initial_checkpoint"
         ) from error
     return ModelConfig.from_hugging_face(content, policy.dtype)
 
@@ -115,22 +118,30 @@ def estimate_memory(
         on_cpu: Where XLA computes bfloat16 in float32.
     """
     count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
+    trained = trained_count(model, learner)
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
         parameters_bytes=2 * count * width,
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
-        gradients_bytes=count * (4 + width),
-        optimizer_bytes=count * (8 if width == 4 else 12),
+        gradients_bytes=trained * (4 + width),
+        optimizer_bytes=trained * (8 if width == 4 else 12),
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
         vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
-        step_bytes=max(0, step_temporaries(model) - sum(gradient.values())),
+        step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
     )
+
+
+def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
+    """Number of parameters that are not frozen."""
+    frozen = learner.optimizer.frozen
+    shapes = model.parameter_shapes().items()
+    return sum(math.prod(shape) for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen))
 
 
 def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
@@ -138,7 +149,7 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
     rows, length, count = learner.micro_batch_rows, learner.row_length, model.parameter_count
     head = 8 * model.vocab_size * model.hidden_size
     layers = {
-        "gradient": count * _DTYPE_BYTES[model.dtype],
+        "gradient": trained_count(model, learner) * _DTYPE_BYTES[model.dtype],
         "attention": attention_bytes(model, rows, length, on_cpu),
         "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
         "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,

@@ -304,6 +304,7 @@ class ReplayBuffer:
                 self._limit.wait(self._changed, self._count_unused, self.waiting_for)
                 self._take(group)
             self.pool.sealer.note_delivery()
+            self.pool.log_drops(at_once=False)
 
     def offer(self, group: RolloutGroup[Any]) -> bool:
         """Takes one group if there is room for it now; never waits for any.
@@ -322,6 +323,7 @@ class ReplayBuffer:
                 return False
             self._take(group)
         self.pool.sealer.note_delivery()
+        self.pool.log_drops(at_once=False)
         return True
 
     @property
@@ -371,6 +373,7 @@ class ReplayBuffer:
             self.pool.ledger.update = step
             self.pool.finish_before(step)
             self.pool.drop_expired()
+        self.pool.log_drops(at_once=True)
         if self.pool.sealer.due:
             self.pool.sealer.seal()
 
@@ -472,11 +475,10 @@ class ReplayBuffer:
     def waiting_for(self) -> str:
         """In words, what the next update waits for."""
         with self._changed:
-            pool, full = self.pool, self.pool.describe_disk()
-            parts = [full] if full else []
+            pool = self.pool
             return "; ".join(
                 [
-                    *parts,
+                    *filter(None, [pool.describe_disk(), pool.drops.commonest()]),
                     f"an open buffer with {pool.waiting.rollouts} fresh rollouts, of which {pool.unused} were in no "
                     "batch yet",
                     f"an update needs {self._groups_per_batch}",

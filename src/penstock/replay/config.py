@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from penstock.batch.config import BatchMakerConfig
 from penstock.rundir.store_urls import url_problem
+from penstock.types.idle_keys import refuse_idle
 
 
 class StoreConfig(BaseModel):
@@ -60,6 +61,14 @@ class StoreConfig(BaseModel):
             raise ValueError("compact_parts is 1: a single file cannot be merged; set 2 or more, or 0 for never")
         return value
 
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if not self.compact_parts:
+            refuse_idle(self, ("compact_rollouts", "compact_after_s"), "compact_parts is 0, so nothing is merged")
+        if self.max_bytes is None:
+            refuse_idle(self, ("retention_s",), "without max_bytes no file goes")
+        return self
+
 
 class Tolerance(BaseModel):
     """How old the rollouts of one lesson may be, where that differs from the buffer's own limits.
@@ -88,8 +97,8 @@ class ReplayBufferConfig(BaseModel):
             run groups are used again only where a batch would otherwise have to wait.
         max_rollout_step_delay: Oldest weight step that is still fresh, counted back from the current one. Where it
             is not set it is the staleness budget; it cannot be lower than that. Alone at 0 it sets the budget to 0.
-        max_rollout_timestamp_delay: Seconds after which a rollout is stale; negative means never. Off at
-            staleness zero.
+        max_rollout_timestamp_delay: Seconds after which a rollout is stale; negative means never. Off where tickets
+            pace and the budget is zero: then a whole cohort waits for its slowest group.
         tolerances: Limits of single lessons, by lesson id.
         max_filtered_groups_per_batch: So many filtered groups while waiting for one batch end the run; None
             means 32 batches' worth.
@@ -162,6 +171,15 @@ class ReplayBufferConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        for name, maker in self.batch_makers.items():
+            why = "groups are filtered before any maker sees them: replay.batch_maker.filter_zero_variance is for all"
+            refuse_idle(maker, ("filter_zero_variance",), why, at=f"batch_makers.{name}.")
+        if self.max_waiting is None:
+            refuse_idle(self, ("max_waiting_s",), "max_waiting is not set, so nobody waits")
+        return self
+
     @property
     def synchronous(self) -> bool:
         """Whether everything goes by ticket order, one whole cohort per update."""
@@ -181,7 +199,17 @@ class ReplayBufferConfig(BaseModel):
         """Seconds that a rollout of a lesson stays fresh; None without limit."""
         own = self.tolerances.get(lesson_id, Tolerance()).max_rollout_timestamp_delay
         delay = self.max_rollout_timestamp_delay if own is None else own
-        return None if self.synchronous or delay < 0 else delay
+        return None if delay < 0 else delay
+
+    def when_paced(self) -> Self:
+        """The limits as they hold where tickets pace: at staleness zero age in seconds does not count."""
+        if not self.synchronous:
+            return self
+        ageless = {
+            lesson: tolerance.model_copy(update={"max_rollout_timestamp_delay": -1.0})
+            for lesson, tolerance in self.tolerances.items()
+        }
+        return self.model_copy(update={"max_rollout_timestamp_delay": -1.0, "tolerances": ageless})
 
     def budget(self, lesson_id: str) -> int:
         """Updates within which a ticket of a lesson must be trained."""
@@ -214,8 +242,7 @@ class FragmentReplayConfig(BaseModel):
         fragments_per_batch: What one update trains on.
         order: Of two fragments that were used equally often the ``oldest`` is taken first, or the ``newest``.
         max_samples: Batches that a fragment may be in; −1 for as long as it is fresh.
-        max_staleness: How many versions the oldest step of a fresh fragment may lie behind the learner's. 0 also turns
-            `max_age_s` off.
+        max_staleness: How many versions the oldest step of a fresh fragment may lie behind the learner's.
         max_age_s: Seconds after which a fragment is stale; None means never.
         tolerances: Both limits for single tasks, by name.
         max_waiting: Senders wait while so many fragments are here that no batch has had yet; None means twice
@@ -259,6 +286,12 @@ class FragmentReplayConfig(BaseModel):
                 f"capacity is {self.capacity}: it must hold fragments_per_batch = {least} and max_waiting = "
                 f"{self.most_waiting}; raise it, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if self.max_waiting == -1:
+            refuse_idle(self, ("max_waiting_s",), "max_waiting is -1, so nobody waits")
         return self
 
     @property

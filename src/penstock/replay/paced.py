@@ -80,7 +80,7 @@ class PacedReplayBuffer:
         self._issuer = issuer
         self._clock = clock
         self._changed = issuer.changed
-        self.pool = TrainingPool(config, store, makers, issuer.ledger, clock, keep_checkpoints)
+        self.pool = TrainingPool(config.when_paced(), store, makers, issuer.ledger, clock, keep_checkpoints)
         self.pool.on_gone, self.pool.on_filtered = issuer.free, self._on_filtered
         self.pool.on_trainable = issuer.set_trainable
         issuer.bind(self._claim, self._ingest_ready)
@@ -109,6 +109,7 @@ class PacedReplayBuffer:
                 self._changed.notify_all()
                 cohort_is_in = self._config.synchronous and self._issuer.next_turn() is None
             self.pool.sealer.note_delivery(hurry=cohort_is_in)
+            self.pool.log_drops(at_once=False)
 
     def is_stored(self, group_id: str) -> bool:
         """Whether a group that was delivered is in a file by now, or was refused."""
@@ -130,6 +131,7 @@ class PacedReplayBuffer:
             self.pool.drop_expired()
             self._expire_claims()
             self.digests.drop_before(step - self._config.longest_step_delay)
+        self.pool.log_drops(at_once=True)
         if self.pool.sealer.due:
             self.pool.sealer.seal()
 
@@ -137,6 +139,8 @@ class PacedReplayBuffer:
         entry = self._issuer.accept(group.group_id)
         if entry is None:
             self._issuer.late_deliveries += 1
+            reason = "their ticket is not outstanding: unknown, aborted, or delivered before"
+            self.pool.drops.note("late", len(group.rollouts), reason)
             return
         entry.phase = "delivered"
         self._held[group.group_id] = (group, entry)

@@ -20,11 +20,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.types import InvalidRolloutError, NoProgressError, RolloutBatch, RolloutSink, Stopped
+from penstock.types import InvalidRolloutError, NoProgressError, RolloutBatch, RolloutSink, Stopped, refuse_idle
 
 OnQuarantine = Callable[[str, str], None]
 """Told what was put aside, and why."""
@@ -48,6 +48,12 @@ class RolloutStorageConfig(BaseModel):
     write_timeout_s: float = Field(default=300.0, gt=0)
     path: str | None = None
     poll_s: float = Field(default=0.2, gt=0, le=60)
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Self:
+        if self.kind == "memory":
+            refuse_idle(self, ("path", "poll_s"), "kind is 'memory', which has no files")
+        return self
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ Not covered: which of the fresh groups make a batch, and with what advantage (`p
 from a checkpoint (`recovery`).
 """
 
+import logging
 import time
 import uuid
 from collections import Counter, deque
@@ -52,6 +53,7 @@ from penstock.types import (
     WeightVersion,
 )
 
+logger = logging.getLogger(__name__)
 MOST_ARRIVED = 64
 
 
@@ -93,7 +95,9 @@ class TrainingPool:
         fresh: Groups that no batch had yet, in the order in which they became trainable.
         reusable: Groups that wait for a further use, by their first one.
         recorded: Groups of an earlier life that the curriculum knows.
+        drops: What left untrained since the last batch, and why.
         arrived: The last rollouts that may be trained, the newest at the end.
+        logs_drops: Whether `logging` hears what left untrained; a run tells it by its own files and metrics.
         on_group: Called with the lock held, once per group with a trainable rollout, filtered ones included; at
             staleness zero in the order of tickets.
         on_gone: Called with the lock held: a group (id) left before its first use, for a reason.
@@ -119,6 +123,7 @@ class TrainingPool:
         self.reusable: dict[str, WaitingGroup] = {}
         self.recorded: set[str] = set()
         self.arrived: deque[Experience] = deque(maxlen=MOST_ARRIVED)
+        self.logs_drops = True
         self.on_group: Callable[[RolloutGroup[Any]], None] = _ignore
         self.on_gone: Callable[[str, str], None] = _ignore
         self.on_filtered: Callable[[str, str, float], None] = _ignore
@@ -129,7 +134,7 @@ class TrainingPool:
         self._filters_flat_groups = config.batch_maker.filter_zero_variance
         self._clock = clock
         self.sealer = Sealer(store, ledger, config.store, clock, self._add_to_makers)
-        self._counts = BatchMetrics()
+        self.drops = BatchMetrics()
         self._in_training: dict[int, list[tuple[WaitingGroup, Experience]]] = {}
         self._pending: Counter[str] = Counter()
         self._kept: deque[tuple[float, frozenset[str]]] = deque(maxlen=keep_checkpoints)
@@ -257,7 +262,7 @@ class TrainingPool:
                 if not drawn and not taken and not is_paced(maker) and not is_stuck():
                     return None
                 live = [(e, members) for e in drawn if (members := self._members(e, planned)) is not None]
-                self._counts.dead_in_batch += len(drawn) - len(live)
+                self.drops.dead_in_batch += len(drawn) - len(live)
                 examples += [example for example, _ in live]
                 mine = [member for _, members in live for member in members]
                 taken += mine
@@ -395,7 +400,7 @@ class TrainingPool:
     ) -> FormedBatch:
         groups = {group.group_id: group for group, _ in taken}
         first = [group_id for group_id, group in groups.items() if group.first_use is None]
-        metrics |= self._counts.of_batch(step, [rollout for _, rollout in taken])
+        metrics |= self.drops.of_batch(step, [rollout for _, rollout in taken])
         metrics["replay/reused"] = float(len(groups) - len(first))
         for group_id in first:
             groups[group_id].first_use = step
@@ -417,7 +422,15 @@ class TrainingPool:
         """Rollouts meet their fate."""
         with self.changed:
             self.ledger.settle(ids, fate, self.ledger.update, reason)
-            self._counts.dropped[fate] += len(ids)
+            self.drops.note(fate, len(ids), reason)
+
+    def log_drops(self, *, at_once: bool) -> None:
+        """Tells `logging` what left untrained, a count for each cause; not too often, unless `at_once`."""
+        if self.logs_drops:
+            with self.changed:
+                line = self.drops.take_line(self._clock(), at_once)
+            if line is not None:  # a handler may be slow: the lock is not held
+                logger.log(*line)
 
     def drop_expired(self, step: int = 0) -> None:
         """Drops what is no longer fresh, or will not be at update `step`."""

@@ -13,10 +13,12 @@ In memory only, without locks: the pool holds its own.
 """
 
 import heapq
+import logging
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from penstock.batch import BatchMaker, Dropped, PacedBatchMaker
 from penstock.replay.freshness import FreshnessRules, FreshnessWindow, Verdict
@@ -400,12 +402,59 @@ def _refused(rollout: Experience, reason: str) -> Dropped:
     return Dropped(rollout.rollout_id, "invalid", reason)
 
 
+_NUMBER = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?")
+_MOST_CAUSES = 64
+_MOST_LOGGED = 5
+LOG_EVERY_S = 30.0
+"""Between two lines about what left untrained while no new version comes."""
+
+
 class BatchMetrics:
-    """What happened since the last batch: the numbers behind the ``replay/…`` metrics."""
+    """What happened since the last batch: the numbers behind the ``replay/…`` metrics, and why rollouts left untrained.
+
+    Causes are counted alike where their reasons differ in numbers only; the last reason stands for all of them.
+    """
 
     def __init__(self) -> None:
         self.dropped: Counter[Fate] = Counter()
         self.dead_in_batch = 0
+        self._causes: dict[tuple[str, str], tuple[int, str]] = {}
+        self._unlogged: dict[tuple[str, str], tuple[int, str]] = {}
+        self._logged_at = float("-inf")
+
+    def note(self, fate: Fate | Literal["late"], rollouts: int, reason: str) -> None:
+        """So many rollouts left without being trained; `late` are those of a ticket that is no longer outstanding."""
+        if fate != "late":
+            self.dropped[fate] += rollouts
+        for causes in (self._causes, self._unlogged):
+            key = (fate, _NUMBER.sub("#", reason))
+            if key not in causes and len(causes) >= _MOST_CAUSES:
+                key = (fate, "")
+            causes[key] = (causes.get(key, (0, ""))[0] + rollouts, reason)
+
+    def commonest(self) -> str:
+        """In words, why most of those left that did so since the last batch; empty where none did."""
+        if not self._causes:
+            return ""
+        total = sum(count for count, _ in self._causes.values())
+        (fate, _), (count, reason) = max(self._causes.items(), key=lambda item: item[1][0])
+        return f"left untrained since the last batch: {total} rollouts, {count} of them {fate}: {reason}"
+
+    def take_line(self, now: float, at_once: bool) -> tuple[int, str] | None:
+        """What left since the last line: level and text of the next one. None where there is nothing to say now.
+
+        Args:
+            now: In seconds.
+            at_once: Without it a line follows another after `LOG_EVERY_S` at the earliest.
+        """
+        if not self._unlogged or not (at_once or now - self._logged_at >= LOG_EVERY_S):
+            return None
+        causes = sorted(self._unlogged.items(), key=lambda item: -item[1][0])
+        self._unlogged, self._logged_at = {}, now
+        named = [f"{count} {fate} ({reason})" for (fate, _), (count, reason) in causes[:_MOST_LOGGED]]
+        named += [f"{len(causes) - _MOST_LOGGED} causes more"] if len(causes) > _MOST_LOGGED else []
+        level = logging.INFO if all(fate == "filtered" for (fate, _), _ in causes) else logging.WARNING
+        return level, f"{sum(count for _, (count, _) in causes)} rollouts left untrained: {'; '.join(named)}"
 
     def of_batch(self, step: int, rollouts: Sequence[Experience]) -> dict[str, float]:
         """Metrics of the batch of update `step`, which trains on these rollouts; starts counting anew."""
@@ -421,5 +470,6 @@ class BatchMetrics:
             "replay/dead_in_batch": float(self.dead_in_batch),
         }
         self.dropped.clear()
+        self._causes.clear()
         self.dead_in_batch = 0
         return metrics

@@ -281,7 +281,7 @@ class RolloutManager:
                 f"{len(ids)} were asked for"
             )
         stamped = [
-            self._stamp(group, group_id, lesson_id, weight_step, worker_id, tuple(asked.engines))
+            self._stamp(group, group_id, lesson_id, weight_step, worker_id, asked)
             for group, group_id in zip(groups, ids, strict=True)
         ]
         return RolloutBatch.of(tuple(stamped)), metrics
@@ -293,12 +293,18 @@ class RolloutManager:
         lesson_id: str,
         weight_step: int,
         worker_id: str,
-        engines: tuple[str, ...],
+        asked: "_NotedContext",
     ) -> RolloutGroup:
-        finished = self._clock()
+        now, engines = self._clock(), tuple(asked.engines)
         rollouts = tuple(
             rollout.with_metadata(
-                RolloutMetadata(worker_id, finished, _oldest_step(rollout, weight_step), self.lineage, engines=engines),
+                RolloutMetadata(
+                    worker_id,
+                    now - asked.age_s(rollout),
+                    _oldest_step(rollout, weight_step),
+                    self.lineage,
+                    engines=engines,
+                ),
                 f"{group_id}/{position}",
                 lesson_id,
             )
@@ -406,7 +412,7 @@ class RolloutManager:
 
 
 class _NotedContext:
-    """Notes which engines answer an environment, which need not pass it on. Implements `InferenceContext`.
+    """Notes which engines answer an environment, and when, which it need not pass on. Implements `InferenceContext`.
 
     Args:
         context: The one that is asked.
@@ -418,6 +424,8 @@ class _NotedContext:
     def __init__(self, context: InferenceContext) -> None:
         self._context = context
         self.engines: dict[str, None] = {}
+        self._finished: list[Completion] = []
+        self._read_s: float | None = None
 
     @property
     def tokenizer(self) -> TextCodec:
@@ -435,7 +443,34 @@ class _NotedContext:
         """As the context's own."""
         answers = self._context.generate(prompts, n, decoding, seeds)
         self.engines |= dict.fromkeys(done.engine for answer in answers for done in answer if done.engine)
+        self._finished += [done for answer in answers for done in answer if done.finished_s is not None]
         return answers
+
+    def age_s(self, rollout: Rollout) -> float:
+        """Seconds since the last response in a rollout; 0 where nobody said when that was finished.
+
+        It is the longest response whose tokens and log-probabilities are the last that the policy sampled there. Ages
+        are as of the first call; each response is of one rollout.
+        """
+        self._read_s = time.monotonic() if self._read_s is None else self._read_s
+        sampled = rollout.response_mask
+        tokens, logprobs = rollout.response_tokens[sampled], rollout.response_logprobs[sampled]
+        ends = [done for done in self._finished if _ends_with(tokens, logprobs, done)]
+        last = max(ends, key=lambda done: len(done.response_tokens), default=None)
+        if last is None or last.finished_s is None:
+            return 0.0
+        self._finished = [done for done in self._finished if done is not last]
+        return max(0.0, self._read_s - last.finished_s)
+
+
+def _ends_with(tokens: np.ndarray, logprobs: np.ndarray, done: Completion) -> bool:
+    """Whether the tokens that a policy sampled end with a response of it."""
+    count = len(done.response_tokens)
+    if not 0 < count <= len(tokens) or tokens[-1] != done.response_tokens[-1]:
+        return False
+    return np.array_equal(tokens[-count:], done.response_tokens) and np.array_equal(
+        logprobs[-count:], done.response_logprobs
+    )
 
 
 def _members(group: RolloutGroup) -> list[Rollout]:

@@ -166,7 +166,7 @@ class RolloutWorker:
         concurrency: Most groups in generation at once.
         lockstep: Generate cohorts in lockstep (staleness zero).
         evaluate: Called with each new version before (lockstep) or after it starts to serve.
-        log_samples: Called every `config.log_freq` groups.
+        log_samples: Called every `config.log_freq` groups; never where that is 0.
         on_failure: Called with every failed group and why.
         on_environment: Called with the lesson of every group that ended, and the environment's metrics of it; of all,
             `failed_groups` and `failed_rollouts` say how many did not come.
@@ -212,6 +212,7 @@ class RolloutWorker:
         self._version: WeightVersion | None = None
         self._counting = threading.Lock()
         self._failures_in_a_row = 0
+        self._rollouts_begun = 0
         self.running = 0
         self.groups_finished = 0
         self.groups_failed = 0
@@ -314,10 +315,14 @@ class RolloutWorker:
 
     def _acquire(self, room: int) -> list[Ticket]:
         try:
-            return self._tickets.acquire(room, POLL_S)
+            tickets = self._tickets.acquire(room, POLL_S)
         except Stopped:
             self._stopping.set()
             return []
+        self._rollouts_begun += sum(self._manager.group_size(ticket.lesson_id) for ticket in tickets)
+        if self._config.max_rollouts is not None and self._rollouts_begun >= self._config.max_rollouts:
+            self.drain()
+        return tickets
 
     def _run_group(self, ticket: Ticket) -> None:
         with self._context_of(ticket) as context:
@@ -384,7 +389,8 @@ class RolloutWorker:
         with self._counting:
             self._failures_in_a_row = 0
             self.groups_finished += 1
-            log_due = self.groups_finished % self._config.log_freq == 1 % self._config.log_freq
+            every = self._config.log_freq
+            log_due = every > 0 and self.groups_finished % every == 1 % every
         if log_due:
             self._log_samples(batch)
         try:

@@ -4,6 +4,7 @@
 
     PenstockError
     ├── ConfigError             bad input: exit code 2, one line, no traceback
+    │   └── IdleKeyError        a configuration key that could not act (`penstock.types.idle_keys`)
     ├── CheckpointError         a checkpoint or model directory that cannot be read or does not fit
     ├── RunDirectoryError       a run directory that exists, is missing, or is not one
     ├── InvalidRolloutError     a rollout whose fields disagree (a counted failure, never a crash)

@@ -158,6 +158,7 @@ class Completion:
         text: The response decoded, without special tokens and without what follows a stop string.
         finish_reason: Why it ended.
         engine: Name and incarnation of the engine that sampled it, such as ``inference-0#2``; empty where it has none.
+        finished_s: When it was finished, in seconds of this process's monotonic clock; None where nobody said.
     """
 
     prompt_tokens: np.ndarray
@@ -169,3 +170,4 @@ class Completion:
     text: str
     finish_reason: FinishReason
     engine: str = ""
+    finished_s: float | None = None

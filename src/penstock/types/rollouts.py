@@ -117,7 +117,7 @@ class RolloutMetadata:
 
     Attributes:
         worker_id: Name of the rollout worker, unique in the run.
-        timestamp: Unix seconds at which the rollout was finished.
+        timestamp: Unix seconds at which the rollout was finished: its own last response, not its group's.
         weight_step: The oldest weight step that sampled any of its tokens.
         lineage: Lineage of those weights.
         schema_version: Version of the record's stored form.

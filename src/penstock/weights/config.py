@@ -4,7 +4,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.types.idle_keys import refuse_idle
+
 Transport = Literal["shared_memory", "arrow_flight", "checkpoint"]
+
+
+_OWN_KEYS: dict[Transport, tuple[str, ...]] = {
+    "arrow_flight": ("host", "port", "advertise", "streams", "chunk_bytes", "fanout", "tls_cert", "tls_key", "tls_ca"),
+    "checkpoint": ("url", "keep"),
+}
 
 
 class WeightsConfig(BaseModel):
@@ -55,4 +63,7 @@ class WeightsConfig(BaseModel):
     def _certificate_and_key(self) -> "WeightsConfig":
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both, or neither")
+        for owner, keys in _OWN_KEYS.items():
+            if self.transport != owner:
+                refuse_idle(self, keys, f"transport is {self.transport!r}, and it is of {owner!r}")
         return self

@@ -142,6 +142,11 @@ def test_an_initial_model_that_cannot_be_is_refused_at_once(fields, message):
 def test_a_policy_has_exactly_one_source():
     with pytest.raises(ValidationError, match="exactly one of path and init .neither given"):
         PolicyConfig()
+    with pytest.raises(ValidationError, match="path and initial_checkpoint both say"):
+        PolicyConfig(path="somewhere", initial_checkpoint="elsewhere")
+    assert (
+        PolicyConfig(initial_checkpoint="runs/a/checkpoints/step-2").tokenizer_path == "runs/a/checkpoints/step-2/model"
+    )
     with pytest.raises(ValidationError, match="exactly one of path and init .both given"):
         PolicyConfig(path="model", init=InitConfig())
 

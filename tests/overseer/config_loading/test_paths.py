@@ -30,7 +30,7 @@ curriculum:
           reward: rewards.py:score
           graders: [{weight: 1, function: "more/rewards.py:format"}, {path: mine.tasks.Dig}]
 replay: {batch_maker: {name: makers.py:Mine}, store: {url: stored}}
-weights: {url: "s3://bucket/weights"}
+weights: {transport: checkpoint, url: "s3://bucket/weights"}
 """
 FLEET = """
 steps: 1

@@ -10,6 +10,7 @@ Not covered: mixtures of experts, attention windows shorter than the context, qu
 
 import json
 import math
+import os
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -240,6 +241,24 @@ class InitConfig(_Frozen):
         }
         return ModelConfig.model_validate(self.model_dump() | derived)
 
+    def check_describes(self, model: ModelConfig, vocab_size: int) -> None:
+        """Refuses a model that is loaded in place of the one described here, and is another.
+
+        Args:
+            model: As it is loaded.
+            vocab_size: How many tokens the tokenizer has.
+
+        Raises:
+            ConfigError: the first field that differs, with both values.
+        """
+        asked, loaded = self.model(vocab_size, model.dtype), model
+        for name in type(self).model_fields:
+            if getattr(asked, name) != getattr(loaded, name):
+                raise ConfigError(
+                    f"model.init.{name} is {getattr(asked, name)!r}, and {getattr(loaded, name)!r} in "
+                    "model.initial_checkpoint: name a checkpoint of that shape, or set model.init=null"
+                )
+
 
 class LoadingConfig(_Frozen):
     """How a policy is loaded, wherever it comes from: what every command takes under ``model:``.
@@ -258,27 +277,42 @@ class PolicyConfig(LoadingConfig):
     """The policy that a run starts from, as a recipe writes it under ``model:``.
 
     Attributes:
-        path: A Hugging Face checkpoint directory. Either this or `init` is given.
+        path: A Hugging Face checkpoint directory. Either this or `init` is given, or `initial_checkpoint`.
         init: A small model drawn at random from the run's seed. Either this or `path` is given.
+        initial_checkpoint: A run's ``checkpoints/step-<n>``, whose policy and tokenizer the run begins with. A recipe
+            with `init` takes it, too, and draws nothing then: the shapes must be the same.
         tokenizer: A tokenizer directory, or "penstock" for the packaged one; None means the checkpoint's own,
             and the packaged one for `init`.
     """
 
     path: str | None = None
     init: InitConfig | None = None
+    initial_checkpoint: str | None = None
     tokenizer: str | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> "PolicyConfig":
-        if (self.path is None) == (self.init is None):
+        if self.path is not None and self.initial_checkpoint is not None:
+            raise ValueError("path and initial_checkpoint both say where the policy is loaded from: remove one")
+        if self.initial_checkpoint is None and (self.path is None) == (self.init is None):
             given = "neither" if self.path is None else "both"
             raise ValueError(f"give exactly one of path and init ({given} given)")
         return self
 
     @property
+    def directory(self) -> str | None:
+        """The model directory that weights are loaded from; None where they are drawn."""
+        return self.path if self.initial_checkpoint is None else os.path.join(self.initial_checkpoint, "model")
+
+    @property
     def tokenizer_path(self) -> str:
         """Where the tokenizer is loaded from."""
-        return self.tokenizer or self.path or "penstock"
+        return self.tokenizer or self.directory or "penstock"
+
+    @property
+    def source_key(self) -> str:
+        """The key that names `directory`, for errors."""
+        return "model.path" if self.initial_checkpoint is None else "model.initial_checkpoint"
 
 
 _REPLACED_KEYS = ("dtype", "rope_parameters", "eos_token_id", "pad_token_id")

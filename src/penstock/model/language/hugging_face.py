@@ -132,14 +132,21 @@ def load_policy(config: PolicyConfig, seed: int, tokenizer: PolicyTokenizer) -> 
         ConfigError: the model's vocabulary is smaller than the tokenizer's, or the model is not supported.
         CheckpointError: the checkpoint cannot be read.
     """
-    if config.init is not None:
+    directory = config.directory
+    if config.init is not None and directory is None:
         model = config.init.model(tokenizer.vocab_size, config.dtype)
         check_vocabulary(model, tokenizer)
         return Decoder.initialise(model, jax.random.key(fold(seed, "model") % 2**32))
-    if not Path(str(config.path)).is_dir():
-        raise ConfigError(f"model.path is {config.path!r}: there is no such directory; download the checkpoint first")
-    decoder = load_decoder(str(config.path), config.dtype)
+    if directory is None or not Path(directory).is_dir():
+        place = "there is no such directory" if config.initial_checkpoint is None else f"there is no {directory}"
+        raise ConfigError(
+            f"{config.source_key} is {config.initial_checkpoint or config.path!r}: {place}; download the checkpoint "
+            "first, or name another"
+        )
+    decoder = load_decoder(directory, config.dtype)
     check_vocabulary(decoder.config, tokenizer)
+    if config.init is not None:
+        config.init.check_describes(decoder.config, tokenizer.vocab_size)
     return decoder
 
 

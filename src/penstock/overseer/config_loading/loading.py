@@ -13,10 +13,11 @@ directory; in the config all are absolute, so that it means the same wherever it
 import copy
 import difflib
 import importlib.resources
+import logging
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +28,7 @@ from pydantic_core import ErrorDetails
 from penstock.overseer.config_loading.keys import is_secret, matches
 from penstock.overseer.config_loading.suggestions import unknown_key
 from penstock.rundir.yaml_documents import parse_mapping, parse_yaml, read_mapping
-from penstock.types import ConfigError
+from penstock.types import ConfigError, IdleKeyError
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
@@ -173,7 +174,8 @@ def load_config(
         recipe: A packaged name or a YAML path; see `load_recipe`.
         overrides: ``key=value`` words; see `apply_overrides`.
         recorded: It is a run's own ``config.yaml``. Its paths are absolute; those of a run from before they were count
-            from the working directory.
+            from the working directory. Keys that cannot act, which an earlier version wrote down, are left out with a
+            note to `logging`.
 
     Raises:
         ConfigError: one line that names the key, its value and the remedy.
@@ -183,6 +185,8 @@ def load_config(
     keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
     folder = Path.cwd() if recorded or str(recipe) in _packaged() else Path(recipe).expanduser().absolute().parent
     values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
+    set_now = {override.partition("=")[0].strip() for override in overrides}
+    keep = set_now if recorded else None
     if "fleet" in values:
         from penstock.overseer.control_config import FleetRunConfig
 
@@ -191,10 +195,10 @@ def load_config(
                 f"{recipe}: fleet and curriculum are both there: a run trains a control policy in simulators (fleet) "
                 "or a language policy on lessons (curriculum); remove one"
             )
-        return build_config(FleetRunConfig, values, source=str(recipe))
+        return build_config(FleetRunConfig, _without_idle_keys(FleetRunConfig, values, keep), source=str(recipe))
     from penstock.overseer.config import RunConfig
 
-    return build_config(RunConfig, values, source=str(recipe))
+    return build_config(RunConfig, _without_idle_keys(RunConfig, values, keep), source=str(recipe))
 
 
 def recipe_summaries() -> dict[str, str]:
@@ -283,6 +287,34 @@ def build_config(model: type[Config], values: Mapping[str, Any], source: str = "
         raise ConfigError(f"{prefix}{first[1]}{more}") from error
 
 
+def _without_idle_keys(model: type[BaseModel], values: dict[str, Any], keep: Collection[str] | None) -> dict[str, Any]:
+    """Leaves out what the model refuses as idle, but for the keys in `keep`; None keeps all."""
+    while keep is not None and (idle := _idle_key(model, values)) is not None:
+        (*section, name), why = idle
+        if dotted([*section, name]) in keep:
+            break
+        values = copy.deepcopy(values)
+        node: Any = values
+        for key in section:
+            node = node[key]
+        logging.getLogger(__name__).warning("%s (%r) is left out: %s", dotted([*section, name]), node.pop(name), why)
+    return values
+
+
+def _idle_key(model: type[BaseModel], values: Mapping[str, Any]) -> tuple[tuple[str | int, ...], str] | None:
+    """The path of a key that the model refuses as idle, and why; None where it refuses none."""
+    try:
+        model.model_validate(dict(values))
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            cause = details.get("ctx", {}).get("error")
+            if isinstance(cause, IdleKeyError):
+                return (*_existing(details["loc"], values), *cause.key.split(".")), cause.why
+    except ConfigError:
+        pass  # told when the config is built
+    return None
+
+
 def _packaged() -> dict[str, Traversable]:
     folder = importlib.resources.files("penstock") / "recipes"
     files = [file for file in folder.iterdir() if file.name.endswith(".yaml")] if folder.is_dir() else []
@@ -343,6 +375,7 @@ def _index(node: Any, key: str) -> Any:
 _UPLOADED = "ray.runtime_env.working_dir"
 PATH_KEYS = (
     "model.path",
+    "model.initial_checkpoint",
     "model.tokenizer",
     "curriculum.lessons.*.environment.env_class",
     "curriculum.lessons.*.environment.env_args.*",

@@ -189,6 +189,10 @@ RECIPE` the value that a recipe gives it, too; `--dry-run` prints a whole config
 - What is *required* has no default. A section is a mapping of keys; what is left out of it has its default.
 - An unknown key is refused, with what was probably meant. Names of TRL, verl and PPO's usual implementations (`lr`,
   `num_generations`, `kl_coef`, …) are answered with the key here, or with why there is none.
+- A key that cannot act is refused where it says something else than its default, with the reason (`alpha` is of the
+  recency batch maker alone, say). Two kinds are not, so that one YAML serves everywhere: what is of `runtime: ray`
+  alone (`ray`, `roles`, `weights`, what `overseer` says of processes), and limits that are off at staleness zero. What
+  an older `config.yaml` holds of such keys is left out with a note.
 - Relative paths in a YAML file count from its folder, those on the command line and in packaged recipes from the
   working directory. A run's `config.yaml` holds them as absolute ones, so that a resume from anywhere means the same.
   Among `env_args` and simulators' `kwargs` that goes for arguments named `path` or `…_path`, and for whatever has the

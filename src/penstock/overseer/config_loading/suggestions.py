@@ -125,6 +125,7 @@ _NAMES = (
     _Name(
         "model_name_or_path pretrained_model pretrain model_name model_id", ("model.path",), hint="a local directory"
     ),
+    _Name("resume_from init_from load_checkpoint_path", ("model.initial_checkpoint",), hint="a new run from it"),
     _Name("tokenizer_name_or_path tokenizer_name", ("model.tokenizer",)),
     _Name("save_steps save_freq save_interval", ("overseer.checkpoint_every",), hint="in updates"),
     _Name("save_total_limit max_ckpt_to_keep", ("overseer.keep_checkpoints",)),

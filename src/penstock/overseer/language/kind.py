@@ -63,7 +63,7 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     if same_tokenizer(asked.tokenizer_path, folder) is False:
         raise ConfigError(
             f"the tokenizer in {asked.tokenizer_path} is another than that of {checkpoint}: a resumed run keeps its "
-            "tokenizer; leave model.tokenizer and model.path as they were, or begin a new run"
+            "tokenizer; leave model.tokenizer and where it was loaded from as they were, or begin a new run"
         )
     try:
         shape = model_shape(asked)
@@ -77,7 +77,7 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
     theirs = trained.model_dump(mode="json", exclude={"other_keys"}) | {"dtype": read_state(checkpoint)["dtype"]}
     place, remedy = "model.init.", VALUES
     if asked.init is None:
-        place, remedy = f"{asked.path}: ", "leave model.path as it was"
+        place, remedy = f"{asked.directory}: ", "leave model.path as it was"
     check_kept(
         shape.model_dump(mode="json", exclude={"other_keys"}),
         theirs,
@@ -334,8 +334,11 @@ class LanguageKind:
         yield from self._until_served(run)
 
     def goal_reached(self, run: Run) -> bool:
-        """Every lesson has graduated, where the run stops for that."""
-        return run.config.curriculum.when_complete == "stop" and bool(run.seen.facts("replay-0").get("complete"))
+        """Every lesson has graduated, where the run stops for that; or so many rollouts were begun as may be."""
+        most, facts = run.config.rollout.max_rollouts, run.seen.facts("replay-0")
+        if most is not None and facts.get("ledger", {}).get("started", 0) >= most:
+            return True
+        return run.config.curriculum.when_complete == "stop" and bool(facts.get("complete"))
 
     def _until_served(self, run: Run) -> PhaseSteps:
         """Waits until every inference server holds the learner's present version."""

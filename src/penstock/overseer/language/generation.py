@@ -1,0 +1,174 @@
+"""`penstock generate`: rollouts of a recipe's lessons, scored and written to a file, without training.
+
+The very code that generates during training: a `RolloutManager` with an engine of its own, or over a server. Prompts,
+sampling and rewards are the lesson's; the seed is the recipe's, so the same call gives the same rollouts.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from penstock.curriculum import Curriculum
+from penstock.inference import RemoteContext, ServerPool
+from penstock.inference.http_server import model_directory
+from penstock.inference.routing import Server
+from penstock.model.language import PolicyConfig, load_policy
+from penstock.overseer.config import RunConfig
+from penstock.overseer.evaluation_report import LessonReport
+from penstock.rollout import RolloutManager
+from penstock.rundir import table_from_records, write_parquet
+from penstock.rundir.logs import to_json
+from penstock.rundir.storage import check_place, write_atomically
+from penstock.text import Tokenizer
+from penstock.tracking import conversation_of
+from penstock.types import ConfigError, Mode, RolloutBatch, RolloutRecord, UnreachableError, fold
+
+FORMATS = (".parquet", ".jsonl")
+_ASK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """What was generated.
+
+    Attributes:
+        lessons: Lesson id → its numbers, in the recipe's order.
+        path: The file that holds the rollouts.
+        seconds: Wall seconds of generation and scoring, the engine's compilation included.
+    """
+
+    lessons: dict[str, LessonReport]
+    path: Path
+    seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{lesson.lesson_id}: {lesson.rollouts} rollouts of {lesson.prompts} prompts, mean reward "
+            f"{lesson.reward_mean.value:.3f}, successes {lesson.success_rate.value:.0%}, "
+            f"{lesson.response_tokens:.1f} tokens, {lesson.truncated_fraction:.0%} cut at the limit"
+            for lesson in self.lessons.values()
+        ]
+        return "\n".join([*lines, f"{self.path} ({self.seconds:.1f} s)"])
+
+
+def generate(
+    source: Path | str | None,
+    config: RunConfig,
+    path: Path,
+    lessons: Sequence[str] | None = None,
+    n: int | None = None,
+    mode: Mode = "train",
+    token: str | None = None,
+) -> GenerationReport:
+    """Generates rollouts of a recipe's lessons and writes them.
+
+    Args:
+        source: A run's ``checkpoints/step-<n>``, a Hugging Face directory, or the URL of a `penstock serve` with the
+            recipe's tokenizer; None takes the policy that the recipe's ``model`` says.
+        config: The recipe, as it is loaded.
+        path: A Parquet file, with the columns of a run's rollouts, or a JSONL file with a conversation per line.
+        lessons: Which lessons; all by default.
+        n: Prompts per lesson; by default ``sampling_params.n_prompts`` of each.
+        mode: Which of the environment's disjoint example sets.
+        token: What the server asks for.
+
+    Raises:
+        ConfigError: an unknown lesson, or a path of another kind or that cannot be written.
+        CheckpointError: the source is no checkpoint.
+        EnvironmentFailure: an environment broke its contract.
+        UnreachableError: nothing answers at the URL.
+    """
+    known = config.curriculum.lessons
+    unknown = [lesson_id for lesson_id in lessons or [] if lesson_id not in known]
+    if unknown:
+        raise ConfigError(f"lesson {unknown[0]!r} is not in the recipe: its lessons are {', '.join(known)}")
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"--out {path} ends in {path.suffix!r}: it must be one of {', '.join(FORMATS)}")
+    check_place(path, "--out")
+    started = time.perf_counter()
+    batches: dict[str, RolloutBatch] = {}
+    with _manager(source, config, token) as manager:
+        for lesson_id in lessons or known:
+            sampling, seed = known[lesson_id].sampling_params, fold(config.seed, "generate", lesson_id)
+            prompts = sampling.n_prompts if n is None else n
+            batches[lesson_id], _ = manager.sample_batch(
+                lesson_id, prompts, sampling.n_generations_per_prompt, mode, seed, worker_id="generate"
+            )
+    seconds = time.perf_counter() - started
+    _write(path, list(batches.values()), mode)
+    reports = {name: LessonReport.of(name, batch, known[name].success_threshold) for name, batch in batches.items()}
+    return GenerationReport(reports, path, seconds)
+
+
+@contextmanager
+def _manager(source: Path | str | None, config: RunConfig, token: str | None) -> Iterator[RolloutManager]:
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        with _served(source.rstrip("/"), config, token) as context:
+            manager = RolloutManager(Curriculum(config.curriculum), context, config.seed)
+            try:
+                yield manager
+            finally:
+                manager.shutdown()
+        return
+    policy, limits = config.model, config.overseer
+    if source is not None:
+        policy = PolicyConfig(path=str(model_directory(str(source))), dtype=policy.dtype)
+    tokenizer = Tokenizer.load(policy.tokenizer_path, config.model.chat_template_kwargs)
+    with RolloutManager.from_configs(
+        {},
+        config.curriculum,
+        config.inference,
+        tokenizer,
+        load_policy(policy, config.seed, tokenizer),
+        config.seed,
+        start_timeout_s=limits.no_progress_s,
+        stop_timeout_s=limits.stop_timeout_s,
+    ) as manager:
+        yield manager
+
+
+@contextmanager
+def _served(url: str, config: RunConfig, token: str | None) -> Iterator[RemoteContext]:
+    """A context over one server that is no run's."""
+    authority = None if config.inference.tls_ca is None else str(config.inference.tls_ca)
+    pool = ServerPool(token, request_timeout_s=config.inference.request_timeout_s, certificate_authority=authority)
+    try:
+        pool.model_name = _model_of(url, token, authority)
+        pool.set_servers([Server("served", 0, url)])
+        yield RemoteContext(pool, Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs))
+    finally:
+        pool.close()
+
+
+def _model_of(url: str, token: str | None, authority: str | None) -> str:
+    """The name of the one model that a server has."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(verify=True if authority is None else authority, timeout=_ASK_S, headers=headers) as client:
+            answer = client.get(f"{url}/v1/models")
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise ConfigError(
+            f"{url} answered {error.response.status_code} to /v1/models: give the URL of a penstock serve, and its "
+            "token in PENSTOCK_TOKEN"
+        ) from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{url}/v1/models is no list of models: give the URL of a penstock serve") from error
+    except (httpx.HTTPError, OSError) as error:
+        raise UnreachableError(f"{url}/v1/models does not answer: {error}") from error
+
+
+def _write(path: Path, batches: Sequence[RolloutBatch], mode: Mode) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        rollouts = [rollout for batch in batches for rollout in batch.rollouts()]
+        write_atomically(path, "".join(f"{to_json(conversation_of(rollout, mode))}\n" for rollout in rollouts))
+        return
+    groups = [group for batch in batches for group in batch.groups]
+    records = [RolloutRecord(each, group.group_id, group_key=group.key) for group in groups for each in group.rollouts]
+    write_parquet(path, table_from_records(records))

@@ -1,0 +1,98 @@
+"""Offline generation: from a recipe, a checkpoint and a server, to Parquet and to JSONL."""
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.inference.access import AccessRules
+from penstock.inference.config import ServedEngineConfig
+from penstock.inference.engine import InferenceEngine
+from penstock.inference.http_server import HttpServer
+from penstock.inference.server import create_app
+from penstock.model.language import load_policy, save_decoder
+from penstock.overseer import generate
+from penstock.rundir import read_json_lines
+from penstock.text import Tokenizer
+from penstock.types import CheckpointError, ConfigError, UnreachableError, WeightVersion
+from tests.overseer.conftest import tiny
+
+TOKEN = "a test's token"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint: the policy that the recipe of another seed would begin with."""
+    folder, tokenizer = tmp_path_factory.mktemp("checkpoint") / "step-0" / "model", Tokenizer.load("penstock")
+    decoder = load_policy(tiny().model, 9, tokenizer)
+    save_decoder(decoder, folder, tokenizer)
+    return decoder, folder
+
+
+def config(**sampling):
+    return tiny({"curriculum": {"lessons": {"cats": {"sampling_params": sampling}}}})
+
+
+def answers(path):
+    return pq.read_table(path).column("response_tokens").to_pylist()
+
+
+def test_a_recipe_s_own_policy_answers_n_prompts_prompts_of_each_lesson(tmp_path):
+    report = generate(None, config(n_prompts=5), tmp_path / "new" / "rollouts.parquet")
+    rows = pq.read_table(report.path)
+    assert rows.num_rows == 15 and set(rows.column("worker_id").to_pylist()) == {"generate"}
+    rewards = rows.column("episode_reward").to_pylist()
+    lesson = report.lessons["cats"]
+    assert (lesson.rollouts, lesson.reward_mean.value) == (15, pytest.approx(sum(rewards) / 15))
+    assert len(set(rows.column("group_id").to_pylist())) == 5
+    assert str(report).startswith("cats: 15 rollouts of ") and str(report.path) in str(report)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_and_a_server_over_it_give_the_same(tmp_path, made):
+    decoder, folder = made
+    reports = [generate(folder.parent, config(), tmp_path / f"{n}.parquet", n=2) for n in range(2)]
+    assert answers(reports[0].path) == answers(reports[1].path) and len(answers(reports[0].path)) == 6
+    tokenizer = Tokenizer.load("penstock")
+    engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, ServedEngineConfig(max_slots=12, max_seq_len=48))
+    server = HttpServer(create_app(engine, tokenizer, "mine", AccessRules(TOKEN)))
+    engine.start()
+    server.start()
+    try:
+        engine.wait_until_ready(120)
+        generate(server.url + "/", config(), tmp_path / "served.jsonl", n=2, token=TOKEN)
+        with pytest.raises(
+            ConfigError, match="answered 401 to /v1/models: give the URL of a penstock serve, and its tok"
+        ):
+            generate(server.url, config(), tmp_path / "served.jsonl", n=2)
+    finally:
+        server.stop()
+        engine.stop(30)
+    rows = list(read_json_lines(tmp_path / "served.jsonl"))
+    text = pq.read_table(reports[0].path).column("turns").to_pylist()
+    assert [[turn["content"] for turn in row["turns"]] for row in rows] == [
+        [turn["content"] for turn in turns] for turns in text
+    ]
+    assert [row["mode"] for row in rows] == ["train"] * 6
+
+
+@pytest.mark.slow
+def test_held_out_prompts_are_others(tmp_path):
+    paths = [tmp_path / f"{mode}.jsonl" for mode in ("train", "eval")]
+    for path in paths:
+        generate(None, config(), path, n=8, mode=path.stem)
+    asked = [{row["env_example_id"] for row in read_json_lines(path)} for path in paths]
+    assert all(asked) and not asked[0] & asked[1]
+
+
+def test_bad_input_is_found_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match="lesson 'dogs' is not in the recipe: its lessons are cats"):
+        generate(None, config(), tmp_path / "a.jsonl", ["dogs"])
+    with pytest.raises(ConfigError, match="ends in '.csv': it must be one of .parquet, .jsonl"):
+        generate(None, config(), tmp_path / "a.csv")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out .* cannot be written"):
+        generate(None, config(), tmp_path / "file" / "b.jsonl")
+    with pytest.raises(CheckpointError, match="holds no config.json"):
+        generate(tmp_path, config(), tmp_path / "a.jsonl")
+    with pytest.raises(UnreachableError, match="127.0.0.1:9/v1/models does not answer"):
+        generate("http://127.0.0.1:9", config(), tmp_path / "a.jsonl")
+    assert not (tmp_path / "a.jsonl").exists()
