@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.environments.loading import load_environment
     from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment
     from penstock.environments.multiple_choice import MultipleChoiceEnvironment
+    from penstock.environments.reasoning_gym import ReasoningGymEnvironment
     from penstock.environments.tools import ToolEnvironment
 
 _EXPORTS = {
@@ -36,6 +37,7 @@ _EXPORTS = {
     "MultiTurnEnvironment": "multi_turn",
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
+    "ReasoningGymEnvironment": "reasoning_gym",
     "Reference": "base",
     "Scores": "base",
     "SingleTurnEnvironment": "episode",
@@ -48,8 +50,8 @@ _EXPORTS = {
 __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
     "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "Reference", "Scores",
-    "SingleTurnEnvironment", "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
+    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "ReasoningGymEnvironment", "Reference",
+    "Scores", "SingleTurnEnvironment", "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
 ]  # fmt: skip
 
 
