@@ -132,12 +132,14 @@ def test_mistakes_are_one_line(factory, arguments, line):
 def test_every_generator_makes_problems_and_scores_whatever_is_said(factory):
     from penstock.environments.reasoning_gym import dataset_of, score_answers
 
+    refused = {"knight_swap"}  # by itself, at its own first level
     said = ["", "42", "[1, 2", "1/0", "{}", "<answer>x</answer>", "[[1,2],[3,4]]"]
     for name in sorted(set(factory.DATASETS) - {"composite"}):
-        generator = {"name": name, "level": 0 if factory.has_curriculum(name) else None, "config": {"size": 2}}
-        generator["config"]["seed"] = 0
+        level = 0 if factory.has_curriculum(name) and name not in refused else None
+        generator = {"name": name, "level": level, "config": {"size": 2, "seed": 0}}
         entry = dataset_of(**generator)[1]
-        shown = {"index": 1, "question": str(entry["question"])}
+        shown = {"index": 1, "question": str(entry["question"]), "literal": repr(entry)}
+        shown["literal"] = None if name == "knights_knaves" else shown["literal"]  # it holds types
         n = len(said)
         rewards = score_answers(said, ["stop"] * n, [generator] * n, [shown] * n, lambda *_: None)
         assert len(rewards) == n and all(-1 <= reward <= 1 for reward in rewards), name

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.environments.multiple_choice import MultipleChoiceEnvironment
     from penstock.environments.reasoning_gym import ReasoningGymEnvironment
     from penstock.environments.tools import ToolEnvironment
+    from penstock.environments.verifiers import VerifiersEnvironment
 
 _EXPORTS = {
     "ArithmeticEnvironment": "arithmetic",
@@ -42,6 +43,7 @@ _EXPORTS = {
     "Scores": "base",
     "SingleTurnEnvironment": "episode",
     "ToolEnvironment": "tools",
+    "VerifiersEnvironment": "verifiers",
     "load_environment": "loading",
     "validate_groups": "base",
     "validate_metrics": "base",
@@ -51,7 +53,8 @@ __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
     "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
     "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "ReasoningGymEnvironment", "Reference",
-    "Scores", "SingleTurnEnvironment", "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
+    "Scores", "SingleTurnEnvironment", "ToolEnvironment", "VerifiersEnvironment", "load_environment", "validate_groups",
+    "validate_metrics",
 ]  # fmt: skip
 
 

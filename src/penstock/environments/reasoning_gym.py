@@ -15,6 +15,7 @@ An answer on which ``score_answer`` raises earns 0, and counts in the metric ``r
 The module loads without the package.
 """
 
+import ast
 import dataclasses
 import functools
 import json
@@ -111,7 +112,9 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
             question = str(entry["question"])
             answer = "" if entry["answer"] is None else str(entry["answer"])
             example_id = f"{int(stable_unit(question) * 2**48):012x}"
-            found.setdefault(example_id, Example(example_id, question, answer, {"entry": {"index": index, "question": question}}))
+            found.setdefault(
+                example_id, Example(example_id, question, answer, {"entry": {"index": index, "question": question}})
+            )
             if time.monotonic() - began > _SLOW_S:
                 logger.info(
                     "environment %s: %d of %d problems made in %.0f s: env_args.config.size makes it fewer",
@@ -164,7 +167,8 @@ def dataset_of(name: str, level: int | None, config: Mapping[str, Any]) -> Any:
     try:
         return made(dataclasses.replace(begun, **settings))
     except (AssertionError, TypeError, ValueError) as error:  # the generator's own checks
-        raise ConfigError(f"env_args.config {dict(config)} is refused by {name}: {error}") from error
+        at = "" if level is None else f" at level {level}"
+        raise ConfigError(f"env_args.config {dict(config)} is refused by {name}{at}: {error}") from error
 
 
 def _at_level(factory: Any, name: str, level: int) -> Any:
@@ -194,7 +198,7 @@ def score_answers(
         completions: Texts of the answers.
         finish_reason: Of each; ``length`` is cut.
         generator: Arguments of `dataset_of`.
-        entry: ``index`` and ``question`` of the problem.
+        entry: The problem: its ``index``, ``question``, and all of it as a Python ``literal`` where that is possible.
         log_metric: Takes the share of answers that could not be scored.
 
     Raises:
@@ -220,11 +224,25 @@ def score_answers(
     return rewards
 
 
+def _literal(entry: Mapping[str, Any]) -> str | None:
+    """The problem as Python writes it, tuples and sets kept, unlike in JSON; None where that says too little."""
+    written = repr(entry)
+    try:
+        return written if ast.literal_eval(written) == entry else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
 def _problem(dataset: Any, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The problem, made again: scores need more of it than JSON keeps (tuples, dates)."""
+    """The problem as it was asked, or made again where it could not be written."""
+    if entry["literal"] is not None:
+        return ast.literal_eval(entry["literal"])
     made = dataset[entry["index"]]
     if str(made["question"]) != entry["question"]:
-        raise ValueError(f"problem {entry['index']} is another one when it is made again: {made['question']!r:.200}")
+        raise ValueError(
+            f"problem {entry['index']} is another one when it is made again: set PYTHONHASHSEED, on which some "
+            "generators depend"
+        )
     return made
 
 
