@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.environments import ReasoningGymEnvironment, load_environment
+from penstock.environments.reasoning_gym import runs_nothing
 from penstock.inference import ScriptedContext
 from penstock.text import Tokenizer
 from penstock.types import ConfigError, Decoding, EnvironmentSpec
@@ -43,7 +44,7 @@ def made(factory):
 
 def sample(environment, answers, n_examples=1, n=1, mode="train"):
     context = ScriptedContext(Tokenizer.load("penstock"), answers)
-    return environment.sample(context, n_examples, n, Decoding(max_output_tokens=64), 5, mode)
+    return environment.sample(context, n_examples, n, Decoding(max_output_tokens=128), 5, mode)
 
 
 def test_one_line_of_arguments_is_a_generator_with_its_own_scores(made):
@@ -126,6 +127,38 @@ def test_a_mix_of_generators(made):
 def test_mistakes_are_one_line(factory, arguments, line):
     with pytest.raises(ConfigError, match=line):
         load_environment(EnvironmentSpec(CLASS, arguments))
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "shown"),
+    [
+        ("spiral_matrix", "1 2 3", True),
+        ("spiral_matrix", "[1, -2, 3]", True),
+        ("string_insertion", "ABCDEA", True),
+        ("string_insertion", "['A', 'B']", True),
+        ("string_insertion", "oracle_answer", False),
+        ("n_queens", "__import__('os').system('true')", False),
+        ("binary_matrix", "[open('x')]", False),
+        ("binary_matrix", "9**9**9", False),
+        ("countdown", "(3 + 4) * 25 - 7", True),
+        ("countdown", "exit()", False),
+        ("puzzle24", "eval(chr(49))", False),
+        ("puzzle24", "().__class__", False),
+        ("simple_integration", "x**3/3 + sin(2*x) + 1.5*x + C", True),
+        ("simple_integration", "(x).diff(x)", False),
+        ("polynomial_multiplication", "x[0]", False),
+        ("chain_sum", "exit()", True),
+    ],
+)
+def test_what_evaluates_an_answer_is_shown_data_alone(source, answer, shown):
+    assert runs_nothing(answer, source) is shown
+
+
+def test_an_answer_that_is_code_is_not_run(made, tmp_path):
+    environment = made("spiral_matrix", config={"size": 20})
+    file = tmp_path / "it_ran"
+    _, metrics = sample(environment, [f"[open({str(file)!r}, 'w')]"])
+    assert metrics["rewards/score_answers/unscorable"] == 1.0 and not file.exists()
 
 
 @pytest.mark.slow

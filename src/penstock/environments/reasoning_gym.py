@@ -8,9 +8,10 @@ Problems are made when they are first asked for, `config.size` of them; equal qu
 hash of the question decides which are held out, so that no question is on both sides, at any level.
 
 Rewards are the generator's own ``score_answer``, of what stands in the last ``<answer>…</answer>``, or of the whole
-answer where there is none. They run in processes of their own with a limit of time, because some of them evaluate what
-the policy wrote: as Python (``spiral_matrix``, ``n_queens``, …), or by sympy. A process is no jail (docs/security.md).
-An answer on which ``score_answer`` raises earns 0, and counts in the metric ``rewards/score_answers/unscorable``.
+answer where there is none, in processes of their own with a limit of time. Some of them evaluate what they are given,
+as Python or by sympy, so there an answer that is more than a literal, or more than arithmetic and the usual functions,
+is not shown to them and earns 0, and so does one on which they raise; ``rewards/score_answers/unscorable`` is the share
+of both.
 
 The module loads without the package.
 """
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -112,9 +114,8 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
             question = str(entry["question"])
             answer = "" if entry["answer"] is None else str(entry["answer"])
             example_id = f"{int(stable_unit(question) * 2**48):012x}"
-            found.setdefault(
-                example_id, Example(example_id, question, answer, {"entry": {"index": index, "question": question}})
-            )
+            shown = {"index": index, "question": question, "literal": _literal(entry)}
+            found.setdefault(example_id, Example(example_id, question, answer, {"entry": shown}))
             if time.monotonic() - began > _SLOW_S:
                 logger.info(
                     "environment %s: %d of %d problems made in %.0f s: env_args.config.size makes it fewer",
@@ -208,20 +209,58 @@ def score_answers(
 
     dataset = _cached_dataset(json.dumps(generator[0]))
     problem = _problem(dataset, entry[0])
+    source = problem.get("metadata", {}).get("source_dataset", generator[0]["name"])
     rewards, unscorable = [], 0
     for text, reason in zip(completions, finish_reason, strict=True):
         if reason == "length":
             rewards.append(0.0)
             continue
         found = extract_answer(text)
+        answer = text.strip() if found is None else found
         try:
-            rewards.append(float(dataset.score_answer(text.strip() if found is None else found, problem)))
+            if not runs_nothing(answer, source):
+                raise ValueError(f"{answer!r:.200} is not shown to what evaluates it")
+            rewards.append(float(dataset.score_answer(answer, problem)))
         except Exception as error:  # it meets what nobody thought of: the answer's fault
             logger.debug("score_answer raised %s: %s", type(error).__name__, error)
             rewards.append(0.0)
             unscorable += 1
     log_metric("unscorable", unscorable / len(rewards))
     return rewards
+
+
+_AS_PYTHON = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+_BY_SYMPY = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+"""Generators whose ``score_answer`` evaluates the answer."""
+_LITERAL = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+_ARITHMETIC = re.compile(r"[\w\s+\-*/^().,=]*", re.ASCII)
+_FUNCTIONS = {
+    "Abs", "acos", "asin", "atan", "cos", "cosh", "exp", "ln", "log", "pi", "sin", "sinh", "sqrt", "tan", "tanh",
+}  # fmt: skip
+
+
+def runs_nothing(answer: str, source: str) -> bool:
+    """Whether an answer is mere data to the ``score_answer`` of a generator, which may evaluate it.
+
+    Args:
+        answer: The policy wrote it.
+        source: Name of the generator.
+    """
+    if source in _BY_SYMPY:
+        names = re.findall(r"[^\W\d]\w*", answer)  # sympy would call any built-in function
+        known = all(len(name) == 1 and name != "_" or name in _FUNCTIONS for name in names)
+        return known and _ARITHMETIC.fullmatch(answer) is not None and re.search(r"\.\s*[^\W\d]", answer) is None
+    if source not in _AS_PYTHON:
+        return True
+    try:
+        tree = ast.parse(answer, mode="eval")
+    except (SyntaxError, ValueError):
+        return True  # Python refuses it as well
+    except (MemoryError, RecursionError):
+        return False
+    if isinstance(tree.body, ast.Name):
+        return tree.body.id.isupper()  # letters of a puzzle; others may be names of its own
+    return all(isinstance(node, _LITERAL) for node in ast.walk(tree))
 
 
 def _literal(entry: Mapping[str, Any]) -> str | None:
