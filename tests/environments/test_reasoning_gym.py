@@ -162,6 +162,7 @@ def test_an_answer_that_is_code_is_not_run(made, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the files that generators leave open, and of their parsers
 def test_every_generator_makes_problems_and_scores_whatever_is_said(factory):
     from penstock.environments.reasoning_gym import dataset_of, score_answers
 

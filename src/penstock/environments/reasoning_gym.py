@@ -137,7 +137,7 @@ def dataset_of(name: str, level: int | None, config: Mapping[str, Any]) -> Any:
     Args:
         name: By which it is registered.
         level: Of its curriculum; None: its defaults.
-        config: Over those.
+        config: Settings by name, over those of the level.
 
     Raises:
         ConfigError: the package is missing, or has no such generator, level or setting.
