@@ -19,7 +19,7 @@ from penstock.types import (
     UnreachableError,
 )
 
-VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet"]
+VERBS = ["train", "eval", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet", "env"]
 
 
 def test_help_lists_what_exists(penstock_process):
