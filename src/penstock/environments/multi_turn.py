@@ -24,6 +24,7 @@ templates rewrite what was said before (they strip reasoning of earlier turns, s
 was shown here, and ``rewritten`` counts conversations that the template would show otherwise.
 """
 
+import logging
 import threading
 import time
 from abc import abstractmethod
@@ -58,6 +59,8 @@ from penstock.types import (
     TextCodec,
     fold,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Reply = str | Message | Sequence[Message]
@@ -168,6 +171,13 @@ class _Attempt:
                 self._finish()
         except FAILURES as failure:
             self.failure = failure
+
+    def release(self) -> None:
+        """Lets the environment free what the conversation holds; its mistakes there are logged, and cost nothing."""
+        try:
+            self._asked(self._environment.release)
+        except PenstockError as error:
+            logger.warning("environment %s: %s", self._environment.name, error)
 
     @property
     def _room(self) -> int:
@@ -330,6 +340,9 @@ class MultiTurnEnvironment(ExampleEnvironment):
     def score(self, conversation: Conversation) -> float:
         """What the finished conversation is worth, at its last token; `Conversation.ending` says how it ended."""
 
+    def release(self, conversation: Conversation) -> None:  # noqa: B027  (a hook: most hold nothing)
+        """Frees what a conversation holds, such as a process; asked of each at its end, scored or failed."""
+
     def stop_strings(self, plain: bool) -> tuple[str, ...]:
         """Texts that end a turn, beside the tokenizer's own tokens; `plain`: prompts go through no chat template."""
         return ()
@@ -349,10 +362,14 @@ class MultiTurnEnvironment(ExampleEnvironment):
             for task in tasks
             for position in range(n_generations)
         ]
-        if inference_ctx.ordered:
-            _in_rounds(inference_ctx, attempts)
-        else:
-            _at_own_pace(inference_ctx, attempts)
+        try:
+            if inference_ctx.ordered:
+                _in_rounds(inference_ctx, attempts)
+            else:
+                _at_own_pace(inference_ctx, attempts)
+        finally:
+            for attempt in attempts:
+                attempt.release()
         groups = [attempts[first : first + n_generations] for first in range(0, len(attempts), n_generations)]
         return [self._outcome(group) for group in groups]
 
