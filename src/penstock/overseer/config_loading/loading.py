@@ -189,7 +189,8 @@ def load_config(
         if not recorded and source not in _packaged():
             folder = Path(recipe).expanduser().absolute().parent
     elif isinstance(recipe, BaseModel):
-        written = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)  # others may follow from what changes
+        # defaults may follow from what changes
+        written = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     else:
         raise ConfigError(
             f"config is a {type(recipe).__name__}: give a recipe's name, a YAML path, or what load_config returned"
