@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
     from penstock.learner import Learner
     from penstock.model.language import Decoder
-    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, load_config, train
+    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, Update, evaluate, load_config, train, updates
     from penstock.replay import ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, RolloutStore, TicketIssuer
     from penstock.rollout import RolloutManager, RolloutWorker
     from penstock.text import Tokenizer
@@ -45,9 +45,11 @@ _EXPORTS = {
     "SingleTurnEnvironment": "environments",
     "TicketIssuer": "replay",
     "Tokenizer": "text",
+    "Update": "overseer",
     "evaluate": "overseer",
     "load_config": "overseer",
     "train": "overseer",
+    "updates": "overseer",
 }
 
 __all__ = [
@@ -55,8 +57,8 @@ __all__ = [
     "EvaluationReport", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine",
     "JsonlEnvironment", "Learner", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
     "ReplayDataLoader", "RolloutManager", "RolloutStore", "RolloutWorker", "RunConfig", "RunSummary",
-    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "load_config",
-    "train",
+    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "Update", "evaluate",
+    "load_config", "train", "updates",
 ]  # fmt: skip
 
 

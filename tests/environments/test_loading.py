@@ -92,8 +92,8 @@ def test_what_is_no_environment_is_refused(given, message):
 def test_the_name_of_an_object_says_that_it_must_be_given_again():
     assert name_of_object(Pets) == name_of_object(Pets()) == f"object:{__name__}.Pets"
     assert name_of_object(partial(print)) == "object:functools.partial"
-    with pytest.raises(ConfigError, match=r"^env_class 'object:a.B' was given as a Python object, which no file holds: "
-                                          r"give it again, from Python by environment=…, or name code that can be"):  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^env_class 'object:a.B' was given as a Python object, which no file holds"
+                                          r": give it again, from Python by environment=…, or name code"):  # fmt: skip
         load_environment(EnvironmentSpec("object:a.B"))
 
 

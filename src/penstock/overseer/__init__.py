@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.overseer.language.evaluation import evaluate
     from penstock.overseer.terminal import RunSummary, print_summary
     from penstock.overseer.training import train
+    from penstock.overseer.update_loop import Update, UpdateLoop, updates
 
 _EXPORTS = {
     "AutotuneReport": "control.autotune",
@@ -22,17 +23,21 @@ _EXPORTS = {
     "OverseerConfig": "config",
     "RunConfig": "config",
     "RunSummary": "terminal",
+    "Update": "update_loop",
+    "UpdateLoop": "update_loop",
     "autotune": "control.autotune",
     "evaluate": "language.evaluation",
     "evaluate_fleet": "control.evaluation",
     "load_config": "config_loading",
     "print_summary": "terminal",
     "train": "training",
+    "updates": "update_loop",
 }
 
 __all__ = [
     "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "OverseerConfig", "RunConfig",
-    "RunSummary", "autotune", "evaluate", "evaluate_fleet", "load_config", "print_summary", "train",
+    "RunSummary", "Update", "UpdateLoop", "autotune", "evaluate", "evaluate_fleet", "load_config", "print_summary",
+    "train", "updates",
 ]  # fmt: skip
 
 

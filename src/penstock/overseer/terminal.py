@@ -300,7 +300,7 @@ def _sample(sample: Sample) -> RenderableType:
 Results = Mapping[str, RolloutBatchStats]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunSummary:
     """The outcome of `penstock.train`.
 
@@ -318,6 +318,7 @@ class RunSummary:
         failed_groups: Groups whose environment or reward function failed; of a control policy, simulators' failures.
         last_failure: What the last of them said.
         kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
+        metrics: The last update's line of metrics.jsonl; empty where this life of the run made none.
     """
 
     run_dir: Path
@@ -333,6 +334,18 @@ class RunSummary:
     failed_groups: int = 0
     last_failure: str = ""
     kind: Literal["language", "control"] = "language"
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __repr__(self) -> str:
+        state = "finished" if self.complete else "stopped"
+        means = [
+            f"{name} {_mean_of(self.untrained, name)} → {stats.reward_mean:.3f}" for name, stats in self.after.items()
+        ]
+        return f"RunSummary({', '.join([f'{state} at step {self.step}/{self.steps}', *means, str(self.run_dir)])})"
+
+
+def _mean_of(results: Results, name: str) -> str:
+    return f"{results[name].reward_mean:.3f}" if name in results else "–"
 
 
 def interval_text(stats: RolloutBatchStats) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 from penstock.types import ConfigError
 
-
 OBJECT = "object:"
 """Begins the name of what was given to a run as a Python object: no file says what it is."""
 

@@ -195,7 +195,7 @@ class FleetUpdates:
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
-    ) -> None:
+    ) -> Mapping[str, float]:
         """One update.
 
         Args:
@@ -203,6 +203,9 @@ class FleetUpdates:
             metrics: The learner's.
             look: The others, as they were last seen.
             overseer: The overseer's own numbers.
+
+        Returns:
+            The line of metrics.
         """
         values = {**look.numbers(), **self._idle_shares(look), **overseer, **metrics}
         values |= self._pace.note(values)
@@ -220,6 +223,7 @@ class FleetUpdates:
         progress.staleness = values.get("train/step_staleness_mean", 0.0)
         progress.step_s = sum(values.get(name, 0.0) for name in ("time/wait_for_batch", "time/update"))
         progress.lines.append(step_line(progress))
+        return values
 
     def _idle_shares(self, look: ClusterSnapshot) -> dict[str, float]:
         if self._idle is None:
