@@ -504,7 +504,7 @@ class _InThisProcess:
 
     Args:
         function: Sync or async; several threads call it at once.
-        name: For messages.
+        name: What the function is called in messages.
         calls: How many at once.
     """
 
