@@ -72,6 +72,11 @@ def test_a_run_plays_in_the_environment_that_it_was_given_and_says_so(run_dir: P
         penstock.train(run_dir=run_dir, resume=True, steps=2, quiet=True)
     assert main(["train", "--resume", str(run_dir), "steps=2"]) == 2
     assert f"penstock: env_class '{NAME}' was given as a Python object, which no" in capsys.readouterr().err
+    checkpoint = run_dir / "checkpoints" / "step-1"
+    report = penstock.evaluate(checkpoint, tiny(), n=1, environment=Vowels("e"))
+    assert report.lessons["cats"].prompts == 1
+    with pytest.raises(ConfigError, match="^config cartpole trains a control policy"):
+        penstock.evaluate(checkpoint, "cartpole")
     resumed = penstock.train(run_dir=run_dir, resume=True, steps=2, quiet=True, environment=Vowels)
     assert resumed.complete and resumed.step == 2 and resumed.metrics["train/reward_mean"] >= 0
     assert repr(resumed).startswith("RunSummary(finished at step 2/2, cats ") and "\n" not in repr(resumed)
@@ -131,7 +136,7 @@ def test_objects_are_refused_under_ray_before_anything_is_written(run_dir: Path,
 
 def test_what_cannot_be_given_is_refused(run_dir: Path):
     with pytest.raises(
-        ConfigError, match="^env_args.reward: penstock.environments.cats.CatsEnvironment has no such arg"
+        ConfigError, match=r"^reward is given, and penstock\.\S+\.CatsEnvironment takes none: it scores"
     ):
         penstock.train("cats", run_dir, reward=len)
     with pytest.raises(

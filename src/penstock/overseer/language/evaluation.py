@@ -5,13 +5,15 @@ run's own evaluations. Rollouts go to Parquet where a directory is given.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
+from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
@@ -29,26 +31,37 @@ LABEL = "offline"
 
 def evaluate(
     checkpoint: Path | str,
-    config: RunConfig,
+    config: RunConfig | str | Path,
     lessons: Sequence[str] | None = None,
     n: int | None = None,
     generations: int = 1,
     rollouts_path: Path | None = None,
+    *,
+    environment: GivenEnvironment | Mapping[str, GivenEnvironment] | None = None,
+    reward: GivenReward | Mapping[str, GivenReward] | None = None,
 ) -> EvaluationReport:
     """Evaluates a checkpoint on the held-out examples of a recipe's lessons.
 
     Args:
         checkpoint: A run's ``checkpoints/step-<n>`` or any Hugging Face model directory.
-        config: The recipe; its model section gives way to the checkpoint.
+        config: The recipe, its name or its path; its model section gives way to the checkpoint.
         lessons: Which lessons; all by default.
         n: Held-out prompts per lesson; by default as the recipe says.
         generations: Responses per prompt; k of pass@k goes up to it.
         rollouts_path: Write the rollouts to this Parquet file.
+        environment: As of `penstock.train`: objects in place of the lessons' environments.
+        reward: As of `penstock.train`: objects in place of their reward functions.
 
     Raises:
-        ConfigError: an unknown lesson, a checkpoint that is none, or a path that cannot be written.
+        ConfigError: an unknown lesson, a checkpoint that is none, a path that cannot be written, or a recipe of a
+            control policy.
         EnvironmentFailure: every group of a lesson failed.
     """
+    known = config if isinstance(config, RunConfig) else load_config(config)
+    if not isinstance(known, RunConfig):
+        raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
+    given = take_objects(known, environment, reward)
+    config = given.config
     chosen = _chosen_lessons(config, lessons)
     model_dir = model_directory(str(checkpoint))
     tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
@@ -58,7 +71,7 @@ def evaluate(
     limits = config.overseer
     started = time.perf_counter()
     with RolloutManager.from_configs(
-        {},
+        given.environments,
         config.curriculum,
         config.inference,
         tokenizer,

@@ -4,6 +4,7 @@ They run in the process of the run. Its config holds their names in place of pat
 by which whoever reads it later is told that they must be given again. Not covered: what is named by a path.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -13,7 +14,7 @@ from penstock.environments import Environment, load_environment
 from penstock.environments.loading import given_environment
 from penstock.overseer.config import RunConfig
 from penstock.types import ConfigError, EnvironmentSpec
-from penstock.types.importing import OBJECT, name_of_object
+from penstock.types.importing import OBJECT, load_attribute, name_of_object
 
 GivenEnvironment = Environment | type[Environment]
 """An instance, or a class that is called without arguments."""
@@ -68,7 +69,7 @@ def take_objects(
             )
         functions = [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
         spec = configs[name].spec
-        environments[name] = load_environment(EnvironmentSpec(spec.env_class, {**spec.env_args, "reward": functions}))
+        environments[name] = _rewarded(spec, functions)
         named = [each if isinstance(each, str) else name_of_object(each) for each in functions]
         configs[name] = EnvironmentConfig(env_class=spec.env_class, env_args={**spec.env_args, "reward": named})
         words.extend(f"reward {_short(each)}" for each in functions if not isinstance(each, str))
@@ -84,6 +85,16 @@ def take_objects(
     }
     curriculum = config.curriculum.model_copy(update={"lessons": lessons})
     return GivenObjects(config.model_copy(update={"curriculum": curriculum}), environments, tuple(words))
+
+
+def _rewarded(spec: EnvironmentSpec, functions: list[str | RewardFunction]) -> Environment:
+    taken = inspect.signature(load_attribute(spec.env_class, "env_class")).parameters
+    if "reward" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        raise ConfigError(
+            f"reward is given, and {spec.env_class} takes none: it scores by itself; give another "
+            "environment=…, such as JsonlEnvironment(path, reward=…)"
+        )
+    return load_environment(EnvironmentSpec(spec.env_class, {**spec.env_args, "reward": functions}))
 
 
 def _by_lesson(given: _Given | Mapping[str, _Given] | None, lessons: Mapping[str, Any], name: str) -> dict[str, _Given]:
