@@ -163,7 +163,7 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console(file=lasting(sys.stdout))
+        self._console = console or Console(file=lasting(sys.stdout), force_jupyter=False)  # as lines there
         self._quiet = quiet
         self._live = (
             Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)

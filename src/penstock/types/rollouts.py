@@ -347,7 +347,7 @@ class RolloutGroup(Generic[AnyExperience]):
     def __repr__(self) -> str:
         rewards = self.rewards
         spread = f"{rewards.mean():.4g} ({rewards.min():.4g} to {rewards.max():.4g})"
-        return f"RolloutGroup({self.key}, {len(self.rollouts)} rollouts, mean reward {spread})"
+        return f"RolloutGroup({' '.join(self.key.split())}, {len(self.rollouts)} rollouts, mean reward {spread})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -102,7 +102,8 @@ def test_reward_functions_of_a_cell_score_the_rows_of_a_file(run_dir: Path, rows
         penstock.train(run_dir=run_dir, resume=True, steps=2, quiet=True)
 
 
-def test_of_several_lessons_it_is_said_which_is_meant(rows: str):
+def test_of_several_lessons_it_is_said_which_is_meant(rows: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = two_lessons()
     with pytest.raises(ConfigError, match=r"^environment is one for 2 lessons \(cats, dogs\): say for which, environm"):
         take_objects(config, Vowels(), None)
@@ -117,6 +118,11 @@ def test_of_several_lessons_it_is_said_which_is_meant(rows: str):
     classes = {name: lesson.environment.env_class for name, lesson in taken.config.curriculum.lessons.items()}
     assert classes == {"cats": "penstock.environments.cats.CatsEnvironment", "dogs": NAME}
     assert take_objects(config, None, None).config == config
+    Path("mine.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    named = take_objects(of_rows(rows), None, "mine.py:score")
+    arguments = named.config.curriculum.lessons["cats"].environment.env_args
+    assert arguments["reward"] == [f"{Path.cwd()}/mine.py:score"] and named.words == ()
+    named.environments["cats"].close()
     given = take_objects(of_rows(rows), JsonlEnvironment(rows, reward=lambda completions: [1.0]), None)
     assert given.words == ("environment JsonlEnvironment",)
 

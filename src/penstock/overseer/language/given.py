@@ -5,6 +5,7 @@ by which whoever reads it later is told that they must be given again. Not cover
 """
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -67,7 +68,8 @@ def take_objects(
             raise ConfigError(
                 f"reward and environment are both given for lesson {name!r}: give the function to the environment"
             )
-        functions = [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(given)
+        several = [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
+        functions = [_anchored(each) if isinstance(each, str) else each for each in several]
         spec = configs[name].spec
         environments[name] = _rewarded(spec, functions)
         named = [each if isinstance(each, str) else name_of_object(each) for each in functions]
@@ -114,6 +116,12 @@ def _by_lesson(given: _Given | Mapping[str, _Given] | None, lessons: Mapping[str
             f"{name}={{{next(iter(lessons))!r}: …}}"
         )
     return {next(iter(lessons)): given}
+
+
+def _anchored(path: str) -> str:
+    """A file's path counts from the working directory, and means the same when the run is resumed."""
+    file, is_file, name = path.rpartition(".py:")
+    return f"{os.path.abspath(os.path.expanduser(file))}.py:{name}" if is_file else path
 
 
 def _short(given: Any) -> str:
