@@ -299,7 +299,7 @@ def test_functions_that_are_given_as_objects_run_in_this_process(several, policy
         return [None, *map(len, completions[1:])]
 
     rows = write(tmp_path / "o.jsonl", [{"question": "two?", "answer": "2"}, {"question": "three?", "answer": "3"}])
-    reward = [right, brief, "penstock.environments.rewards.last_number", lambda completions: [1, 1]]
+    reward = [right, brief, "penstock.environments.rewards.last_number", lambda question: [len(question) / 2] * 2]
     environment = make(rows, reward=reward, reward_weights=[1.0, -0.1, 2.0, 0.5], eval_fraction=0.5)
     (group,), metrics = environment.sample(policy(answers("2", "3")), 1, 2, decoding, 0, "train")
     right_one = [1.0, 0.0] if seen[0][1] == "two?" else [0.0, 1.0]

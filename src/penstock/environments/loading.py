@@ -6,7 +6,7 @@ where the annotations allow it, their types.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -58,7 +58,7 @@ def given_environment(given: Any) -> Environment:
     called = f"environment {given.__name__}" if inspect.isclass(given) else f"environment {given!r:.60}"
     cls = _checked_class(given, called)
     try:
-        return cls()
+        return cast(Any, cls)()
     except PenstockError:
         raise
     except Exception as error:  # the constructor's own checks

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from penstock.types import ConfigError
 
@@ -26,7 +26,7 @@ _GIVEN_AGAIN = {"env_class": "environment=…", "env_args.reward": "reward=…"}
 
 def name_of_object(given: Any) -> str:
     """``object:__main__.score``: what stands in a run's config where a function, class or instance was given."""
-    named = given if hasattr(given, "__qualname__") else type(given)
+    named: Any = given if hasattr(given, "__qualname__") else cast(Any, type(given))
     return f"{OBJECT}{named.__module__}.{named.__qualname__}"
 
 

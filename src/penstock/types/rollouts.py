@@ -87,7 +87,7 @@ class TrainingExample(Protocol):
 
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # pyright: ignore[reportMissingTypeStubs]
     from typing_extensions import TypeVar  # defaults of type variables are of Python 3.13
 
     from penstock.types.packed import AnyRollout
@@ -384,7 +384,7 @@ class RolloutBatch(Generic[AnyExperience]):
             ConfigError: pandas is not installed.
         """
         try:
-            import pandas
+            import pandas  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
             raise ConfigError("to_pandas needs the package pandas: pip install pandas") from error
         members = [(group, rollout) for group in self.groups for rollout in group.rollouts]
