@@ -18,6 +18,7 @@ import sys
 from penstock import cli
 sys.exit(cli.main(["recipes"]))
 """
+OTHER_COMMANDS = ('["train", "cats", "--dry-run"]', '["config"]', '["config", "learner"]', '["train", "--help"]')
 TRAINS = """
 import sys
 from penstock import cli
@@ -81,7 +82,15 @@ def test_the_streams_are_given_back(capsys):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("program", [PRINTS, pytest.param(TRAINS, marks=pytest.mark.slow)], ids=["recipes", "train"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        PRINTS,
+        *(pytest.param(PRINTS.replace('["recipes"]', words), marks=pytest.mark.slow) for words in OTHER_COMMANDS),
+        pytest.param(TRAINS, marks=pytest.mark.slow),
+    ],
+    ids=["recipes", *OTHER_COMMANDS, "train"],
+)
 def test_a_pipe_that_is_closed_fails_no_command(program: str, tmp_path: Path):
     read, write = os.pipe()
     os.close(read)

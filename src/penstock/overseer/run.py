@@ -374,9 +374,12 @@ class Run:
             self.log.metrics(step, values)
             self.log.note_rewards(values)
 
-    def show_update(self, step: int, batch: TrainingBatch[Any]) -> None:
-        """An update was made and its metrics are written; returns when it was looked at, where somebody loops."""
-        if self._feed is not None:
+    def show_update(self, step: int, batch: TrainingBatch[Any] | None) -> None:
+        """An update was made on a batch and its metrics are written; returns when it was looked at, if somebody loops.
+
+        Metrics of the learner without a batch are no update's.
+        """
+        if self._feed is not None and batch is not None:
             self._feed.give(step, self.newest_metrics, batch, self.tasks.settings.directory)
 
 

@@ -272,18 +272,13 @@ class DirectContext:
         self._run.on_event(kind, step, fields)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Written at once, in the caller's thread; the training ends after the update that reached its goal.
-
-        Whoever loops over updates looks at each one here, and the learner waits.
-        """
+        """Written at once, in the caller's thread; the training ends after the update that reached its goal."""
         self._run.on_metrics(self.identity.role, step, values)
-        if self.identity.role != "learner":
-            return
-        learner = self._tasks.find(self.identity.name)
-        if learner.batch is not None:
+        if self.identity.role == "learner":
+            learner = self._tasks.find(self.identity.name)
             self._run.show_update(step, learner.batch)
-        if self._run.training_may_end:
-            learner.finish()
+            if self._run.training_may_end:
+                learner.finish()
 
     def samples(self, step: int, conversations: list[Any]) -> None:
         """Written at once."""

@@ -3,6 +3,7 @@
 Opens the directory, the log and the checkpoint to go on from, and has the run overseen.
 """
 
+import difflib
 import os
 import secrets
 import shutil
@@ -128,6 +129,10 @@ class RunRequest:
         )
 
 
+_ARGUMENTS = ("run_dir", "resume", "recipe", "quiet", "environment", "reward")
+_ALIKE = 0.8  # as difflib counts it
+
+
 def request_run(
     config: "RunConfig | FleetRunConfig | str | Path | None",
     run_dir: Path | str | None,
@@ -143,6 +148,9 @@ def request_run(
     Raises:
         ConfigError: bad input.
     """
+    for name in overrides.keys() - RunConfig.model_fields:
+        if meant := difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=_ALIKE):
+            raise ConfigError(f"unknown argument {name}: did you mean {meant[0]}?")
     named = "run" if isinstance(config, BaseModel) else str(config)
     if config is None:
         if not resume:

@@ -228,6 +228,8 @@ def test_a_mapping_is_laid_over_the_recipe_whatever_part_of_its_paths_is_dotted(
         ({"a..b": 3}, "override 'a..b' is no key: write for example {\"learner.optimizer.learning_rate\": 1e-3}"),
         ({3: 4}, "override 3 is no key: write for example"),
         ({"steps": {"most": 3}}, "override 'steps.most: 3': steps is 5, which has no keys: remove .most from the path"),
+        (5, "overrides is 5: give a mapping of keys to values, or key=value words"),
+        ([3], "overrides is [3]: give a mapping of keys to values, or key=value words"),
         ({"stages.2.n": 3}, "override 'stages.2.n: 3': stages.2 does not exist: the list has 2 entries"),
     ],
 )

@@ -73,6 +73,8 @@ def test_a_run_plays_in_the_environment_that_it_was_given_and_says_so(run_dir: P
     assert main(["train", "--resume", str(run_dir), "steps=2"]) == 2
     assert f"penstock: env_class '{NAME}' was given as a Python object, which no" in capsys.readouterr().err
     checkpoint = run_dir / "checkpoints" / "step-1"
+    assert main(["eval", str(checkpoint), "--n", "1"]) == 2
+    assert f"env_class '{NAME}' was given as a Python object" in capsys.readouterr().err
     report = penstock.evaluate(checkpoint, tiny(), n=1, environment=Vowels("e"))
     assert report.lessons["cats"].prompts == 1
     with pytest.raises(ConfigError, match="^config cartpole trains a control policy"):
@@ -155,4 +157,7 @@ def test_what_cannot_be_given_is_refused(run_dir: Path):
         penstock.train()
     with pytest.raises(ConfigError, match="^cats: unknown key lr: did you mean learner.optimizer.learning_rate"):
         penstock.train("cats", run_dir, lr=1e-3)
+    for wrong, meant in (("environments", "environment"), ("rewards", "reward"), ("rundir", "run_dir")):
+        with pytest.raises(ConfigError, match=f"^unknown argument {wrong}: did you mean {meant}\\?$"):
+            penstock.train("cats", **{wrong: "x"})
     assert not run_dir.exists()

@@ -16,7 +16,7 @@ import importlib.resources
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -268,7 +268,10 @@ def apply_overrides(values: Mapping[str, Any], overrides: Overrides) -> dict[str
         for keys, value in _leaves(overrides):
             _set(result, keys, value, f"{'.'.join(keys)}: {_shown(value)}", merging=True)
         return result
-    for override in [overrides] if isinstance(overrides, str) else overrides:
+    words = [overrides] if isinstance(overrides, str) else overrides
+    if not isinstance(words, Iterable) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"overrides is {_shown(overrides)}: give a mapping of keys to values, or key=value words")
+    for override in words:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
