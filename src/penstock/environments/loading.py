@@ -47,6 +47,16 @@ def load_environment(spec: SpecLike) -> Environment:
         raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
 
 
+def takes_argument(env_class: str, name: str) -> bool:
+    """Whether the class that a config names is made with an argument of that name.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    parameters = _signature(load_attribute(env_class, "env_class")).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def given_environment(given: Any) -> Environment:
     """The environment that was given as an object: an instance, or a class that is called without arguments.
 

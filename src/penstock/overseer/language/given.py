@@ -4,7 +4,6 @@ They run in the process of the run. Its config holds their names in place of pat
 by which whoever reads it later is told that they must be given again. Not covered: what is named by a path.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any, TypeVar, cast
 
 from penstock.curriculum.config import EnvironmentConfig
 from penstock.environments import Environment, load_environment
-from penstock.environments.loading import given_environment
+from penstock.environments.loading import given_environment, takes_argument
 from penstock.overseer.config import RunConfig
 from penstock.types import ConfigError, EnvironmentSpec
-from penstock.types.importing import OBJECT, load_attribute, name_of_object
+from penstock.types.importing import OBJECT, name_of_object
 
 GivenEnvironment = Environment | type[Environment]
 """An instance, or a class that is called without arguments."""
@@ -90,8 +89,7 @@ def take_objects(
 
 
 def _rewarded(spec: EnvironmentSpec, functions: list[str | RewardFunction]) -> Environment:
-    taken = inspect.signature(load_attribute(spec.env_class, "env_class")).parameters
-    if "reward" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+    if not takes_argument(spec.env_class, "reward"):
         raise ConfigError(
             f"reward is given, and {spec.env_class} takes none: it scores by itself; give another "
             "environment=…, such as JsonlEnvironment(path, reward=…)"
