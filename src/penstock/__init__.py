@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from penstock.inference import EngineContext, InferenceEngine, ScriptedContext
     from penstock.learner import Learner
     from penstock.model.language import Decoder
-    from penstock.overseer import EvaluationReport, RunConfig, RunSummary, evaluate, generate, load_config, train
+    from penstock.overseer import (
+        EvaluationReport,
+        RunConfig,
+        RunSummary,
+        Update,
+        evaluate,
+        generate,
+        load_config,
+        train,
+        updates,
+    )
     from penstock.replay import ReplayBuffer, ReplayBufferConfig, ReplayDataLoader, RolloutStore, TicketIssuer
     from penstock.rollout import RolloutManager, RolloutWorker
     from penstock.text import Tokenizer
@@ -45,10 +55,12 @@ _EXPORTS = {
     "SingleTurnEnvironment": "environments",
     "TicketIssuer": "replay",
     "Tokenizer": "text",
+    "Update": "overseer",
     "evaluate": "overseer",
     "generate": "overseer",
     "load_config": "overseer",
     "train": "overseer",
+    "updates": "overseer",
 }
 
 __all__ = [
@@ -56,8 +68,8 @@ __all__ = [
     "EvaluationReport", "GrpoBatchMaker", "InProcessBroadcaster", "InferenceEngine",
     "JsonlEnvironment", "Learner", "RecencyBatchMaker", "ReplayBuffer", "ReplayBufferConfig",
     "ReplayDataLoader", "RolloutManager", "RolloutStore", "RolloutWorker", "RunConfig", "RunSummary",
-    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "evaluate", "generate",
-    "load_config", "train",
+    "ScriptedContext", "SingleTurnEnvironment", "TicketIssuer", "Tokenizer", "Update", "evaluate", "generate",
+    "load_config", "train", "updates",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,56 @@ def test_several_functions_are_weighed_and_each_has_its_metrics(several, policy,
     )
     assert "words: ['2', 'bbb', 'aa 2']" in caplog.text
     assert "log_metric('nothing', nan): left out, because it is no finite number" in caplog.text
+
+
+def test_functions_that_are_given_as_objects_run_in_this_process(several, policy, decoding, tmp_path, make):
+    seen = []
+
+    def right(completions, answer, log_metric, trainer_state, **columns):
+        seen.append((os.getpid(), columns["question"][0], trainer_state.global_step))
+        columns["question"].clear()  # its own copy
+        log_metric("asked", len(answer))
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    async def brief(completions):
+        return [None, *map(len, completions[1:])]
+
+    rows = write(tmp_path / "o.jsonl", [{"question": "two?", "answer": "2"}, {"question": "three?", "answer": "3"}])
+    reward = [right, brief, "penstock.environments.rewards.last_number", lambda question: [len(question) / 2] * 2]
+    environment = make(rows, reward=reward, reward_weights=[1.0, -0.1, 2.0, 0.5], eval_fraction=0.5)
+    (group,), metrics = environment.sample(policy(answers("2", "3")), 1, 2, decoding, 0, "train")
+    right_one = [1.0, 0.0] if seen[0][1] == "two?" else [0.0, 1.0]
+    assert group.rewards.tolist() == pytest.approx([3 * right_one[0] + 0.5, 3 * right_one[1] - 0.1 + 0.5])
+    assert seen[0][0] == os.getpid() and seen[0][2] == 5
+    assert metrics["rewards/right/asked"] == 2.0 and metrics["rewards/<lambda>/mean"] == 1.0
+    environment.close()
+    environment.sample(policy(answers("2", "3")), 2, 2, decoding, 0, "train")  # there was nothing to end
+
+
+@pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(1)])
+def test_a_function_in_this_process_that_raises_fails_its_group(several, policy, decoding, tmp_path, make, raised):
+    def moody(completions):
+        raise raised
+
+    rows = write(tmp_path / "o.jsonl", [{"question": "two?", "answer": "2"}, {"question": "three?", "answer": "3"}])
+    environment = make(rows, reward=moody)
+    with pytest.raises(EnvironmentFailure, match=rf"^reward function moody raised {type(raised).__name__}: (no|1)$"):
+        environment.sample(policy(answers("2", "3")), 1, 2, decoding, 0, "train")
+    environment = make(rows, reward=lambda completions: [1.0])
+    with pytest.raises(EnvironmentFailure, match="reward function <lambda> returned 1 rewards for 2 completions"):
+        environment.sample(policy(answers("2", "3")), 1, 2, decoding, 0, "train")
+
+
+def test_lambdas_are_told_apart_and_what_is_no_function_is_refused(tmp_path, make):
+    rows = write(tmp_path / "o.jsonl", [{"question": "two?", "answer": "2"}, {"question": "three?", "answer": "3"}])
+    one, other = (lambda completions: [0.0]), (lambda completions: [1.0])
+    make(rows, reward=[one, other])
+    with pytest.raises(ConfigError, match="names 'object:tests.environments.test_jsonl.*<lambda>' twice"):
+        make(rows, reward=[one, one])
+    with pytest.raises(ConfigError, match="env_args.reward is 3: give a function, or the name of one"):
+        make(rows, reward=[3])
+    with pytest.raises(ConfigError, match=r"'object:__main__.f' was given as a Python object, .* by reward=…, or name"):
+        make(rows, reward="object:__main__.f")
 
 
 def test_answers_to_which_no_function_applies_earn_nothing_and_are_warned_of_once(several, policy, decoding, caplog):

@@ -1,12 +1,14 @@
 """Environments by dotted path."""
 
 import sys
+from functools import partial
 
 import pytest
 
-from penstock.environments import CatsEnvironment, load_environment
+from penstock.environments import CatsEnvironment, JsonlEnvironment, SingleTurnEnvironment, load_environment
+from penstock.environments.loading import given_environment
 from penstock.types import ConfigError, EnvironmentSpec
-from penstock.types.importing import load_attribute
+from penstock.types.importing import load_attribute, name_of_object
 
 CATS = "penstock.environments.cats.CatsEnvironment"
 
@@ -59,6 +61,40 @@ def test_bad_input_is_one_clear_line(env_class, env_args, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_environment(EnvironmentSpec(env_class, env_args))
     assert "\n" not in str(error.value)
+
+
+class Pets(CatsEnvironment):
+    def __init__(self) -> None:
+        super().__init__(name="pets")
+
+
+def test_an_environment_is_given_as_an_instance_or_a_class():
+    pets = Pets()
+    assert given_environment(pets) is pets
+    assert given_environment(Pets).name == "pets" and given_environment(Pets) is not given_environment(Pets)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("cats", "^environment 'cats' is not a subclass of penstock.environments.Environment$"),
+        (dict, "^environment dict is not a subclass of"),
+        (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define eval_examples, sc"),
+        (JsonlEnvironment, r"^environment JsonlEnvironment cannot be made without arguments: TypeError: .*'path'; give "
+                           r"an instance, environment=JsonlEnvironment\(…\)$"),
+    ],
+)  # fmt: skip
+def test_what_is_no_environment_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        given_environment(given)
+
+
+def test_the_name_of_an_object_says_that_it_must_be_given_again():
+    assert name_of_object(Pets) == name_of_object(Pets()) == f"object:{__name__}.Pets"
+    assert name_of_object(partial(print)) == "object:functools.partial"
+    with pytest.raises(ConfigError, match=r"^env_class 'object:a.B' was given as a Python object, which no file holds"
+                                          r": give it again, from Python by environment=…, or name code"):  # fmt: skip
+        load_environment(EnvironmentSpec("object:a.B"))
 
 
 def test_a_class_from_a_file(tmp_path):

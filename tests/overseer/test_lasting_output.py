@@ -18,15 +18,17 @@ import sys
 from penstock import cli
 sys.exit(cli.main(["recipes"]))
 """
+OTHER_COMMANDS = ('["train", "cats", "--dry-run"]', '["config"]', '["config", "learner"]', '["train", "--help"]')
 TRAINS = """
 import sys
 from penstock import cli
 from penstock.overseer import training
 class Conductor:
     step, complete, training_s, lessons, failed_groups, last_failure, results = 3, True, 1.0, {}, 0, "", {}
+    newest_metrics = {}
 class Directory:
     path = __import__("pathlib").Path("mine")
-def run(kind, config, run_dir, resume, recipe, quiet):
+def run(kind, config, run_dir, resume, recipe, quiet, feed):
     for line in range(2000):
         print("step", line, flush=True)
     return Directory, Conductor
@@ -80,7 +82,15 @@ def test_the_streams_are_given_back(capsys):
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("program", [PRINTS, pytest.param(TRAINS, marks=pytest.mark.slow)], ids=["recipes", "train"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        PRINTS,
+        *(pytest.param(PRINTS.replace('["recipes"]', words), marks=pytest.mark.slow) for words in OTHER_COMMANDS),
+        pytest.param(TRAINS, marks=pytest.mark.slow),
+    ],
+    ids=["recipes", *OTHER_COMMANDS, "train"],
+)
 def test_a_pipe_that_is_closed_fails_no_command(program: str, tmp_path: Path):
     read, write = os.pipe()
     os.close(read)

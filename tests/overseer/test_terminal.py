@@ -281,3 +281,15 @@ def test_an_event_is_one_line_where_the_output_is_no_terminal_however_long_it_is
     progress.note("rollout-1 died: " + "its machine is gone " * 5)
     TerminalView(progress, console).tick()
     assert console.file.getvalue().count("\n") == 1
+
+
+def test_a_notebook_gets_lines_and_no_markup(monkeypatch, capsys):
+    class ZMQInteractiveShell:  # by whose name a notebook is known
+        pass
+
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    shown = progress()
+    shown.phase = "compiling"
+    with TerminalView(shown) as view:
+        view.tick()
+    assert capsys.readouterr().out.endswith("] compiling\n")

@@ -38,6 +38,18 @@ def test_a_fragment_reads_like_a_rollout():
     assert [each.group_id for each in batch.rollouts()] == ["b", "a"]
 
 
+def test_fragments_show_themselves_in_one_line_and_as_a_data_frame():
+    fragment = make_fragment("cart-w0-0-7", weight_steps=[5, 5, 6, 8], faults=(1,), reward=2.0)
+    ended = int((fragment.terminated | fragment.truncated).sum())
+    shown = f"SampleFragment(cart, cart-w0-0-7, 4 steps, {ended} episodes ended, reward 6)"
+    assert repr(fragment) == shown and repr(FragmentExample(fragment)).startswith(f"FragmentExample(fragment={shown}")
+    frame = a_batch(fragment).to_pandas()
+    assert frame[["group_id", "lesson_id", "episode_reward", "weight_step"]].values.tolist() == [
+        ["cart-w0-0-7", "cart", 6.0, 5]
+    ]
+    assert frame["rewards"][0].tolist() == [2.0] * 4 and frame["faults"][0].tolist() == [False, True, False, False]
+
+
 def test_what_cannot_be_trained_says_why():
     fragment = make_fragment()
     assert fragment.defect is None

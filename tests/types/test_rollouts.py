@@ -1,13 +1,19 @@
+import sys
+
 import numpy as np
 import pytest
 
 from penstock.types import (
+    ConfigError,
     InvalidRolloutError,
+    PackedRollout,
     Rollout,
     RolloutBatch,
     RolloutBatchStats,
     RolloutGroup,
     RolloutMetadata,
+    RolloutRecord,
+    Turn,
 )
 
 
@@ -22,6 +28,50 @@ def rollout(reward: float = 1.0, length: int = 3, **changes) -> Rollout:
         "episode_reward": reward,
     }
     return Rollout(**{**fields, **changes})
+
+
+def conversation(reward: float, said: str, **changes) -> Rollout:
+    turns = (Turn("user", "Who hunts mice?", 0, 2), Turn("assistant", said, 2, 5))
+    made = rollout(reward, turns=turns, **changes)
+    return made.with_metadata(RolloutMetadata("worker-0", 12.5, 4), f"cats-0-7/{int(reward > 0)}", "pets")
+
+
+def batch_of_two() -> RolloutBatch:
+    members = (conversation(0.0, "a dog", finish_reason="length"), conversation(0.5, "the cat, " * 20))
+    return RolloutBatch.of((RolloutGroup("cats:7", members, "cats-0-7"),))
+
+
+def test_records_show_themselves_in_one_line():
+    batch = batch_of_two()
+    bad, good = batch.groups[0].rollouts
+    assert repr(bad) == repr(PackedRollout(bad)) == "Rollout(cats-0-7/0, reward 0, 2 + 3 tokens, length, 'a dog')"
+    assert repr(good) == f"Rollout(cats-0-7/1, reward 0.5, 2 + 3 tokens, {('the cat, ' * 20)[:39] + '…'!r})"
+    assert repr(rollout(1.0)) == "Rollout(cats:7, reward 1, 2 + 3 tokens)"
+    assert repr(batch.groups[0]) == "RolloutGroup(cats:7, 2 rollouts, mean reward 0.25 (0 to 0.5))"
+    assert repr(batch) == "RolloutBatch(1 groups, 2 rollouts, mean reward 0.25)"
+    assert repr(RolloutBatch(())) == "RolloutBatch(0 groups, 0 rollouts, mean reward 0)"
+    stats = RolloutBatchStats.of("pets", batch, 0.5)
+    assert repr(stats) == "RolloutBatchStats(pets, 2 rollouts in 1 groups, mean reward 0.25, success 50%)"
+    assert "array" not in repr(RolloutRecord(good, "cats-0-7"))
+
+
+def test_a_batch_becomes_a_data_frame_with_a_row_per_rollout():
+    frame = batch_of_two().to_pandas()
+    assert frame["rollout_id"].tolist() == ["cats-0-7/0", "cats-0-7/1"]
+    assert frame.groupby("group_key")["episode_reward"].mean().to_dict() == {"cats:7": 0.25}
+    assert frame["prompt"].tolist() == ["Who hunts mice?"] * 2 and frame["response"][0] == "a dog"
+    assert frame["weight_step"].tolist() == [4, 4] and frame["worker_id"][0] == "worker-0"
+    assert frame["response_tokens"][1].tolist() == [0, 1, 2] and frame["finish_reason"][0] == "length"
+    bare = RolloutBatch((RolloutGroup("cats:7", (rollout(),)),)).to_pandas()
+    assert bare["prompt"][0] is None and bare["weight_step"][0] is None
+    empty = RolloutBatch(()).to_pandas()
+    assert len(empty) == 0 and "episode_reward" in empty.columns
+
+
+def test_a_data_frame_without_pandas_is_one_clear_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="^to_pandas needs the package pandas: pip install pandas$"):
+        batch_of_two().to_pandas()
 
 
 def test_the_response_mask_defaults_to_all_sampled():

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from penstock.types import Decoding, InvalidRolloutError, RLExample, WeightVersion
+from penstock.types import Decoding, InvalidRolloutError, RLExample, TrainingBatch, WeightVersion
 
 
 def example(**changes) -> RLExample:
@@ -29,6 +29,17 @@ def example(**changes) -> RLExample:
 def test_a_misaligned_example_is_refused_by_field(field: str, value: np.ndarray):
     with pytest.raises(InvalidRolloutError, match=f"RLExample.{field} is"):
         example(**{field: value})
+
+
+def test_records_show_themselves_in_one_line():
+    half = np.array([False, False, True, True])
+    one = example(loss_mask=half, advantage=np.array([0, 0, 0.5, 0.5], np.float32))
+    assert repr(one) == "RLExample(t/0, 4 tokens, 2 trained, advantage 0.5)"
+    packed = example(rollout_ids=("t/0", "t/1"), advantage=np.array([-1, 0, 0, 0.25], np.float32))
+    assert repr(packed) == "RLExample(2 rollouts, 4 tokens, 4 trained, advantage -1 to 0.25)"
+    assert repr(example(loss_mask=np.zeros(4, np.bool_))) == "RLExample(t/0, 4 tokens, 0 trained)"
+    batch = TrainingBatch("batch_7", 3, (one, packed), ("t",), {"replay/x": 1.0})
+    assert repr(batch) == "TrainingBatch(batch_7, update 3, 2 examples of 1 groups)"
 
 
 def test_records_are_frozen():

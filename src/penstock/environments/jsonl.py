@@ -20,6 +20,7 @@ from penstock.environments.base import Prompt, Scores, Template
 from penstock.environments.episode import GroupScoredEnvironment
 from penstock.environments.example_environment import Example, split_by_hash, stable_unit
 from penstock.environments.reward_process import RewardFunctions
+from penstock.environments.reward_worker import RewardFunction
 from penstock.types import Completion, ConfigError
 from penstock.types.importing import nearest
 
@@ -128,9 +129,10 @@ class JsonlEnvironment(GroupScoredEnvironment):
         eval_path: Files of held-out problems; null holds out a part of `path`.
         eval_fraction: How large a part.
         max_rows: Use no more than so many rows of each file set; null uses all.
-        reward: A reward function, or several: dotted path, or ``path/to/file.py:function``.
+        reward: A reward function, or several: dotted path, ``path/to/file.py:function``, or from Python the function
+            itself, which then runs in this process (see `penstock.train`).
         reward_weights: One number per reward function; null weighs each 1.
-        reward_timeout_s: Longest time for the rewards of one group by one function.
+        reward_timeout_s: Longest time for the rewards of one group by one function in a process of its own.
         reward_start_timeout_s: Longest time for the imports of a reward function's file.
         reward_processes: How many groups one function may score at once.
         truncated_reward: The reward of answers that a length limit cut; null leaves it to the reward functions.
@@ -153,7 +155,7 @@ class JsonlEnvironment(GroupScoredEnvironment):
         eval_path: str | list[str] | None = None,
         eval_fraction: float = 0.1,
         max_rows: int | None = None,
-        reward: str | list[str] = "penstock.environments.rewards.final_answer",
+        reward: str | RewardFunction | list[str | RewardFunction] = "penstock.environments.rewards.final_answer",
         reward_weights: list[float] | None = None,
         reward_timeout_s: float = 30.0,
         reward_start_timeout_s: float = 60.0,
@@ -178,7 +180,7 @@ class JsonlEnvironment(GroupScoredEnvironment):
         self._truncated_reward = truncated_reward
         self._chat_template_kwargs = chat_template_kwargs or {}
         self._rewards = RewardFunctions(
-            [reward] if isinstance(reward, str) else reward,
+            reward if isinstance(reward, list | tuple) else [reward],
             reward_weights,
             reward_processes,
             reward_timeout_s,

@@ -1,4 +1,4 @@
-"""From an environment's dotted path and arguments to an instance, with errors that a person can act on.
+"""From an environment's dotted path and arguments, or its class, to an instance, with errors that a person can act on.
 
 Arguments are checked against the constructor's signature before it runs: their names (with the nearest spelling) and,
 where the annotations allow it, their types.
@@ -6,7 +6,7 @@ where the annotations allow it, their types.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -37,12 +37,7 @@ def load_environment(spec: SpecLike) -> Environment:
         ConfigError: unknown module, class or argument (with the nearest spelling), a missing argument, a wrong type,
             or a class that is no concrete `Environment`.
     """
-    cls = load_attribute(spec.env_class, "env_class")
-    if not inspect.isclass(cls) or not issubclass(cls, Environment):
-        raise ConfigError(f"env_class {spec.env_class!r} is not a subclass of penstock.environments.Environment")
-    if inspect.isabstract(cls):
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"env_class {spec.env_class!r} is abstract: it does not define {missing}")
+    cls = _checked_class(load_attribute(spec.env_class, "env_class"), f"env_class {spec.env_class!r}")
     arguments = _checked_arguments(cls, spec.env_class, dict(spec.env_args))
     try:
         return cls(**arguments)
@@ -50,6 +45,46 @@ def load_environment(spec: SpecLike) -> Environment:
         raise
     except Exception as error:  # the constructor's own checks
         raise ConfigError(f"env_class {spec.env_class!r} refused env_args: {type(error).__name__}: {error}") from error
+
+
+def takes_argument(env_class: str, name: str) -> bool:
+    """Whether the class that a config names is made with an argument of that name.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    parameters = _signature(load_attribute(env_class, "env_class")).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def given_environment(given: Any) -> Environment:
+    """The environment that was given as an object: an instance, or a class that is called without arguments.
+
+    Raises:
+        ConfigError: it is neither, or the class cannot be called so.
+    """
+    if isinstance(given, Environment):
+        return given
+    called = f"environment {given.__name__}" if inspect.isclass(given) else f"environment {given!r:.60}"
+    cls = _checked_class(given, called)
+    try:
+        return cast(Any, cls)()
+    except PenstockError:
+        raise
+    except Exception as error:  # the constructor's own checks
+        raise ConfigError(
+            f"{called} cannot be made without arguments: {type(error).__name__}: {error}; give an instance, "
+            f"environment={given.__name__}(…)"
+        ) from error
+
+
+def _checked_class(cls: Any, called: str) -> type[Environment]:
+    if not inspect.isclass(cls) or not issubclass(cls, Environment):
+        raise ConfigError(f"{called} is not a subclass of penstock.environments.Environment")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{called} is abstract: it does not define {missing}")
+    return cls
 
 
 def _checked_arguments(cls: type, path: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Reward functions, one or several, weighted: `RewardFunctions`. The graders of `rewards` run here.
 
-A user's function runs in a process of its own: it may be slow, crash, hang or print, and harms only its group.
+A user's function that is named runs in a process of its own: it may be slow, crash, hang or print, and harms only its
+group. One that is given as an object, from a notebook's cell, is called here (`_InThisProcess`), with none of that.
 
 Parent and child speak JSON lines over pipes (no pickle). One question has one answer: both carry the id of the call and
 the ids of the completions. Whatever else comes through the channel ends the process and fails the group that meets it,
@@ -10,6 +11,7 @@ runs several side by side, so that scoring keeps up with generation.
 """
 
 import collections
+import copy
 import errno
 import hashlib
 import json
@@ -41,10 +43,11 @@ from penstock.environments.base import (
     check_function_rewards,
     validate_metrics,
 )
+from penstock.environments.reward_worker import RewardFunction, call
 from penstock.environments.simulators.processes import kill_trees
 from penstock.types import ConfigError, EnvironmentFailure
-from penstock.types.errors import MOST_FAILURE_CHARS
-from penstock.types.importing import load_attribute
+from penstock.types.errors import MOST_FAILURE_CHARS, shortened
+from penstock.types.importing import OBJECT, load_attribute, name_of_object
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +416,8 @@ class RewardFunctions:
     """One or several weighted reward functions; safe to call from several threads.
 
     Args:
-        functions: Dotted paths, or ``path/to/file.py:function``.
+        functions: Dotted paths, ``path/to/file.py:function``, or functions themselves, which are called in this process
+            without a time limit.
         weights: One number per function; None weighs each 1.
         processes: How many calls of each may run at once.
         timeout_s: Longest time for one call of one.
@@ -425,18 +429,21 @@ class RewardFunctions:
 
     def __init__(
         self,
-        functions: Sequence[str],
+        functions: Sequence[str | RewardFunction],
         weights: Sequence[float] | None,
         processes: int,
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        weights = _checked_weights(functions, weights)
+        paths = _named(functions)
+        weights = _checked_weights(paths, weights)
         self._functions: list[_Weighted] = []
         self._has_warned = False
         with ExitStack() as begun:  # where one cannot be loaded, those before it end
-            for path, name, weight in zip(functions, _short_names(functions), weights, strict=True):
-                if path.rpartition(".")[0] == graders.__name__:
+            for given, path, name, weight in zip(functions, paths, _short_names(paths), weights, strict=True):
+                if not isinstance(given, str):
+                    score = _InThisProcess(given, name, processes).score
+                elif path.startswith(OBJECT) or path.rpartition(".")[0] == graders.__name__:
                     score = _graded(load_attribute(path, "env_args.reward"), path)
                 else:
                     pool = RewardPool(path, processes, timeout_s, start_timeout_s)
@@ -492,6 +499,35 @@ class _Weighted:
     score: Callable[[Mapping[str, Any]], Scores]
 
 
+class _InThisProcess:
+    """A function that was given as an object. What it raises fails its group; nothing else is guarded.
+
+    Args:
+        function: Sync or async; several threads call it at once.
+        name: What the function is called in messages.
+        calls: How many at once.
+    """
+
+    def __init__(self, function: RewardFunction, name: str, calls: int) -> None:
+        if not callable(function):
+            raise ConfigError(f"env_args.reward is {function!r:.60}: give a function, or the name of one")
+        self._function = function
+        self._name = name
+        self._free = threading.BoundedSemaphore(calls)
+
+    def score(self, arguments: Mapping[str, Any]) -> Scores:
+        """Calls it with a copy: the rows of the data set are among them."""
+        try:
+            with self._free:
+                return call(self._function, self._name, copy.deepcopy(dict(arguments)))
+        except EnvironmentFailure:
+            raise
+        except (Exception, SystemExit) as error:
+            logger.info("reward function %s raised", self._name, exc_info=True)
+            said = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), MOST_FAILURE_CHARS)
+            raise EnvironmentFailure(f"reward function {self._name} raised {said}") from error
+
+
 def _graded(grader: Callable[..., list[float]], path: str) -> Callable[[Mapping[str, Any]], Scores]:
     if not callable(grader):
         raise ConfigError(f"env_args.reward {path!r} is a {type(grader).__name__}: it must be a function")
@@ -521,12 +557,34 @@ def _checked_weights(functions: Sequence[str], weights: Sequence[float] | None) 
     return weights
 
 
+def _named(functions: Sequence[str | RewardFunction]) -> list[str]:
+    """Their paths; functions that were given and are called alike, as all lambdas of a module, are numbered."""
+    paths: list[str] = []
+    given: list[RewardFunction] = []
+    for function in functions:
+        if isinstance(function, str):
+            paths.append(function)
+            continue
+        path = name_of_object(function)
+        others = sum(each is not function and name_of_object(each) == path for each in given)
+        paths.append(f"{path}{others + 1}" if others else path)
+        given.append(function)
+    return paths
+
+
 def _short_names(functions: Sequence[str]) -> list[str]:
     """Names of functions for metrics; where two are called alike, with their modules', else as they are given."""
-    parts = [path.rpartition(":" if ":" in path else ".") for path in functions]
+    parts = [_parted(path) for path in functions]
     own = [name for _, _, name in parts]
     modules = [f"{Path(where).stem if where.endswith('.py') else where}.{name}" for where, _, name in parts]
     for names in (own, modules):
         if len(set(names)) == len(names):
             return names
     return [path.replace("/", ".") for path in functions]
+
+
+def _parted(path: str) -> tuple[str, str, str]:
+    """Where a function is, and its name; of one from a cell ``__main__``."""
+    if path.startswith(OBJECT):
+        return path.removeprefix(OBJECT).replace(".<locals>", "").rpartition(".")
+    return path.rpartition(":" if ":" in path else ".")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.overseer.language.generation import GenerationReport, generate
     from penstock.overseer.terminal import RunSummary, print_summary
     from penstock.overseer.training import train
+    from penstock.overseer.update_loop import Update, UpdateLoop, updates
 
 _EXPORTS = {
     "AutotuneReport": "control.autotune",
@@ -24,6 +25,8 @@ _EXPORTS = {
     "OverseerConfig": "config",
     "RunConfig": "config",
     "RunSummary": "terminal",
+    "Update": "update_loop",
+    "UpdateLoop": "update_loop",
     "autotune": "control.autotune",
     "evaluate": "language.evaluation",
     "evaluate_fleet": "control.evaluation",
@@ -31,12 +34,13 @@ _EXPORTS = {
     "load_config": "config_loading",
     "print_summary": "terminal",
     "train": "training",
+    "updates": "update_loop",
 }
 
 __all__ = [
     "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "GenerationReport",
-    "OverseerConfig", "RunConfig", "RunSummary", "autotune", "evaluate", "evaluate_fleet", "generate", "load_config",
-    "print_summary", "train",
+    "OverseerConfig", "RunConfig", "RunSummary", "Update", "UpdateLoop", "autotune", "evaluate", "evaluate_fleet",
+    "generate", "load_config", "print_summary", "train", "updates",
 ]  # fmt: skip
 
 

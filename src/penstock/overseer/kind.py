@@ -68,8 +68,12 @@ class UpdateLog(Protocol):
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
-    ) -> None:
-        """One update: the version reached, the learner's numbers, the components' last reports, the overseer's own."""
+    ) -> Mapping[str, float]:
+        """One update: the version reached, the learner's numbers, the components' last reports, the overseer's own.
+
+        Returns:
+            The line of metrics.
+        """
         ...
 
 

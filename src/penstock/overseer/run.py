@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 from penstock.learner.checkpoints import read_state
 from penstock.overseer.component import Settings
@@ -19,7 +19,10 @@ from penstock.overseer.metrics import ClusterSnapshot
 from penstock.overseer.results import Results, read_results, read_stats, require_results, write_results
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
-from penstock.types import PenstockError, Stopped, SupersededError, UnreachableError
+from penstock.types import PenstockError, Stopped, SupersededError, TrainingBatch, UnreachableError
+
+if TYPE_CHECKING:
+    from penstock.overseer.update_loop import UpdateFeed
 
 PhaseSteps = Generator[None, None, Any]
 _Found = TypeVar("_Found")
@@ -125,6 +128,7 @@ class Run:
         kind: What it trains.
         tasks: Its components.
         log: The run's single writer.
+        feed: Where each update is looked at before the next one, by whoever loops over them.
 
     Attributes:
         results: Of evaluations, by when they were made.
@@ -132,9 +136,10 @@ class Run:
         tasks: The components, as given.
         log: The run's writer, as given.
         config: Of the run, validated.
+        newest_metrics: The last update's line, by this process; empty before the first.
     """
 
-    def __init__(self, kind: PolicyKind, tasks: ComponentTasks, log: RunLog) -> None:
+    def __init__(self, kind: PolicyKind, tasks: ComponentTasks, log: RunLog, feed: "UpdateFeed | None" = None) -> None:
         self._kind = kind
         self.tasks = tasks
         self.log = log
@@ -142,8 +147,12 @@ class Run:
         self.results = self._results_so_far()
         self.training_s = 0.0
         self._updates = kind.make_update_log(self.config, log)
+        self.newest_metrics: Mapping[str, float] = {}
+        self._feed = feed
         self._stopping = threading.Event()
         self._phases = 0
+        if feed is not None:
+            feed.opened(self)
 
     # --- what the overseer asks ------------------------------------------------------------------------------------
 
@@ -165,6 +174,8 @@ class Run:
     def stop(self) -> None:
         """Asks the run to end at the next update boundary, with a checkpoint."""
         self._stopping.set()
+        if self._feed is not None:
+            self._feed.release()
         self.tasks.interrupt()
 
     @property
@@ -226,7 +237,8 @@ class Run:
 
     def counters(self) -> dict[str, float]:
         """What changes while the run makes progress."""
-        return {**self.seen.counters, "phases": float(self._phases)}
+        held = {} if self._feed is None else self._feed.counters()
+        return {**self.seen.counters, "phases": float(self._phases), **held}
 
     def stalled_components(self) -> str:
         """In words, for the error that ends a silent run."""
@@ -359,10 +371,18 @@ class Run:
     def on_metrics(self, role: str, step: int, values: Mapping[str, float]) -> None:
         """A line of metrics of a component; an update's, where it is the learner's and has its times."""
         if role == "learner" and "time/update" in values:
-            self._updates.add(step, values, self.seen, self.tasks.metrics())
+            self.newest_metrics = self._updates.add(step, values, self.seen, self.tasks.metrics())
         else:
             self.log.metrics(step, values)
             self.log.progress.note_rollouts(values)
+
+    def show_update(self, step: int, batch: TrainingBatch[Any] | None) -> None:
+        """An update was made on a batch and its metrics are written; returns when it was looked at, if somebody loops.
+
+        Metrics of the learner without a batch are no update's.
+        """
+        if self._feed is not None and batch is not None:
+            self._feed.give(step, self.newest_metrics, batch, self.tasks.settings.directory)
 
 
 def until(found: Callable[[], _Found | None]) -> Generator[None, None, _Found]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 SHOWN_EVENTS = frozenset(
     {
         "component_death", "files_damaged", "evaluation_failed", "files_missing", "graduated", "group_failed",
-        "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused", "started_anew", "straggler",
+        "isolation", "memory_freed",
+        "regressed", "rewind", "rollouts_quarantined", "scale_refused", "started_anew", "straggler",
         "tracker_failed", "unlocked",
     }
 )  # fmt: skip
@@ -154,4 +155,7 @@ class RunLog:
 def _in_words(kind: str, fields: Mapping[str, Any]) -> str:
     if kind == "component_death":
         return " ".join(f"{fields['component']} died: {fields['reason']}".split())
+    if kind == "isolation":
+        given = ", ".join(fields["objects"])
+        return f"isolation: none for what was given as a Python object ({given}): it runs in this process"
     return " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])

@@ -274,8 +274,11 @@ class DirectContext:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Written at once, in the caller's thread; the training ends after the update that reached its goal."""
         self._run.on_metrics(self.identity.role, step, values)
-        if self.identity.role == "learner" and self._run.training_may_end:
-            self._tasks.find(self.identity.name).finish()
+        if self.identity.role == "learner":
+            learner = self._tasks.find(self.identity.name)
+            self._run.show_update(step, learner.batch)
+            if self._run.training_may_end:
+                learner.finish()
 
     def samples(self, step: int, conversations: list[Any]) -> None:
         """Written at once."""

@@ -79,7 +79,7 @@ class TerminalView:
 
     def __init__(self, progress: Progress, console: Console | None = None, quiet: bool = False) -> None:
         self._progress = progress
-        self._console = console or Console(file=lasting(sys.stdout))
+        self._console = console or Console(file=lasting(sys.stdout), force_jupyter=False)  # as lines there
         self._quiet = quiet
         self._notes_printed, self._note_due = 0, 0.0
         self._samples: list[Sample] = []
@@ -373,7 +373,7 @@ def _without_middle(lines: list[Text], count: int) -> list[Text]:
 Results = Mapping[str, RolloutBatchStats]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunSummary:
     """The outcome of `penstock.train`.
 
@@ -392,6 +392,7 @@ class RunSummary:
         last_failure: What the last of them said.
         kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
         no_signal: Of the last stretches of updates from which nothing was learned, how long and what would help.
+        metrics: The last update's line of metrics.jsonl; empty where this life of the run made none.
     """
 
     run_dir: Path
@@ -408,6 +409,18 @@ class RunSummary:
     last_failure: str = ""
     kind: Literal["language", "control"] = "language"
     no_signal: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __repr__(self) -> str:
+        state = "finished" if self.complete else "stopped"
+        means = [
+            f"{name} {_mean_of(self.untrained, name)} → {stats.reward_mean:.3f}" for name, stats in self.after.items()
+        ]
+        return f"RunSummary({', '.join([f'{state} at step {self.step}/{self.steps}', *means, str(self.run_dir)])})"
+
+
+def _mean_of(results: Results, name: str) -> str:
+    return f"{results[name].reward_mean:.3f}" if name in results else "–"
 
 
 def interval_text(stats: RolloutBatchStats) -> str:

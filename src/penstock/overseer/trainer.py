@@ -43,6 +43,7 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     Attributes:
         shared: As given.
+        batch: Of the update that is being made; None between two.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._no_room = ""  # for a checkpoint
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
+        self.batch: TrainingBatch[Any] | None = None
         self._steps_done = 0
         self._seconds = {"busy": 0.0, "idle": 0.0}
         self._more = kind.learner_tasks(ctx, self)
@@ -287,6 +289,7 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     def before_update(self, batch: TrainingBatch[Any]) -> None:
         """The kind's task beside an update begins."""
+        self.batch = batch
         self._more.before_update(batch)
 
     def after_update(self) -> Mapping[str, float]:
@@ -339,6 +342,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._seconds["busy"] += metrics["time/update"] + metrics["time/checkpoint"]
         assert self._broadcaster is not None  # it published this version's parent
         self.ctx.metrics(step, {**metrics, **self._broadcaster.metrics()})
+        self.batch = None
 
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         training = self._training  # others generate while programs of an update are compiled

@@ -3,20 +3,25 @@
 Opens the directory, the log and the checkpoint to go on from, and has the run overseen.
 """
 
+import difflib
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from penstock.inference.config import is_loopback
 from penstock.learner import newest_good_checkpoint, read_states
 from penstock.overseer.component import Settings
 from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import load_config, load_recorded_config
 from penstock.overseer.kind import PolicyKind
 from penstock.overseer.progress import Progress
 from penstock.overseer.run import Run, step_of
@@ -31,59 +36,148 @@ from penstock.weights.shared_memory import free_abandoned
 
 if TYPE_CHECKING:
     from penstock.overseer.control_config import FleetRunConfig
+    from penstock.overseer.language.given import GivenEnvironment, GivenReward
     from penstock.overseer.ray import RayLauncher
+    from penstock.overseer.update_loop import UpdateFeed
 
 
 def train(
-    config: "RunConfig | FleetRunConfig",
+    config: "RunConfig | FleetRunConfig | str | Path | None" = None,
     run_dir: Path | str | None = None,
     resume: bool = False,
-    recipe: str = "run",
+    recipe: str | None = None,
     quiet: bool = False,
+    *,
+    environment: "GivenEnvironment | Mapping[str, GivenEnvironment] | None" = None,
+    reward: "GivenReward | Mapping[str, GivenReward] | None" = None,
+    **overrides: Any,
 ) -> RunSummary:
-    """Trains a policy.
+    """Trains a policy, and shows how it goes: ``penstock.train("cats", steps=40)``.
+
+    Ctrl-C (in a notebook: *interrupt the kernel*) ends the run at the next update with a checkpoint, and the summary is
+    returned; a second one ends it at once with `KeyboardInterrupt`.
 
     Args:
-        config: What to run.
+        config: What to run: a recipe's name, a YAML path, or what `penstock.load_config` returned. None, with `resume`:
+            what the run itself recorded.
         run_dir: Where to write; by default ``runs/<recipe>-<time>``. It must not exist, unless `resume`.
         resume: Go on from the newest checkpoint in `run_dir`.
         recipe: The recipe's name or path, for messages and the default directory.
         quiet: Print nothing while it runs.
+        environment: An `Environment` or a class of them in place of the lesson's own; of several lessons, a mapping
+            from their ids. It runs in this process (``isolation: none``, said at the start): one that hangs or ends the
+            process takes the run along. The run closes it at its end. A config names it by ``object:…``, and to resume
+            the run it must be given again.
+        reward: A function, or several, as `reward` of the lesson's environment (`JsonlEnvironment` takes them), or a
+            mapping likewise. Called in this process, from several threads, without a time limit.
+        overrides: Further changes to the configuration, as of `penstock.load_config`: ``steps=40``,
+            ``learner={"optimizer": {"learning_rate": 1e-3}}``, ``asynchronous=False``.
 
     Returns:
-        The outcome; an interrupted run returns too, with `complete` false.
+        The outcome: `run_dir`, the version reached, held-out results before and after, the last update's `metrics`. An
+        interrupted run returns too, with `complete` false.
 
     Raises:
-        ConfigError: bad input; nothing was written.
-        RunFailed: the run ended without reaching its goal; events.jsonl has the story.
+        ConfigError: bad input, in one line; nothing was written. Also for objects under ``runtime: ray``, and where a
+            run that is resumed was given some, and they are not given again.
+        RunDirectoryError: `run_dir` exists, or is no run to resume, or has trained and has no whole checkpoint left.
+        CheckpointError: the checkpoint to resume from cannot be read.
+        RunFailed: the run ended without reaching its goal; events.jsonl has the story. Other `PenstockError`: likewise,
+            such as `NoProgressError` (nothing moved for ``overseer.no_progress_s``) and `MismatchError`.
+        KeyboardInterrupt: a second stop request.
     """
-    started = time.monotonic()
-    directory, run = open_run(_kind(config), config, run_dir, resume, recipe, quiet)
-    return RunSummary(
-        directory.path,
-        run.step,
-        config.steps,
-        run.complete,
-        time.monotonic() - started,
-        run.training_s,
-        lessons=run.lessons,
-        failed_groups=run.failed_groups,
-        last_failure=run.last_failure,
-        kind="language" if isinstance(config, RunConfig) else "control",
-        no_signal=tuple(run.log.progress.stretches),
-        **run.results,
-    )
+    return request_run(config, run_dir, resume, recipe, quiet, environment, reward, overrides).run()
 
 
-def _kind(config: Any) -> PolicyKind:
-    """Only what one kind of run needs is loaded."""
-    if isinstance(config, RunConfig):
-        from penstock.overseer.language.kind import LanguageKind
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """A run that was asked for, with all that bad input can break without its directory tried.
 
-        return LanguageKind.of(config)
-    from penstock.overseer.control.kind import ControlKind
+    Attributes:
+        kind: What it trains.
+        config: Validated.
+        run_dir: As of `train`, like what follows.
+        resume: Whether it goes on.
+        recipe: Its name or path.
+        quiet: Whether nothing is printed.
+    """
 
-    return ControlKind.of(config)
+    kind: PolicyKind
+    config: "RunConfig | FleetRunConfig"
+    run_dir: Path | str | None
+    resume: bool
+    recipe: str
+    quiet: bool
+
+    def run(self, feed: "UpdateFeed | None" = None) -> RunSummary:
+        """Opens the run, and has it overseen to its end; `feed` is given each update."""
+        started = time.monotonic()
+        config = self.config
+        directory, run = open_run(self.kind, config, self.run_dir, self.resume, self.recipe, self.quiet, feed)
+        return RunSummary(
+            directory.path,
+            run.step,
+            config.steps,
+            run.complete,
+            time.monotonic() - started,
+            run.training_s,
+            lessons=run.lessons,
+            failed_groups=run.failed_groups,
+            last_failure=run.last_failure,
+            kind="language" if isinstance(config, RunConfig) else "control",
+            no_signal=tuple(run.log.progress.stretches),
+            metrics=run.newest_metrics,
+            **run.results,
+        )
+
+
+_ARGUMENTS = ("run_dir", "resume", "recipe", "quiet", "environment", "reward")
+_ALIKE = 0.8  # as difflib counts it
+
+
+def request_run(
+    config: "RunConfig | FleetRunConfig | str | Path | None",
+    run_dir: Path | str | None,
+    resume: bool,
+    recipe: str | None,
+    quiet: bool,
+    environment: Any,
+    reward: Any,
+    overrides: Mapping[str, Any],
+) -> RunRequest:
+    """What `train` was called with, as a run that may begin.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    for name in overrides.keys() - RunConfig.model_fields:
+        if meant := difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=_ALIKE):
+            raise ConfigError(f"unknown argument {name}: did you mean {meant[0]}?")
+    named = "run" if isinstance(config, BaseModel) else str(config)
+    if config is None:
+        if not resume:
+            raise ConfigError('config is missing: give a recipe\'s name, such as penstock.train("cats")')
+        directory = _existing_run(run_dir)
+        config, named = load_recorded_config(directory, overrides, trust=False)[0], str(directory.config_path)
+    elif overrides or not isinstance(config, BaseModel):
+        config = load_config(config, overrides)
+    recipe = named if recipe is None else recipe
+    objects = {"environment": environment, "reward": reward}
+    if not isinstance(config, RunConfig):
+        for argument, given in objects.items():
+            if given is not None:
+                raise ConfigError(
+                    f"{argument} is for language policies, and {recipe} trains a control policy: name its simulators "
+                    "in fleet.tasks"
+                )
+        from penstock.overseer.control.kind import ControlKind
+
+        return RunRequest(ControlKind.of(config), config, run_dir, resume, recipe, quiet)
+    from penstock.overseer.language.given import take_objects
+    from penstock.overseer.language.kind import LanguageKind  # only what one kind of run needs is loaded
+
+    taken = take_objects(config, **objects)
+    return RunRequest(LanguageKind.of(taken.config, taken), taken.config, run_dir, resume, recipe, quiet)
 
 
 _LEAST_TOKEN = 16  # characters
@@ -101,7 +195,13 @@ class DamageList(list[tuple[str, str]]):
 
 
 def open_run(
-    kind: PolicyKind, config: Any, run_dir: Path | str | None, resume: bool, recipe: str, quiet: bool
+    kind: PolicyKind,
+    config: Any,
+    run_dir: Path | str | None,
+    resume: bool,
+    recipe: str,
+    quiet: bool,
+    feed: "UpdateFeed | None" = None,
 ) -> tuple[RunDirectory, Run]:
     """Opens a run and has it overseen to its end.
 
@@ -115,6 +215,7 @@ def open_run(
         resume: Whether it goes on.
         recipe: Its name or path.
         quiet: Whether nothing is printed.
+        feed: Is given each update of a run in this process, and holds the next until it was looked at.
 
     Raises:
         ConfigError: bad input; nothing was written.
@@ -136,7 +237,7 @@ def open_run(
             if fresh is None:
                 fresh = kind.begin(config) if checkpoint is None else kind.resume(config, checkpoint)
             log = opened()
-            run = Run(kind, DirectTasks(kind, settings, fresh, crew, log), log)
+            run = Run(kind, DirectTasks(kind, settings, fresh, crew, log), log, feed)
             fresh = None  # this frame lasts as long as the run, its first weights until the first update
         else:
             log, run = _under_ray(kind, settings, crew, opened, resume)

@@ -27,7 +27,7 @@ def _array(dtype: type, more: int | None = 0) -> dict[str, Any]:
     return {"dtype": dtype, "more": more}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SampleFragment:
     """T steps of one slot; T + 1 observations. K of its steps ended an episode with a known last observation.
 
@@ -159,6 +159,11 @@ class SampleFragment:
             if not finite.all() and not finite[~self.faults].all():
                 return f"{name} is not finite"
         return None
+
+    def __repr__(self) -> str:
+        ended = int(np.count_nonzero(self.terminated | self.truncated))
+        shown = f"{self.length} steps, {ended} episodes ended, reward {self.episode_reward:.4g}"
+        return f"SampleFragment({self.task}, {self.group_id}, {shown})"
 
 
 _PER_STEP = [

@@ -14,9 +14,20 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from penstock.types import ConfigError
+
+OBJECT = "object:"
+"""Begins the name of what was given to a run as a Python object: no file says what it is."""
+
+_GIVEN_AGAIN = {"env_class": "environment=…", "env_args.reward": "reward=…"}
+
+
+def name_of_object(given: Any) -> str:
+    """``object:__main__.score``: what stands in a run's config where a function, class or instance was given."""
+    named: Any = given if hasattr(given, "__qualname__") else cast(Any, type(given))
+    return f"{OBJECT}{named.__module__}.{named.__qualname__}"
 
 
 def load_attribute(path: str, field: str) -> Any:
@@ -30,8 +41,13 @@ def load_attribute(path: str, field: str) -> Any:
         field: The config field, for the message.
 
     Raises:
-        ConfigError: no such file, module or attribute, or the module's import failed.
+        ConfigError: no such file, module or attribute, the module's import failed, or it was given as an object.
     """
+    if path.startswith(OBJECT):
+        raise ConfigError(
+            f"{field} {path!r} was given as a Python object, which no file holds: give it again, from Python by "
+            f"{_GIVEN_AGAIN.get(field, 'its argument')}, or name code that can be imported"
+        )
     _search_working_directory()
     if ".py:" in path:
         file, _, name = path.rpartition(":")

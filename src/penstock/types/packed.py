@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from penstock.types.generation import Decoding, FinishReason
-from penstock.types.rollouts import Rollout, RolloutMetadata, Turn, find_defect, newest_weight_step
+from penstock.types.rollouts import Rollout, RolloutMetadata, Turn, describe_rollout, find_defect, newest_weight_step
 
 _origin = attrgetter(
     *(field.name for field in fields(RolloutMetadata) if field.name not in ("timestamp", "weight_step"))
@@ -177,6 +177,9 @@ class PackedRollout:
             decoding=self.decoding,
             finish_reason=self.finish_reason,
         )
+
+    def __repr__(self) -> str:
+        return describe_rollout(self)
 
     def _view(self, column: int, dtype: type[np.generic]) -> np.ndarray:
         length = self.response_length

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast
 
 import numpy as np
 
-from penstock.types.errors import InvalidRolloutError
+from penstock.types.errors import ConfigError, InvalidRolloutError
 from penstock.types.generation import Decoding, FinishReason
 
 
@@ -87,6 +87,7 @@ class TrainingExample(Protocol):
 
 
 if TYPE_CHECKING:
+    import pandas  # pyright: ignore[reportMissingTypeStubs]
     from typing_extensions import TypeVar  # defaults of type variables are of Python 3.13
 
     from penstock.types.packed import AnyRollout
@@ -150,7 +151,7 @@ class Turn:
     stop: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rollout:
     """One episode of a language policy: p prompt tokens, r response tokens.
 
@@ -236,6 +237,25 @@ class Rollout:
         """This rollout with what only its generator knows."""
         return replace(self, metadata=metadata, rollout_id=rollout_id, lesson_id=lesson_id)
 
+    def __repr__(self) -> str:
+        return describe_rollout(self)
+
+
+def describe_rollout(rollout: "AnyRollout") -> str:
+    """A rollout in one line, with the beginning of what the policy said last."""
+    named = rollout.rollout_id or f"{rollout.env_name}:{rollout.env_example_id}"
+    tokens = f"{len(rollout.prompt_tokens)} + {len(rollout.response_tokens)} tokens"
+    shown = [named, f"reward {rollout.episode_reward:.4g}", tokens]
+    if rollout.finish_reason != "stop":
+        shown.append(rollout.finish_reason)
+    said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
+    if said:
+        shown.append(repr(said[-1] if len(said[-1]) <= _SHOWN_CHARS else f"{said[-1][: _SHOWN_CHARS - 1]}…"))
+    return f"Rollout({', '.join(shown)})"
+
+
+_SHOWN_CHARS = 40
+
 
 def newest_weight_step(rollout: "AnyRollout") -> int:
     """The newest version that sampled any of its tokens; its metadata hold the oldest.
@@ -288,7 +308,7 @@ def _check_rewards_agree(token_rewards: np.ndarray, episode_reward: float) -> No
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RolloutGroup(Generic[AnyExperience]):
     """The rollouts of one prompt under one ticket; the unit of baselines, storage and fates.
 
@@ -324,8 +344,13 @@ class RolloutGroup(Generic[AnyExperience]):
             return np.zeros(1, np.float32)
         return ((rewards * n - rewards.sum()) / (n - 1)).astype(np.float32)
 
+    def __repr__(self) -> str:
+        rewards = self.rewards
+        spread = f"{rewards.mean():.4g} ({rewards.min():.4g} to {rewards.max():.4g})"
+        return f"RolloutGroup({' '.join(self.key.split())}, {len(self.rollouts)} rollouts, mean reward {spread})"
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RolloutBatch(Generic[AnyExperience]):
     """Groups that travel together.
 
@@ -349,8 +374,50 @@ class RolloutBatch(Generic[AnyExperience]):
         for group in self.groups:
             yield from group.rollouts
 
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A row per rollout, or fragment, with the columns of the run directory's Parquet files.
 
-@dataclass(frozen=True, slots=True)
+        Beside them `prompt` and `response` of a rollout as text: the first turn, and all that follow it. Columns of
+        arrays hold NumPy arrays, such as `response_tokens` int32 [r].
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as error:
+            raise ConfigError("to_pandas needs the package pandas: pip install pandas") from error
+        members = [(group, rollout) for group in self.groups for rollout in group.rollouts]
+        rows = [_row(rollout, group) for group, rollout in members]
+        return pandas.DataFrame(rows, columns=list(rows[0]) if rows else list(_COLUMNS))
+
+    def __repr__(self) -> str:
+        rewards = [rollout.episode_reward for rollout in self.rollouts()]
+        return f"RolloutBatch({len(self.groups)} groups, {len(rewards)} rollouts, mean reward {_mean(rewards):.4g})"
+
+
+_COLUMNS = ("rollout_id", "group_id", "lesson_id", "env_name", "env_example_id", "episode_reward")
+"""What every experience has."""
+_STAMPED = ("worker_id", "timestamp", "weight_step", "lineage")
+_OF_ROLLOUTS = (
+    "finish_reason", "oldest_weight_step", "prompt_tokens", "response_tokens", "response_logprobs", "token_rewards",
+    "response_mask", "response_weight_steps",
+)  # fmt: skip
+_OF_FRAGMENTS = ("rewards", "terminated", "truncated", "faults", "logprobs", "values", "weight_steps", "episodes")
+
+
+def _row(experience: Any, group: RolloutGroup[Any]) -> dict[str, Any]:
+    row = {name: getattr(experience, name) for name in _COLUMNS}
+    row |= {"group_id": group.group_id or row["group_id"], "group_key": group.key}
+    row |= {name: getattr(experience.metadata, name, None) for name in _STAMPED}
+    if not hasattr(experience, "turns"):
+        return row | {name: getattr(experience, name) for name in _OF_FRAGMENTS}
+    asked, *said = [turn.content for turn in experience.turns] or [None]
+    texts = {"prompt": asked, "response": "\n".join(said) if said else None}
+    return row | texts | {name: getattr(experience, name) for name in _OF_ROLLOUTS}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class RolloutBatchStats:
     """What a batch of one lesson amounts to. Means over no rollouts are 0, and `rollouts` says so.
 
@@ -412,6 +479,13 @@ class RolloutBatchStats:
             prompts=tuple(g.key for g in batch.groups for _ in g.rollouts),
             metrics=dict(metrics or {}),
         )
+
+    def __repr__(self) -> str:
+        if self.failure:
+            return f"RolloutBatchStats({self.lesson_id}, failed: {self.failure})"
+        counts = f"{self.rollouts} rollouts in {self.groups} groups"
+        means = f"mean reward {self.reward_mean:.4g}, success {self.success_rate:.0%}"
+        return f"RolloutBatchStats({self.lesson_id}, {counts}, {means})"
 
 
 def _mean(values: list[float]) -> float:

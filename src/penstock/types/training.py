@@ -37,7 +37,7 @@ Fate = Literal["trained", "stale_step", "stale_time", "evicted", "filtered", "in
 """A rollout's terminal state; see docs/replay.md. Before it, a rollout is `in_flight` or `waiting`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RLExample:
     """One sequence to learn from, or several packed into one row; `pos` positions.
 
@@ -80,6 +80,13 @@ class RLExample:
                     f"it must be {np.dtype(dtype)}{list(self.tokens.shape)}"
                 )
 
+    def __repr__(self) -> str:
+        trained = self.advantage[self.loss_mask]
+        spread = sorted({f"{value:.3g}" for value in (trained.min(), trained.max())}, key=float) if trained.size else []
+        named = self.rollout_ids[0] if len(self.rollout_ids) == 1 else f"{len(self.rollout_ids)} rollouts"
+        shown = [named, f"{len(self.tokens)} tokens", f"{trained.size} trained"]
+        return f"RLExample({', '.join([*shown, *(f'advantage {text}' for text in [' to '.join(spread)] if text)])})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentExample:
@@ -98,7 +105,7 @@ class FragmentExample:
             object.__setattr__(self, "rollout_ids", (self.fragment.rollout_id,))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainingBatch(Generic[AnyExample]):
     """What one update trains on, durable before the learner sees it.
 
@@ -115,3 +122,7 @@ class TrainingBatch(Generic[AnyExample]):
     examples: tuple[AnyExample, ...]
     group_ids: tuple[str, ...]
     metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        shown = f"{len(self.examples)} examples of {len(self.group_ids)} groups"
+        return f"TrainingBatch({self.batch_id}, update {self.step}, {shown})"

@@ -3,6 +3,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -200,6 +201,62 @@ def test_a_bad_override_is_refused_by_name(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         apply_overrides({"steps": 5, "stages": [1, 2]}, [override])
     assert "\n" not in str(caught.value)
+
+
+def test_a_mapping_is_laid_over_the_recipe_whatever_part_of_its_paths_is_dotted():
+    recipe = {"learner": {"optimizer": {"learning_rate": 0.1, "beta": 1}}, "stages": [{"n": 1}, {"n": 2}], "off": None}
+    wanted = {"learner": {"optimizer": {"learning_rate": 2e-3, "beta": 1}}, "stages": [{"n": 1}, {"n": 5}], "off": {}}
+    for rate in (
+        {"learner.optimizer.learning_rate": 2e-3},
+        {"learner": {"optimizer": {"learning_rate": 2e-3}}},
+        {"learner": {"optimizer.learning_rate": np.float32(2e-3)}},
+        {"learner.optimizer": {"learning_rate": 2e-3}},
+    ):
+        result = apply_overrides(recipe, {**rate, "stages.1.n": 5, "off": {}, "learner.optimizer.beta": 1})
+        learned = result["learner"]["optimizer"].pop("learning_rate")
+        assert type(learned) is float and learned == pytest.approx(2e-3)
+        assert result == {**wanted, "learner": {"optimizer": {"beta": 1}}}
+    assert recipe["off"] is None and recipe["stages"] == [{"n": 1}, {"n": 2}]
+    assert apply_overrides({"roles": {"a": 1}, "path": 0}, {"roles": {}, "path": Path("x")}) == {
+        "roles": {"a": 1}, "path": "x",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"a..b": 3}, "override 'a..b' is no key: write for example {\"learner.optimizer.learning_rate\": 1e-3}"),
+        ({3: 4}, "override 3 is no key: write for example"),
+        ({"steps": {"most": 3}}, "override 'steps.most: 3': steps is 5, which has no keys: remove .most from the path"),
+        (5, "overrides is 5: give a mapping of keys to values, or key=value words"),
+        ([3], "overrides is [3]: give a mapping of keys to values, or key=value words"),
+        ({"stages.2.n": 3}, "override 'stages.2.n: 3': stages.2 does not exist: the list has 2 entries"),
+    ],
+)
+def test_a_bad_name_in_a_mapping_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({"steps": 5, "stages": [1, 2]}, overrides)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_config_is_loaded_with_words_a_mapping_or_from_another_config():
+    words = load_config("cats", ["steps=3", "learner.optimizer.learning_rate=2e-3", "async=false"])
+    assert words.steps == 3 and words.replay.staleness_budget == 0
+    mapping = {"steps": 3, "learner": {"optimizer": {"learning_rate": 2e-3}}, "asynchronous": False}
+    assert load_config("cats", mapping) == words
+    assert load_config(load_config("cats", "async=false"), mapping) == words
+    assert load_config(words) == words and load_config(words, {"steps": 4}).steps == 4
+    with pytest.raises(ConfigError, match=r"^unknown key lr: did you mean learner.optimizer.learning_rate"):
+        load_config(words, {"lr": 1e-3})
+    with pytest.raises(ConfigError, match="^config is a dict: give a recipe's name, a YAML path, or what load_config"):
+        load_config({"steps": 3})  # type: ignore[arg-type]
+
+
+def test_paths_in_a_mapping_count_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = {"model": {"path": Path("mine"), "init": None}}
+    assert load_config("cats", changed).model.path == str(tmp_path / "mine")
+    assert load_config(load_config("cats"), changed).model.path == str(tmp_path / "mine")
 
 
 def test_an_unknown_recipe_is_answered_with_the_nearest_and_the_list():

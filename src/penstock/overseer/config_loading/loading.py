@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -165,14 +165,19 @@ def _shown(value: Any) -> str:
 Config = TypeVar("Config", bound=BaseModel)
 
 
+Overrides = str | Sequence[str] | Mapping[str, Any]
+"""Changes to a recipe: a ``key=value`` word, several, or a mapping, nested or with dotted keys."""
+
+
 def load_config(
-    recipe: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False
+    recipe: "str | Path | RunConfig | FleetRunConfig", overrides: Overrides = (), *, recorded: bool = False
 ) -> "RunConfig | FleetRunConfig":
     """A run's configuration from a recipe: a `FleetRunConfig` where there is a ``fleet`` section.
 
     Args:
-        recipe: A packaged name or a YAML path; see `load_recipe`.
-        overrides: ``key=value`` words; see `apply_overrides`.
+        recipe: A packaged name or a YAML path, see `load_recipe`; or a configuration, of which a changed one is made.
+        overrides: ``["learner.optimizer.learning_rate=1e-3"]``, or ``{"learner": {"optimizer": {"learning_rate":
+            1e-3}}}`` with whatever part of the path dotted; see `apply_overrides`.
         recorded: It is a run's own ``config.yaml``. Its paths are absolute; those of a run from before they were count
             from the working directory. Keys that cannot act, which an earlier version wrote down, are left out with a
             note to `logging`.
@@ -180,25 +185,36 @@ def load_config(
     Raises:
         ConfigError: one line that names the key, its value and the remedy.
     """
-    written = load_recipe(recipe)
+    folder, source = Path.cwd(), ""
+    if isinstance(recipe, str | Path):
+        written, source = load_recipe(recipe), str(recipe)
+        if not recorded and source not in _packaged():
+            folder = Path(recipe).expanduser().absolute().parent
+    elif isinstance(recipe, BaseModel):
+        # defaults may follow from what changes
+        written = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    else:
+        raise ConfigError(
+            f"config is a {type(recipe).__name__}: give a recipe's name, a YAML path, or what load_config returned"
+        )
+    if isinstance(overrides, Mapping):  # what Python has reserved has another name there
+        overrides = {"async" if name == "asynchronous" else name: value for name, value in overrides.items()}
     values = apply_overrides(written, overrides)
     keys = (_UPLOADED,) if _reads_uploaded(values) else PATH_KEYS
-    folder = Path.cwd() if recorded or str(recipe) in _packaged() else Path(recipe).expanduser().absolute().parent
     values = _anchored(apply_overrides(_anchored(written, folder, keys), overrides), Path.cwd(), keys)
-    set_now = {override.partition("=")[0].strip() for override in overrides}
-    keep = set_now if recorded else None
+    keep = {".".join(keys) for keys, *_ in _assignments(overrides)} if recorded else None
     if "fleet" in values:
         from penstock.overseer.control_config import FleetRunConfig
 
         if "curriculum" in values:
             raise ConfigError(
-                f"{recipe}: fleet and curriculum are both there: a run trains a control policy in simulators (fleet) "
+                f"{source}: fleet and curriculum are both there: a run trains a control policy in simulators (fleet) "
                 "or a language policy on lessons (curriculum); remove one"
             )
-        return build_config(FleetRunConfig, _without_idle_keys(FleetRunConfig, values, keep), source=str(recipe))
+        return build_config(FleetRunConfig, _without_idle_keys(FleetRunConfig, values, keep), source)
     from penstock.overseer.config import RunConfig
 
-    return build_config(RunConfig, _without_idle_keys(RunConfig, values, keep), source=str(recipe))
+    return build_config(RunConfig, _without_idle_keys(RunConfig, values, keep), source)
 
 
 def recipe_summaries() -> dict[str, str]:
@@ -236,20 +252,36 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in overrides], overrides
 
 
-def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Sets dotted keys on a copy of a recipe.
 
     Args:
         values: The recipe.
         overrides: ``learner.optimizer.learning_rate=1e-3`` and the like, later ones last. Values are YAML
-            (``[1, 2]``, ``true``, ``null``); an empty value is null. Missing sections are made; a number in the
+            (``[1, 2]``, ``true``, ``null``); an empty value is null. Or a mapping of names to Python values: a section
+            in it is laid over the recipe's, anything else takes its place. Missing sections are made; a number in the
             path indexes a list.
 
     Raises:
-        ConfigError: a word without ``=``, a value that is no YAML, or a path through something that has no keys.
+        ConfigError: a word without ``=``, a value that is no YAML, a name that is no text, or a path through something
+            that has no keys.
     """
     result = copy.deepcopy(dict(values))
-    for override in overrides:
+    for keys, value, override in _assignments(overrides):
+        _set(result, keys, value, override, merging=isinstance(overrides, Mapping))
+    return result
+
+
+def _assignments(overrides: Overrides) -> Iterator[tuple[list[str], Any, str]]:
+    """What is set: the path, the value, and both as they were written."""
+    if isinstance(overrides, Mapping):
+        for keys, value in _leaves(overrides):
+            yield keys, value, f"{'.'.join(keys)}: {_shown(value)}"
+        return
+    words = [overrides] if isinstance(overrides, str) else overrides
+    if not isinstance(words, Iterable) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"overrides is {_shown(overrides)}: give a mapping of keys to values, or key=value words")
+    for override in words:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
@@ -257,8 +289,31 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
                 f"override {override!r} is not of the form key=value: "
                 f"write for example learner.optimizer.learning_rate=1e-3"
             )
-        _set(result, keys, parse_yaml(text, f"override {override!r}"), override)
-    return result
+        yield keys, parse_yaml(text, f"override {override!r}"), override
+
+
+def _leaves(section: Mapping[Any, Any], above: Sequence[str] = ()) -> Iterator[tuple[list[str], Any]]:
+    """The whole path of whatever is no section, and its value; an empty section is a value."""
+    for name, value in section.items():
+        path = [*above, *(name.split(".") if isinstance(name, str) else [""])]
+        if not all(path):
+            raise ConfigError(
+                f"override {name!r} is no key: write for example "
+                '{"learner.optimizer.learning_rate": 1e-3} or {"learner": {"optimizer": {"learning_rate": 1e-3}}}'
+            )
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, path)
+        else:
+            yield path, {} if isinstance(value, Mapping) else _written(value)
+
+
+def _written(value: Any) -> Any:
+    """A Python value as YAML would have it."""
+    if isinstance(value, list | tuple):
+        return [_written(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value  # NumPy's numbers
 
 
 def build_config(model: type[Config], values: Mapping[str, Any], source: str = "") -> Config:
@@ -344,15 +399,16 @@ def _nearest(word: str, known: Any) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def _set(values: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+def _set(values: dict[str, Any], keys: list[str], value: Any, override: str, merging: bool = False) -> None:
     node: Any = values
     for depth, key in enumerate(keys[:-1]):
         child = _child(node, key, ".".join(keys[: depth + 1]), override)
         if child is None:
             child = node[_index(node, key)] = {}
         node = child
-    _child(node, keys[-1], ".".join(keys), override)
-    node[_index(node, keys[-1])] = value
+    present = _child(node, keys[-1], ".".join(keys), override)
+    if not (merging and value == {} and isinstance(present, dict)):  # an empty section adds nothing to one
+        node[_index(node, keys[-1])] = value
 
 
 def _child(node: Any, key: str, path: str, override: str) -> Any:

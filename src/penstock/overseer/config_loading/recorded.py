@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.batch.config import BUILT_IN_MAKERS
 from penstock.overseer.config_loading.keys import matches
-from penstock.overseer.config_loading.loading import load_config
+from penstock.overseer.config_loading.loading import Overrides, load_config
 from penstock.rundir import RunDirectory
 from penstock.types import ConfigError
-from penstock.types.importing import locate
+from penstock.types.importing import OBJECT, locate
 
 if TYPE_CHECKING:
     from penstock.overseer.config import RunConfig
@@ -80,13 +80,13 @@ def named_code(values: Mapping[str, Any], sections: Sequence[str] | None = None)
 
 
 def load_recorded_config(
-    directory: RunDirectory, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None
+    directory: RunDirectory, overrides: Overrides, trust: bool, sections: Sequence[str] | None = None
 ) -> "tuple[RunConfig | FleetRunConfig, list[NamedCode]]":
     """The config that a run directory holds, with changes, and the code that it names.
 
     Args:
         directory: Of the run whose config it is; nothing in it is changed.
-        overrides: ``key=value`` words of the user's own, laid over what is recorded.
+        overrides: The user's own, as of `load_config`, laid over what is recorded.
         trust: Take it although others than the user may have written it.
         sections: The top-level keys whose code is going to be imported; by default all.
 
@@ -110,7 +110,7 @@ def _place(key: str, value: Any, runtime: Any) -> str | None:
     if key.startswith(("ray.", "roles.")):
         reached = "whoever runs that cluster" if key == "ray.address" else "handed to Ray's processes"
         return reached if value and runtime == "ray" else None
-    if not isinstance(value, str) or _is_built_in(key, value):
+    if not isinstance(value, str) or value.startswith(OBJECT) or _is_built_in(key, value):
         return None
     return locate(value) or "not found"
 

@@ -202,7 +202,7 @@ class FleetUpdates:
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
-    ) -> None:
+    ) -> Mapping[str, float]:
         """One update.
 
         Args:
@@ -210,6 +210,9 @@ class FleetUpdates:
             metrics: The learner's.
             look: The others, as they were last seen.
             overseer: The overseer's own numbers.
+
+        Returns:
+            The line of metrics.
         """
         values = {**look.numbers(), **self._idle_shares(look), **overseer, **metrics}
         values |= self._pace.note(values)
@@ -223,6 +226,7 @@ class FleetUpdates:
         progress.units_per_s = self._pace.steps_per_s
         score = sum(rewards.values()) / len(rewards) if rewards else None
         progress.note_update(step, score, values.get("train/step_staleness_mean", 0.0), values)
+        return values
 
     def _idle_shares(self, look: ClusterSnapshot) -> dict[str, float]:
         if self._idle is None:

@@ -6,7 +6,7 @@ same prompts with the same seeds after it. Rollouts go to Parquet where a path i
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +14,9 @@ import pyarrow as pa
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
+from penstock.overseer.language.given import GivenEnvironment, GivenObjects, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
@@ -35,31 +37,41 @@ Found = dict[str, tuple[RolloutBatchStats, RolloutBatch]]
 
 def evaluate(
     checkpoint: Path | str,
-    config: RunConfig,
+    config: RunConfig | str | Path,
     lessons: Sequence[str] | None = None,
     n: int | None = None,
     generations: int = 1,
     rollouts_path: Path | None = None,
     baseline: Path | str | None = None,
     ks: Sequence[int] | None = None,
+    *,
+    environment: GivenEnvironment | Mapping[str, GivenEnvironment] | None = None,
+    reward: GivenReward | Mapping[str, GivenReward] | None = None,
 ) -> EvaluationReport:
     """Evaluates a checkpoint on the held-out examples of a recipe's lessons.
 
     Args:
         checkpoint: A run's ``checkpoints/step-<n>`` or any Hugging Face model directory.
-        config: The recipe; its model section gives way to the checkpoint.
+        config: The recipe, its name or its path; its model section gives way to the checkpoint.
         lessons: Which lessons; all by default.
         n: Held-out prompts per lesson; by default as the recipe says.
         generations: Responses per prompt; k of pass@k goes up to it.
         rollouts_path: Write the rollouts to this Parquet file.
         baseline: A checkpoint to compare with, which answers the same prompts with the same seeds.
         ks: Of pass@k; by default 1, 2, 4, … and `generations`.
+        environment: As of `penstock.train`: objects in place of the lessons' environments.
+        reward: As of `penstock.train`: objects in place of their reward functions.
 
     Raises:
-        ConfigError: an unknown lesson, a checkpoint that is none, a path that cannot be written, or a k above
-            `generations`.
+        ConfigError: an unknown lesson, a checkpoint that is none, a path that cannot be written, a recipe of a control
+            policy, or a k above `generations`.
         EnvironmentFailure: every group of a lesson failed: it has no result.
     """
+    known = config if isinstance(config, RunConfig) else load_config(config)
+    if not isinstance(known, RunConfig):
+        raise ConfigError(f"config {config} trains a control policy: evaluate it by penstock.overseer.evaluate_fleet")
+    given = take_objects(known, environment, reward)
+    config = given.config
     chosen = _chosen_lessons(config, lessons)
     for k in ks or ():
         if not 1 <= k <= generations:
@@ -75,7 +87,7 @@ def evaluate(
     seconds: list[float] = []
     for model_dir, label in zip(model_dirs, (LABEL, BASELINE), strict=False):
         began = time.perf_counter()
-        found.append(_answers(model_dir, config, chosen, n, generations, label))
+        found.append(_answers(model_dir, given, chosen, n, generations, label))
         seconds.append(time.perf_counter() - began)
     if rollouts_path is not None:
         _write_rollouts(rollouts_path, found)
@@ -98,13 +110,14 @@ def evaluate(
 
 
 def _answers(
-    model_dir: Path, config: RunConfig, lessons: Sequence[str], n: int | None, generations: int, label: str
+    model_dir: Path, given: GivenObjects, lessons: Sequence[str], n: int | None, generations: int, label: str
 ) -> Found:
+    config = given.config
     tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     limits = config.overseer
     with RolloutManager.from_configs(
-        {},
+        given.environments,
         config.curriculum,
         config.inference,
         tokenizer,

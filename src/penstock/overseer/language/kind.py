@@ -4,7 +4,7 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -20,6 +20,7 @@ from penstock.overseer.config import RunConfig, lesson_of_worker, rollout_worker
 from penstock.overseer.estimate import model_shape
 from penstock.overseer.kind import VALUES, Factories, LearnerTasks, RunStart, check_kept, make_spec
 from penstock.overseer.language.evaluator import make_evaluator, metrics_of
+from penstock.overseer.language.given import GivenObjects
 from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
@@ -133,7 +134,7 @@ class Updates:
 
     def add(
         self, step: int, metrics: Mapping[str, float], look: ClusterSnapshot, overseer: Mapping[str, float]
-    ) -> None:
+    ) -> Mapping[str, float]:
         """One update.
 
         Args:
@@ -141,6 +142,9 @@ class Updates:
             metrics: The learner's.
             look: The others, as they were last seen.
             overseer: The overseer's own numbers.
+
+        Returns:
+            The line of metrics.
         """
         rollouts = self._log.take_rollout_metrics()
         found, shares = self._bottleneck_of(metrics, look)
@@ -155,6 +159,7 @@ class Updates:
         progress.note_update(step, values.get("train/reward_mean"), values.get("replay/staleness_mean", 0.0), values)
         truncated = progress.history.get(TRUNCATED)
         self._log.signal(self._signal.note(step, values, None if truncated is None else truncated.last))
+        return values
 
     def _bottleneck_of(
         self, metrics: Mapping[str, float], look: ClusterSnapshot
@@ -178,23 +183,30 @@ class LanguageKind:
     Args:
         environments: By lesson; those of a run in one process, and to be closed before one in many.
         factories: By role, of components other than the usual ones.
+        objects: What of them was given as Python objects, in words.
     """
 
     def __init__(
-        self, environments: Mapping[str, Environment] | None = None, factories: Factories | None = None
+        self,
+        environments: Mapping[str, Environment] | None = None,
+        factories: Factories | None = None,
+        objects: Sequence[str] = (),
     ) -> None:
         self._environments = dict(environments or {})
         self._factories = {**FACTORIES, **(factories or {})}
+        self._objects = list(objects)
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """With the environments of the run's lessons.
+    def of(cls, config: RunConfig, given: GivenObjects | None = None) -> Self:
+        """With the environments of the run's lessons; those that were given are not made again.
 
         Raises:
             ConfigError: one cannot be made.
         """
-        lessons = config.curriculum.lessons
-        return cls({name: load_environment(lesson.environment.spec) for name, lesson in lessons.items()})
+        known = {} if given is None else given.environments
+        lessons = config.curriculum.lessons.items()
+        made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
+        return cls(made, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------
 
@@ -249,6 +261,8 @@ class LanguageKind:
         log: RunLog,
     ) -> dict[str, LocalComponent]:
         """One engine, one rollout worker, one learner."""
+        if self._objects:
+            log.event("isolation", isolation="none", objects=self._objects)
         return local_components(self, settings, start, self._environments, context, log)
 
     def scalable(self, settings: Settings[RunConfig]) -> list[tuple[str, SpecMaker, int]]:

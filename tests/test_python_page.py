@@ -1,0 +1,33 @@
+"""docs/python.md: a notebook of its cells, run in order."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(30)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cells = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len(cells) == 5
+    names: dict = {"__name__": "__main__"}
+    printed = []
+    for cell in cells:
+        exec(compile(cell, "cell", "exec", dont_inherit=True), names)
+        printed.append(capsys.readouterr().out)
+    assert "step 40/40" in printed[0] and "RunSummary(finished at step 40/40, cats 0." in printed[0]
+    assert names["config"].steps == 60 and names["config"].learner.optimizer.learning_rate == 3e-3
+    assert "isolation: none for what was given as a Python object (environment SortLetters)" in printed[2]
+    assert names["report"].lessons["cats"].prompts == 1
+    assert len(names["rows"].train_examples()) + len(names["rows"].eval_examples()) == 30
+    assert "Update(step 10, reward_mean " in printed[4] and "episode_reward" in printed[4]
+    assert isinstance(names["update"], penstock.Update) and names["run"].summary.step == names["update"].step
