@@ -40,8 +40,9 @@ def refuse_idle(
     Raises:
         IdleKeyError: one of them has a value of its own.
     """
+    fields: Mapping[str, Any] = section.__class__.model_fields
     for key in keys:
-        default = type(section).model_fields[key].get_default(call_default_factory=True)
+        default = fields[key].get_default(call_default_factory=True)
         value = getattr(section, key)
         if value != default and (preset is None or value != preset.get(key, default)):
             raise IdleKeyError(at + key, value, default, why)
