@@ -133,9 +133,8 @@ def test_without_merging_nobody_meets_an_error(tmp_path, read):
 
 def watch(path, read, compact_parts=8):
     """Looks again and again while a run goes on; gives when files were deleted, (from, to) each."""
-    store = RolloutStore(
-        path, StoreConfig(compact_parts=compact_parts, compact_rollouts=64, compact_after_s=0), grace_s=0.05
-    )
+    merging = {"compact_rollouts": 64, "compact_after_s": 0} if compact_parts else {}
+    store = RolloutStore(path, StoreConfig(compact_parts=compact_parts, **merging), grace_s=0.05)
     seen = {"rollouts": set(), "batches": set()}
     with Writer(store) as writer:
         looks, end = 0, time.monotonic() + 30

@@ -144,7 +144,7 @@ def test_a_file_that_somebody_deleted_is_no_error(tmp_path, clock):
 
 def test_a_file_that_cannot_be_read_stays(tmp_path, clock):
     fill(make_store(tmp_path, clock), clock, 2)
-    store = make_store(tmp_path, clock, max_bytes=1, compact_parts=0)
+    store = make_store(tmp_path, clock, max_bytes=1, compact_parts=0, compact_after_s=600)
     store.open_ledger()
     broken = tmp_path / "rollouts" / parts_in(tmp_path)[0]
     broken.write_bytes(b"PAR1" + bytes(100))
