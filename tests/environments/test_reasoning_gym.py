@@ -22,7 +22,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def factory():
-    reason = "needs the extra reasoning-gym (docs/decisions/017-adapters-are-extras.md): make test-adapters"
+    reason = "needs the extra reasoning-gym (docs/decisions/019-adapters-are-extras.md): make test-adapters"
     pytest.importorskip("reasoning_gym", reason=reason)
     from reasoning_gym import factory
 

@@ -157,7 +157,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    reason = "needs the extra verifiers (docs/decisions/017-adapters-are-extras.md): make test-adapters"
+    reason = "needs the extra verifiers (docs/decisions/019-adapters-are-extras.md): make test-adapters"
     pytest.importorskip("verifiers", reason=reason)
     import datasets
 

@@ -74,6 +74,17 @@ def test_every_key_of_a_fleet_run_that_names_code_is_said():
     }  # fmt: skip
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("env_id", "file"), [("json-tool", None), ("primeintellect/textwrap", "textwrap.py"), ("own.py:load", None)]
+)
+def test_an_environment_of_verifiers_is_said(env_id, file):
+    word = f"{CATS}={{env_class: penstock.environments.VerifiersEnvironment, env_args: {{env_id: '{env_id}'}}}}"
+    (code,) = named_code(load_config("cats", [word]).dump())
+    assert code.key == f"{CATS}.env_args.env_id" and code.value.endswith(env_id)
+    assert code.place == "not found" if file is None else code.place.endswith(f"/{file}")
+
+
 def test_a_value_of_megabytes_is_cut():
     values = apply_overrides(load_config("cats").dump(), ["runtime=ray", f"ray.runtime_env={{a: {'x' * 9999}}}"])
     assert len(said(values)["ray.runtime_env"]) == 300
