@@ -75,12 +75,14 @@ class FakeManager:
         self.context = SimpleNamespace(tokenizer=None)
         self.models: list[WeightVersion] = []
         self.seeds: list[int] = []
+        self.problems: list[list[int] | None] = []
 
     def group_size(self, lesson_id: str) -> int:
         return self.size
 
-    def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context):
+    def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context, problems):
         self.seeds.append(seed)
+        self.problems.append(problems)
         result = self.behave(group_ids[0])
         return (batch_of(group_ids[0]) if result is None else result), self.metrics
 

@@ -64,7 +64,7 @@ from penstock.types.rollouts import (
 )
 from penstock.types.seeds import as_seed, fold, generator
 from penstock.types.spaces import LeafKind, LeafSpace, Spaces
-from penstock.types.training import Fate, FragmentExample, RLExample, Ticket, TrainingBatch
+from penstock.types.training import Fate, FragmentExample, ProblemSet, RLExample, Ticket, TrainingBatch
 
 __all__ = [
     "AnyRollout", "BatchSource", "Caller", "CheckpointError", "Checkpointable", "Clock", "CompiledProgram",
@@ -72,7 +72,7 @@ __all__ = [
     "EnvironmentSpec", "Experience", "FRAGMENT_SCHEMA_VERSION", "Fate", "FinishReason", "FragmentExample",
     "GenerationCall", "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace", "LessonChooser",
     "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError", "PackedRollout",
-    "PenstockError", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
+    "PenstockError", "ProblemSet", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
     "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
     "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",

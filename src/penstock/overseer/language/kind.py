@@ -5,6 +5,7 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -23,7 +24,7 @@ from penstock.overseer.language.evaluator import make_evaluator, metrics_of
 from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
-from penstock.overseer.language.replay import make_curriculum, make_replay
+from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
 from penstock.overseer.language.rollout import make_rollout
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import Bottleneck, ClusterSnapshot, IdleShares, find_bottleneck, idle_shares
@@ -207,8 +208,11 @@ class LanguageKind:
     def components(self, settings: Settings[RunConfig], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
         """Replay, curriculum, learner, inference servers, rollout workers, evaluator."""
         config, state = settings.config, None if states is None else states["evaluator"]
+        rules = problem_rules(config, self._environments)
+        problems = {lesson_id: asdict(rule) for lesson_id, rule in rules.items()}
         return [
-            *(self._spec(settings, role, 0) for role in ("replay", "curriculum", "learner")),
+            self._spec(settings, "replay", 0, problems=problems),
+            *(self._spec(settings, role, 0) for role in ("curriculum", "learner")),
             *(self._spec(settings, "inference", index) for index in range(config.inference.servers)),
             *(self._rollout(settings, index) for index in range(rollout_workers(config))),
             self._spec(settings, "evaluator", 0, state=state),
