@@ -1,6 +1,7 @@
 """The worker's loops against a fake manager: what is delivered, counted, evaluated and aborted, and in what order."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -309,3 +310,14 @@ def test_run_without_weights_is_the_tickets_loop():
         log_samples=lambda batch: None,
     ).run()  # fmt: skip
     assert len(sink.groups) == 3
+
+
+def test_the_tickets_problem_is_generated_and_without_one_the_seeds():
+    class Two(FakeTickets):
+        def acquire(self, most, timeout_s):
+            given = super().acquire(most, timeout_s)
+            return [replace(t, problem=41) if t.index == 1 else t for t in given]
+
+    manager = FakeManager()
+    worker(manager, Two(2), Sink(), concurrency=1).run_tickets()
+    assert manager.problems == [None, [41]]
