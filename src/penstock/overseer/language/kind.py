@@ -161,14 +161,14 @@ class LanguageKind:
         self._factories = {**FACTORIES, **(factories or {})}
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """With the environments of the run's lessons.
+    def of(cls, config: RunConfig, factories: Factories | None = None) -> Self:
+        """With the environments of the run's lessons, which say what problems there are.
 
         Raises:
             ConfigError: one cannot be made.
         """
         lessons = config.curriculum.lessons
-        return cls({name: load_environment(lesson.environment.spec) for name, lesson in lessons.items()})
+        return cls({name: load_environment(lesson.environment.spec) for name, lesson in lessons.items()}, factories)
 
     # --- before anything is started ------------------------------------------------------------------------------
 
