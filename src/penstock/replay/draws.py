@@ -16,7 +16,7 @@ import heapq
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from penstock.replay.ledger import TicketKey
 from penstock.types import CheckpointError, LessonChooser, Ticket, fold
@@ -191,7 +191,8 @@ def parse_ticket_id(name: str) -> tuple[str, int, int]:
     return parts[0], int(parts[1]), int(parts[2])
 
 
-class Draw(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Draw:
     """What a ticket is for: the `index`-th of its lesson, and the place of its problem; None where it has none."""
 
     lesson_id: str
