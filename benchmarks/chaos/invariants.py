@@ -13,8 +13,8 @@ from typing import Any
 from penstock.learner.checkpoints import find_checkpoints, read_states
 from penstock.replay import FATES, FRAGMENTS, LANGUAGE, ExperienceFormat, History, RolloutStore
 from penstock.replay.config import StoreConfig
+from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import StoredBatch
-from penstock.replay.tickets import parse_ticket_id
 from penstock.rundir import RunDirectory, read_json_lines
 from penstock.rundir.live_files import read_live
 from penstock.rundir.parquet import read_columns

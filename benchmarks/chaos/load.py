@@ -112,7 +112,7 @@ def wired(config: RunConfig, path: Path, clock_folder: Path) -> Iterator[Run]:
         settings = Settings(config, directory, secrets.token_hex(32))
         factories: Mapping[str, Any] = clocks.components(clock_folder)
         launcher = RayLauncher(config.ray, directory.path.resolve().name, directory.path)
-        kind = LanguageKind(factories=factories)
+        kind = LanguageKind.of(config, factories=factories)
         tasks = SupervisedTasks(kind, settings, None, launcher, log)
         conductor = TrainingRun(kind, tasks, log)
         view = TerminalView(progress, quiet=True)

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from penstock.curriculum import CurriculumConfig, SamplingParams
+from penstock.curriculum import CurriculumConfig, LessonConfig, SamplingParams
 from penstock.types import ConfigError, EnvironmentSpec
 
 from .conftest import lesson
@@ -121,3 +121,15 @@ def test_micro_evaluations_of_the_sampled_lesson_need_micro_evaluations():
     assert CurriculumConfig.model_validate(asked).micro_eval_lessons == "sampled"
     with pytest.raises(ConfigError, match="micro_eval_lessons is 'sampled', but .*micro_eval_frequency is 0"):
         CurriculumConfig.model_validate({**asked, "micro_eval_frequency": 0})
+
+
+def test_problems_come_by_epochs_unless_the_order_is_iid_which_takes_no_retries():
+    lesson = {"environment": {"env_class": "a.B"}}
+    plain = LessonConfig.model_validate(lesson)
+    assert (plain.order, plain.problem_retries) == ("shuffle", 3)
+    assert LessonConfig.model_validate(lesson | {"order": "iid"}).order == "iid"
+    assert LessonConfig.model_validate(lesson | {"order": "sequential", "problem_retries": 0}).problem_retries == 0
+    with pytest.raises(ValidationError, match="problem_retries is 5, but order is 'iid', which has no epochs"):
+        LessonConfig.model_validate(lesson | {"order": "iid", "problem_retries": 5})
+    with pytest.raises(ValidationError, match="order"):
+        LessonConfig.model_validate(lesson | {"order": "random"})

@@ -5,9 +5,9 @@ import logging
 import numpy as np
 import pytest
 
-from penstock.environments import Example, Reference, SingleTurnEnvironment
+from penstock.environments import Environment, Example, Reference, SingleTurnEnvironment
 from penstock.inference import ScriptedContext
-from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, as_seed, fold
+from penstock.types import ConfigError, EnvironmentFailure, NoProgressError, ProblemSet, as_seed, fold
 
 from .conftest import EOS, CharacterTokenizer
 
@@ -172,3 +172,44 @@ def test_references_as_tokens():
     prompt, response = Reference("a", "d", earlier=("b", "c"), ends=False).token_pair(tokenizer)
     assert (prompt.tolist(), response.tolist()) == ([97, 98, 99], [100])
     assert prompt.dtype == response.dtype == np.int32
+
+
+def test_problems_by_number_are_asked_with_the_keys_noise_alone(policy, decoding):
+    context = policy(echo)
+    groups, metrics = Echo().sample_problems(context, [9, 0, 9], 2, decoding, 7)
+    assert [group.key for group in groups] == ["echo:j", "echo:a", "echo:j"]
+    assert [len(group.rollouts) for group in groups] == [2, 2, 2] and metrics == {"failed_groups": 0.0}
+    assert context.calls[0][3] == [fold(7, "sample", i) for i in range(3)]
+
+
+def test_a_problem_that_is_not_there_fails_its_group_and_says_why(policy, decoding):
+    with pytest.raises(EnvironmentFailure, match="'echo' was asked for problem 10, but has 10: .* resume the run"):
+        Echo().sample_problems(policy(echo), [10], 1, decoding, 0)
+
+
+def test_the_training_set_counts_training_problems_and_notices_each_change_of_them():
+    found = Echo().training_set()
+    assert found == ProblemSet(10, "ff31b5fa13fda394e46a4fb40448d536")
+    assert Echo(held_out="yz").training_set() == found == Echo().training_set()
+    others = [Echo(train="abcdefghik"), Echo(train="bacdefghij"), Echo(train="abcdefghi")]
+    assert len({found.digest, *(other.training_set().digest for other in others)}) == 4
+
+
+def test_an_environment_that_replaces_sample_alone_draws_for_itself():
+    class Drawing(Echo):
+        def sample(self, *args):
+            return [], {}
+
+    assert Drawing().training_set() is None
+
+
+def test_an_environment_without_problems_by_number_says_so(policy, decoding):
+    class Endless(Environment):
+        def sample(self, *args):
+            return [], {}
+
+    assert Endless("endless").training_set() is None
+    with pytest.raises(
+        EnvironmentFailure, match=r"'endless' \(Endless\) was asked for problem \[3\]: .*sample_problems"
+    ):
+        Endless("endless").sample_problems(policy(echo), [3], 1, decoding, 0)

@@ -54,8 +54,9 @@ class Run:
         self.launcher = ThreadLauncher()
         self.log = RunLog(self.directory, config, Progress("test", config.steps, config.replay.staleness_budget))
         settings = Settings(config, self.directory, "a token for this test", lineage, checkpoint)
-        self.tasks = SupervisedTasks(LanguageKind(), settings, states, self.launcher, self.log)
-        self.conductor = TrainingRun(LanguageKind(), self.tasks, self.log)
+        kind = LanguageKind.of(config)
+        self.tasks = SupervisedTasks(kind, settings, states, self.launcher, self.log)
+        self.conductor = TrainingRun(kind, self.tasks, self.log)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="conductor")
 

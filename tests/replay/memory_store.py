@@ -71,4 +71,5 @@ class MemoryStore:
                 for row in self.fates.rows
             },
             list(self.batches),
+            places={row["ticket_id"]: (row["epoch"], row["position"]) for row in self.tickets.rows if "epoch" in row},
         )

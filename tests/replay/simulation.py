@@ -7,14 +7,14 @@ Everything random is drawn from seeds, so a schedule that breaks a rule can be r
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from tests.replay.memory_store import MemoryStore
 
 from penstock.batch import make_batch_maker
-from penstock.replay import Ledger, PacedReplayBuffer, ReplayBufferConfig, TicketIssuer, TicketRules
+from penstock.replay import Ledger, PacedReplayBuffer, ProblemRules, ReplayBufferConfig, TicketIssuer, TicketRules
 from penstock.types import (
     Rollout,
     RolloutBatch,
@@ -118,7 +118,8 @@ def make_group(ticket: Ticket, rewards: Sequence[float], **fields) -> RolloutGro
     """The group of a ticket."""
     fields.setdefault("weight_step", ticket.admitted_step)
     rollouts = [make_rollout(f"{ticket.ticket_id}/{i}", reward=reward, **fields) for i, reward in enumerate(rewards)]
-    return RolloutGroup(f"words:{ticket.seed}", tuple(rollouts), ticket.ticket_id)
+    asked = ticket.seed if ticket.problem is None else ticket.problem
+    return RolloutGroup(f"words:{asked}", tuple(rollouts), ticket.ticket_id)
 
 
 def deliver(buffer: RolloutSink, *groups: RolloutGroup) -> None:
@@ -137,13 +138,14 @@ class Simulation:
         lineage: int = 0,
         states: dict | None = None,
         checkpoint_every: int = 0,
+        problems: Mapping[str, ProblemRules] | None = None,
     ) -> None:
         self.config, self.world = config, world
         self.now = 1000.0
         self.store = MemoryStore() if store is None else store
         self.ledger = Ledger(lineage) if ledger is None else ledger
         self.curriculum = Curriculum()
-        rules = TicketRules(7, self.curriculum, GROUP_SIZES.__getitem__)
+        rules = TicketRules(7, self.curriculum, GROUP_SIZES.__getitem__, problems=problems or {})
         self.issuer = TicketIssuer(config, rules, lineage, self.ledger, self.clock)
         maker = make_batch_maker(
             config.batch_maker,

@@ -31,9 +31,9 @@ from penstock.replay import (
     TicketIssuer,
     TicketRules,
 )
+from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import History
 from penstock.replay.recovery import CheckpointView, RecoveryPlan, plan_recovery
-from penstock.replay.tickets import parse_ticket_id
 from penstock.rundir import RunDirectory, read_parquet
 
 SCRIPT = Path(__file__).with_name("killed_run.py")

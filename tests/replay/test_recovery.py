@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.batch import BatchMakerConfig
 from penstock.replay import FATES, ReplayBufferConfig, RolloutStore, StoreConfig
+from penstock.replay.draws import parse_ticket_id
 from penstock.replay.history import History, LoggedFate, SealedRollout, StoredBatch
 from penstock.replay.recovery import CheckpointView, plan_recovery
-from penstock.replay.tickets import parse_ticket_id
 from penstock.rundir import RunDirectory, logs, storage
 from penstock.types import CheckpointError, WeightVersion
 

@@ -339,3 +339,12 @@ def test_from_configs_takes_environments_by_lesson(curriculum, tokenizer):
     assert own.closed
     with pytest.raises(ConfigError, match="environments has 'dogs', which is no lesson: the curriculum's are cats"):
         RolloutManager.from_configs({"dogs": own}, curriculum.config, inference, tokenizer, decoder)
+
+
+def test_problems_are_asked_by_number_where_they_are_given(manager: RolloutManager):
+    environment = manager.environment("cats")
+    numbers = [5, 0]
+    batch, _ = manager.sample_batch("cats", 2, 1, rng=3, problems=numbers)
+    assert [group.key for group in batch.groups] == [
+        f"cats:{environment.train_examples()[number].example_id}" for number in numbers
+    ]

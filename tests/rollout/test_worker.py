@@ -1,6 +1,7 @@
 """The worker's loops against a fake manager: what is delivered, counted, evaluated and aborted, and in what order."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,12 +76,14 @@ class FakeManager:
         self.context = SimpleNamespace(tokenizer=None)
         self.models: list[WeightVersion] = []
         self.seeds: list[int] = []
+        self.problems: list[list[int] | None] = []
 
     def group_size(self, lesson_id: str) -> int:
         return self.size
 
-    def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context):
+    def sample_batch(self, lesson_id, n_examples, n, mode, seed, step, worker_id, *, group_ids, context, problems):
         self.seeds.append(seed)
+        self.problems.append(problems)
         result = self.behave(group_ids[0])
         return (batch_of(group_ids[0]) if result is None else result), self.metrics
 
@@ -317,3 +320,14 @@ def test_run_without_weights_is_the_tickets_loop():
         log_samples=lambda batch: None,
     ).run()  # fmt: skip
     assert len(sink.groups) == 3
+
+
+def test_the_tickets_problem_is_generated_and_without_one_the_seeds():
+    class Two(FakeTickets):
+        def acquire(self, most, timeout_s):
+            given = super().acquire(most, timeout_s)
+            return [replace(t, problem=41) if t.index == 1 else t for t in given]
+
+    manager = FakeManager()
+    worker(manager, Two(2), Sink(), concurrency=1).run_tickets()
+    assert manager.problems == [None, [41]]

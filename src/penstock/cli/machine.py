@@ -102,6 +102,7 @@ def simulate(
         from rich.console import Console
 
         found.print(Console())
+    return 0
 
 
 _env = typer.Typer(

@@ -98,6 +98,10 @@ class SamplingParams(_Frozen):
         )
 
 
+PROBLEM_RETRIES = 3
+"""Without a value of its own, so often a problem whose group failed is drawn again within its epoch."""
+
+
 class LessonConfig(_Frozen):
     """One lesson.
 
@@ -114,6 +118,10 @@ class LessonConfig(_Frozen):
         regression_ratio: A graduated lesson comes back when an evaluation falls under this share of its graduation
             level.
         sampling_params: How its rollouts are sampled.
+        order: How its training problems are drawn: each once per epoch in a new random order (`shuffle`) or as they are
+            numbered (`sequential`), or each time any of them (`iid`), as environments do that make problems without an
+            end.
+        problem_retries: So often a problem whose group failed is drawn again within its epoch.
     """
 
     lesson_id: str = ""
@@ -127,6 +135,18 @@ class LessonConfig(_Frozen):
     success_threshold: float = 0.5
     regression_ratio: float = Field(default=0.85, ge=0, le=1)
     sampling_params: SamplingParams = SamplingParams()
+    order: Literal["shuffle", "sequential", "iid"] = "shuffle"
+    problem_retries: int = Field(default=PROBLEM_RETRIES, ge=0)
+
+    @model_validator(mode="after")
+    def _retries_need_epochs(self) -> Self:
+        if self.order == "iid" and self.problem_retries != PROBLEM_RETRIES:
+            raise PydanticCustomError(
+                "retries_without_epochs",
+                "problem_retries is {retries}, but order is 'iid', which has no epochs: leave one of them out",
+                {"retries": self.problem_retries},
+            )
+        return self
 
 
 class CurriculumConfig(_Frozen):

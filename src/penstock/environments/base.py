@@ -26,6 +26,7 @@ from penstock.types import (
     InferenceContext,
     Message,
     Mode,
+    ProblemSet,
     Rollout,
     RolloutGroup,
     TextCodec,
@@ -105,6 +106,42 @@ class Environment(ABC):
         Raises:
             EnvironmentFailure: no group came about; the message is the first failure's.
         """
+
+    def training_set(self) -> ProblemSet | None:
+        """The training problems, where there is a fixed number of them, each to be trained once per epoch.
+
+        None, the default, where `sample` makes or draws problems itself. To be replaced together with
+        `sample_problems`.
+        """
+        return None
+
+    def sample_problems(
+        self,
+        inference_ctx: InferenceContext,
+        problems: Sequence[int],
+        n_generations: int,
+        decoding: Decoding,
+        prng_key: SupportsInt | np.ndarray,
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """`sample` of given training problems.
+
+        Args:
+            inference_ctx: Generates with the policy's present weights.
+            problems: Their numbers in the `training_set`, from 0; each gives one group.
+            n_generations: Answers per problem.
+            decoding: How to sample, as in `sample`.
+            prng_key: Alone decides the sampling noise.
+
+        Returns:
+            As `sample`.
+
+        Raises:
+            EnvironmentFailure: no group came about, or there is no problem of that number.
+        """
+        raise EnvironmentFailure(
+            f"environment {self.name!r} ({type(self).__name__}) was asked for problem {list(problems)}: where it has a "
+            "training_set, it must have sample_problems"
+        )
 
     def reference_examples(self, n: int, prng_key: SupportsInt | np.ndarray) -> list[Reference]:
         """References drawn from the training problems. To be replaced by environments that have solutions.

@@ -8,6 +8,7 @@ they are the same on every machine, and (with `split_by_hash`) adding problems m
 """
 
 import hashlib
+import json
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from penstock.types import (
     InferenceContext,
     InvalidRolloutError,
     Mode,
+    ProblemSet,
     Rollout,
     RolloutGroup,
     as_seed,
@@ -219,6 +221,41 @@ class ExampleEnvironment(Environment):
         """See `Environment.sample`. Metrics: ``failed_groups``, those of `Played`, and those of `metrics`."""
         seed = as_seed(prng_key)
         chosen = draw(self._pools[mode], max(0, n_examples), generator(fold(seed, "examples")))
+        return self._sample(inference_ctx, chosen, n_generations, decoding, seed)
+
+    @override
+    def training_set(self) -> ProblemSet | None:
+        if type(self).sample is not ExampleEnvironment.sample:
+            return None  # it draws for itself, and must be asked
+        return self._training_set
+
+    @override
+    def sample_problems(
+        self,
+        inference_ctx: InferenceContext,
+        problems: Sequence[int],
+        n_generations: int,
+        decoding: Decoding,
+        prng_key: SupportsInt | np.ndarray,
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        examples = self._pools["train"]
+        beyond = [number for number in problems if not 0 <= number < len(examples)]
+        if beyond:
+            raise EnvironmentFailure(
+                f"environment {self.name!r} was asked for problem {beyond[0]}, but has {len(examples)}: its data were "
+                "changed while the run went on; resume the run"
+            )
+        chosen = [examples[number] for number in problems]
+        return self._sample(inference_ctx, chosen, n_generations, decoding, as_seed(prng_key))
+
+    def _sample(
+        self,
+        inference_ctx: InferenceContext,
+        chosen: Sequence[Example],
+        n_generations: int,
+        decoding: Decoding,
+        seed: int,
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         tasks = [self._task(inference_ctx, example, fold(seed, "sample", i)) for i, example in enumerate(chosen)]
         outcomes = self.play(inference_ctx, tasks, n_generations, decoding) if tasks else []
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
@@ -247,6 +284,14 @@ class ExampleEnvironment(Environment):
                 "remove learner.warm_start, or give its examples answers"
             )
         return found[:n]
+
+    @cached_property
+    def _training_set(self) -> ProblemSet:
+        digest = hashlib.sha256()
+        for example in self._pools["train"]:
+            said = [example.example_id, example.prompt, example.answer]
+            digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+        return ProblemSet(len(self._pools["train"]), digest.hexdigest()[:32])
 
     @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:

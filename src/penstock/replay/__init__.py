@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.replay.buffer import OpenAdmission, ReplayBuffer
     from penstock.replay.config import FragmentReplayConfig, ReplayBufferConfig, StoreConfig, Tolerance
+    from penstock.replay.draws import ProblemRules
     from penstock.replay.file_queue import FileRolloutStorage, open_rollout_storage
     from penstock.replay.freshness import FreshnessRules, FreshnessWindow
     from penstock.replay.history import FRAGMENTS, LANGUAGE, ExperienceFormat, History, LoggedFate
@@ -50,6 +51,7 @@ _EXPORTS = {
     "MemoryRolloutStorage": "queue",
     "OpenAdmission": "buffer",
     "PacedReplayBuffer": "paced",
+    "ProblemRules": "draws",
     "ReplayBuffer": "buffer",
     "ReplayBufferConfig": "config",
     "RemoteBatches": "remote",
@@ -80,7 +82,7 @@ _EXPORTS = {
 __all__ = [
     "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
     "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
-    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "PacedReplayBuffer",
+    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "PacedReplayBuffer", "ProblemRules",
     "RemoteBatches", "RemoteSink", "RemoteTickets", "ReplayBuffer",
     "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
     "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer", "TicketRules",

@@ -12,8 +12,8 @@ stored files the ledger and retention read a few columns, never the arrays.
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.replay.draws import Place
 from penstock.replay.messages import (
     BatchMessage,
     fragments_from_buffer,
@@ -131,6 +132,7 @@ class History:
         fates: The last line of the fate log by rollout id.
         batches: Every batch file.
         damage: What was lost with files that were put aside.
+        places: Epoch and position of the problem, of every ticket that had one.
     """
 
     started: dict[str, int]
@@ -138,6 +140,7 @@ class History:
     fates: dict[str, LoggedFate]
     batches: list[StoredBatch]
     damage: Damage = NO_DAMAGE
+    places: Mapping[str, Place] = field(default_factory=dict[str, Place])
 
     def uses(self, survives: Callable[[WeightVersion], bool], step: int) -> Counter[str]:
         """How often each rollout was used by updates that a life at version `step` has behind it."""
@@ -272,14 +275,16 @@ def read_history(
 
     parts = read_live(storage, experience.folder, lambda file, _: list(_sealed(file)), on_damage)
     batches = read_live(storage, experience.batch_folder, read_batch, on_damage)
+    tickets = {str(row["ticket_id"]): row for row in read_json_lines(directory.tickets_path)}
     return History(
-        started={str(row["ticket_id"]): int(row["rollouts"]) for row in read_json_lines(directory.tickets_path)},
+        started={name: int(row["rollouts"]) for name, row in tickets.items()},
         sealed={sealed.rollout_id: sealed for rows in parts.values() for sealed in rows},
         fates={
             str(row["rollout_id"]): LoggedFate(str(row["fate"]), WeightVersion(int(row["lineage"]), int(row["step"])))
             for row in read_json_lines(directory.fates_path)
         },
         batches=list(batches.values()),
+        places={name: (int(row["epoch"]), int(row["position"])) for name, row in tickets.items() if "epoch" in row},
     )
 
 

@@ -159,6 +159,8 @@ class Ledger:
                 "lineage": self.lineage,
                 "time": self._clock(),
             }
+            if ticket.epoch is not None:
+                row |= {"epoch": ticket.epoch, "position": ticket.position, "problem": ticket.problem}
             self._append(self._tickets, (row,))
         with self._lock:
             self._started += size

@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.digests import WeightDigests
+from penstock.replay.draws import Place, place_of
 from penstock.replay.freshness import Verdict
 from penstock.replay.history import History
 from penstock.replay.ledger import TicketKey, rollout_ids
@@ -35,10 +36,12 @@ from penstock.types import (
     Clock,
     ConfigError,
     Experience,
+    Fate,
     NoProgressError,
     RolloutBatch,
     RolloutGroup,
     RunFailed,
+    Ticket,
     TrainingBatch,
 )
 
@@ -81,7 +84,7 @@ class PacedReplayBuffer:
         self._clock = clock
         self._changed = issuer.changed
         self.pool = TrainingPool(config.when_paced(), store, makers, issuer.ledger, clock, keep_checkpoints)
-        self.pool.on_gone, self.pool.on_filtered = issuer.free, self._on_filtered
+        self.pool.on_gone, self.pool.on_filtered = self._on_gone, self._on_filtered
         self.pool.on_trainable = issuer.set_trainable
         issuer.bind(self._claim, self._ingest_ready)
         self.digests = WeightDigests(self._changed, issuer.lineage)
@@ -90,6 +93,7 @@ class PacedReplayBuffer:
         self._held: dict[str, tuple[RolloutGroup[Experience], Outstanding]] = {}
         self._claims: dict[TicketKey, RolloutGroup[Experience]] = {}
         self._claimed: dict[str, RolloutGroup[Experience]] = {}
+        self._places: Mapping[str, Place] = {}
         self._filtered: Counter[str] = Counter()
         self._filtered_rewards: dict[str, float] = {}
         self._waiting_since: float | None = None
@@ -211,6 +215,9 @@ class PacedReplayBuffer:
         if failure is not None:
             self._issuer.free(group_id, failure)
 
+    def _on_gone(self, group_id: str, fate: Fate, reason: str) -> None:
+        self._issuer.free(group_id, reason, finished=fate == "filtered")
+
     def _on_filtered(self, group_id: str, lesson_id: str, reward: float) -> None:
         """A group without signal is gone; where nothing else comes any more, the run ends."""
         self._issuer.free(group_id)
@@ -221,15 +228,21 @@ class PacedReplayBuffer:
 
     # --- groups of an earlier life -------------------------------------------------------------------------------
 
-    def _claim(self, lesson_id: str, index: int, deadline_step: int) -> RestoredGroup | None:
-        """A group that need not be generated again; one that could not be trained in time is given up as stale."""
-        group = self._claims.pop((lesson_id, index), None)
+    def _claim(self, ticket: Ticket) -> RestoredGroup | None:
+        """A group that need not be generated again; one that could not be trained in time is given up as stale.
+
+        Where tickets were drawn in another order than in the life that made it, it may answer another problem.
+        """
+        group = self._claims.pop((ticket.lesson_id, ticket.index), None)
         if group is None:
             return None
+        ids = [rollout.rollout_id for rollout in group.rollouts]
+        if self._places.get(group.group_id) != place_of(ticket):
+            self.pool.settle(ids, "rolled_back", "the ticket of its index is for another problem since the resume")
+            return None
         oldest_step = min(r.metadata.weight_step for r in group.rollouts if r.metadata is not None)
-        due = min(deadline_step, oldest_step + self._config.step_delay(lesson_id))
+        due = min(ticket.deadline_step, oldest_step + self._config.step_delay(ticket.lesson_id))
         if not self._issuer.outstanding.fits(due, self._issuer.update):
-            ids = [rollout.rollout_id for rollout in group.rollouts]
             self.pool.settle(ids, "stale_step", f"due at update {due}: no place is left before it")
             return None
         self._claimed[group.group_id] = group
@@ -349,13 +362,14 @@ class PacedReplayBuffer:
     # --- what others see -----------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """``replay/…`` numbers of this moment."""
+        """``replay/…`` and ``data/…`` numbers of this moment."""
         return {**self._numbers(), **self.pool.store.metrics()}
 
     def _numbers(self) -> dict[str, float]:
         with self._changed:
             return {
                 **self.pool.metrics(),
+                **self._issuer.metrics(),
                 "replay/outstanding_groups": float(len(self._issuer.outstanding)),
                 "replay/unverified": float(sum(self._held[group_id][1].size for group_id in self._unverified)),
                 "replay/late_deliveries": float(self._issuer.late_deliveries),
@@ -457,6 +471,7 @@ class PacedReplayBuffer:
         issuer = self._issuer
 
         def view(history: History, alive: Mapping[str, set[str]]) -> CheckpointView:
+            self._places = history.places
             return CheckpointView(
                 issuer.update,
                 issuer.restored_tickets(),
@@ -468,6 +483,8 @@ class PacedReplayBuffer:
 
         with self._changed:
             self._claims = restore_pool(self.pool, state, view)
+            claimed = {group.group_id for group in self._claims.values()}
+            self._places = {name: place for name, place in self._places.items() if name in claimed}
             issuer.readmit()
             self.check_ledger()
 

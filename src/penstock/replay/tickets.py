@@ -5,10 +5,11 @@ when the engine serves the newest version and every group of the cohort before i
 lessons drawn cannot depend on the order in which groups finished. The issuer's lock (`changed`) is also its buffer's:
 what one of them decides, the other never sees half-done.
 
-Lessons come from the curriculum, examples from a counter per lesson, seeds from names: the draw of ticket number k
-depends on the run's seed, k, and the curriculum's probabilities at that moment; a ticket's seed depends on its lesson
-and index alone. So a resumed run that draws the same lesson again draws the same group. Overtaking is bounded by the
-deadlines, so no lesson starves; `PaceMetrics` shows it, and a lesson that is slow.
+Lessons come from the curriculum, problems from the lesson's epochs (`penstock.replay.draws`), seeds from names: the
+draw of ticket number k depends on the run's seed, k, and the curriculum's probabilities at that moment; a ticket's seed
+depends on its lesson and index alone. A group of an earlier life stands for a ticket that is drawn again only where
+lesson, index and problem are the same. Overtaking is bounded by the deadlines, so no lesson starves; `PaceMetrics`
+shows it, and a lesson that is slow.
 
 Not covered: what becomes of a delivered group; that is the buffer's.
 """
@@ -16,82 +17,15 @@ Not covered: what becomes of a delivered group; that is the buffer's.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from penstock.replay.config import ReplayBufferConfig
+from penstock.replay.draws import Draw, ProblemRules, TicketSampler, parse_ticket_id, place_of
 from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
 from penstock.replay.outstanding import Outstanding, OutstandingTickets, Phase
-from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket, fold
-
-
-def ticket_id(lesson_id: str, lineage: int, index: int) -> str:
-    """``<lesson>-<lineage>-<index>``."""
-    return f"{lesson_id}-{lineage}-{index}"
-
-
-def parse_ticket_id(name: str) -> tuple[str, int, int]:
-    """(lesson, lineage, index) of a ticket id.
-
-    Raises:
-        CheckpointError: it is not one.
-    """
-    parts = name.rsplit("-", 2)
-    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
-        raise CheckpointError(f"{name!r} is not a ticket id: it must be <lesson>-<lineage>-<index>")
-    return parts[0], int(parts[1]), int(parts[2])
-
-
-class TicketSampler:
-    """Draws tickets in a sequence that the checkpoint can continue.
-
-    Args:
-        run_seed: Every seed derives from it.
-        lineage: Part of each id.
-        chooser: Draws lessons.
-    """
-
-    def __init__(self, run_seed: int, lineage: int, chooser: LessonChooser) -> None:
-        self._run_seed = run_seed
-        self._lineage = lineage
-        self._chooser = chooser
-        self.last_lesson: str | None = None
-        self._draws = 0
-        self._next_index: dict[str, int] = {}
-
-    def draw(self) -> tuple[str, int]:
-        """The lesson and index of the next ticket."""
-        lesson_id = self._chooser.sample_lesson(fold(self._run_seed, "lesson", self._draws))
-        self._draws += 1
-        self.last_lesson = lesson_id
-        index = self._next_index.get(lesson_id, 0)
-        self._next_index[lesson_id] = index + 1
-        return lesson_id, index
-
-    def ticket(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> Ticket:
-        """The ticket for one group of a lesson, in this lineage."""
-        return Ticket(
-            ticket_id=ticket_id(lesson_id, self._lineage, index),
-            lesson_id=lesson_id,
-            index=index,
-            seed=fold(self._run_seed, lesson_id, index),
-            deadline_step=deadline_step,
-            admitted_step=admitted_step,
-        )
-
-    def was_drawn(self, lesson_id: str, index: int) -> bool:
-        """Whether that group's ticket has been drawn already."""
-        return index < self._next_index.get(lesson_id, 0)
-
-    def state(self) -> dict[str, Any]:
-        """The counters, JSON-serialisable."""
-        return {"draws": self._draws, "next_index": dict(self._next_index)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back."""
-        self._draws = int(state["draws"])
-        self._next_index = {str(lesson): int(index) for lesson, index in state["next_index"].items()}
+from penstock.types import CheckpointError, Clock, LessonChooser, RunFailed, Ticket
 
 
 class PaceMetrics:
@@ -149,12 +83,14 @@ class TicketRules:
         group_size_of: Rollouts per group of a lesson; 0 of one that was removed: its tickets do not come back.
         may_draw: Whether the curriculum knows all that it has to know before the next lesson is drawn. Notify the
             issuer's `changed` when it does.
+        problems: By lesson; those of a lesson without them are selected by the tickets' seeds.
     """
 
     seed: int
     curriculum: LessonChooser
     group_size_of: Callable[[str], int]
     may_draw: Callable[[], bool] = lambda: True
+    problems: Mapping[str, ProblemRules] = field(default_factory=dict[str, ProblemRules])
 
 
 class TicketIssuer:
@@ -193,28 +129,27 @@ class TicketIssuer:
         self.failed_since_batch = 0
         self.last_failure = ""
         self._config = config
-        self._draws = TicketSampler(rules.seed, lineage, rules.curriculum)
+        self._draws = TicketSampler(rules.seed, lineage, rules.curriculum, rules.problems)
         self._group_size_of = rules.group_size_of
         self._clock = clock
         self._may_draw = rules.may_draw
         self._pace = PaceMetrics()
-        self._claim: Callable[[str, int, int], RestoredGroup | None] = lambda lesson_id, index, deadline_step: None
+        self._claim: Callable[[Ticket], RestoredGroup | None] = lambda ticket: None
         self._on_resolved: Callable[[], None] = lambda: None
         self._serving: int | None = None
         self._pending: deque[str] = deque()
         self._returned: deque[str] = deque()
         self._turns: deque[str] = deque()
-        self._unplaced: deque[TicketKey] = deque()
-        self._restored: list[tuple[str, str, int, int, int]] = []
+        self._unplaced: deque[Draw] = deque()
+        self._restored: list[tuple[str, Draw, int, int]] = []
         self._in_training: dict[int, list[Ticket]] = {}
         self._admissions = 0
 
-    def bind(self, claim: Callable[[str, int, int], RestoredGroup | None], on_resolved: Callable[[], None]) -> None:
+    def bind(self, claim: Callable[[Ticket], RestoredGroup | None], on_resolved: Callable[[], None]) -> None:
         """Connects the one buffer that these tickets' groups go to; both are called with the lock held.
 
         Args:
-            claim: A finished group for a ticket (lesson, index, deadline in steps), which then counts as delivered;
-                None where it has to be generated.
+            claim: A finished group for a ticket, which then counts as delivered; None where it has to be generated.
             on_resolved: A ticket was resolved: groups whose turn has come may be ingested.
         """
         self._claim, self._on_resolved = claim, on_resolved
@@ -228,6 +163,16 @@ class TicketIssuer:
     def last_lesson(self) -> str | None:
         """The lesson of the newest group that was drawn; None before the first of this process."""
         return self._draws.last_lesson
+
+    @property
+    def data_changes(self) -> Mapping[str, str]:
+        """By lesson, what of its problems was changed since the checkpoint, in words; another epoch begins there."""
+        return self._draws.data_changes
+
+    def metrics(self) -> dict[str, float]:
+        """``data/…`` numbers of this moment."""
+        with self.changed:
+            return self._draws.metrics()
 
     # --- for rollout workers -----------------------------------------------------------------------------------
 
@@ -339,9 +284,19 @@ class TicketIssuer:
         held = len(self.outstanding)
         return self._serving == self.update and held >= self.limit and self.outstanding.trainable == held
 
-    def free(self, group_id: str, failure: str | None = None) -> None:
-        """Gives a group's place to a fresh ticket; with a reason where the group failed."""
-        self.outstanding.remove(group_id)
+    def free(self, group_id: str, failure: str | None = None, finished: bool = False) -> None:
+        """Gives a group's place to a fresh ticket.
+
+        Args:
+            group_id: The group, which no update will take.
+            failure: Why it failed; None where it only had no signal.
+            finished: Whether its problem is done with in its epoch all the same.
+        """
+        ticket = self.outstanding.remove(group_id).ticket
+        if failure is None or finished:
+            self._draws.finish(ticket)
+        else:
+            self._draws.fail(ticket, failure)
         if failure is not None:
             self.failed_since_batch += 1
             self.last_failure = failure
@@ -387,7 +342,8 @@ class TicketIssuer:
 
     def finish(self, step: int) -> None:
         """Update `step` was applied: its tickets are done."""
-        del self._in_training[step]
+        for ticket in self._in_training.pop(step):
+            self._draws.finish(ticket)
 
     def key_of(self, group_id: str) -> TicketKey:
         """Names a group across the lives of a run."""
@@ -415,8 +371,11 @@ class TicketIssuer:
                 "lineage": self.lineage,
                 "update": min(self._in_training, default=self.update),
                 **self._draws.state(),
-                "unplaced": [list(key) for key in self._unplaced],
-                "outstanding": [[t.ticket_id, t.lesson_id, t.index, t.admitted_step, t.deadline_step] for t in tickets],
+                "unplaced": [draw.row for draw in self._unplaced],
+                "outstanding": [
+                    [t.ticket_id, t.lesson_id, t.index, t.admitted_step, t.deadline_step, *(place_of(t) or ())]
+                    for t in tickets
+                ],
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -425,26 +384,29 @@ class TicketIssuer:
             with self.changed:
                 self.ledger.update = int(state["update"])
                 self._draws.restore(state)
-                self._unplaced = deque(
-                    (str(lesson_id), int(index))
-                    for lesson_id, index in state["unplaced"]
-                    if self._group_size_of(str(lesson_id))
-                )
                 self._restored = [
-                    (str(name), str(lesson_id), int(index), int(admitted_step), int(deadline_step))
-                    for name, lesson_id, index, admitted_step, deadline_step in state["outstanding"]
+                    (str(name), self._redraw(lesson_id, index, *place), int(admitted_step), int(deadline_step))
+                    for name, lesson_id, index, admitted_step, deadline_step, *place in state["outstanding"]
                     if self._group_size_of(str(lesson_id))
                 ]
-        except (KeyError, TypeError, ValueError) as error:
+                self._unplaced = deque(
+                    self._redraw(lesson_id, index, *place)
+                    for lesson_id, index, *place in state["unplaced"]
+                    if self._group_size_of(str(lesson_id))
+                )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the ticket issuer's state does not fit: {error!r}") from error
 
-    def restored_tickets(self) -> dict[tuple[str, int], str]:
+    def _redraw(self, lesson_id: Any, index: Any, *place: Any) -> Draw:
+        return self._draws.redraw(str(lesson_id), int(index), *map(int, place))
+
+    def restored_tickets(self) -> dict[TicketKey, str]:
         """The checkpoint's outstanding tickets that were not admitted again yet: ids by lesson and index."""
-        return {(lesson_id, index): name for name, lesson_id, index, _, _ in self._restored}
+        return {draw.key: name for name, draw, _, _ in self._restored}
 
     def was_drawn(self, key: TicketKey) -> bool:
         """Whether the restored checkpoint had admitted the group; one without a place yet may still be claimed."""
-        return self._draws.was_drawn(*key) and key not in self._unplaced
+        return self._draws.was_drawn(*key) and all(draw.key != key for draw in self._unplaced)
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -479,21 +441,21 @@ class TicketIssuer:
         self._unplaced.extend(self._draws.draw() for _ in range(room - len(self._unplaced)))
         admitted, claimed = 0, False
         while admitted < room and self._unplaced:
-            deadline = serving + self._config.budget(self._unplaced[0][0])
+            deadline = serving + self._config.budget(self._unplaced[0].lesson_id)
             if not self.outstanding.fits(deadline, self.update):
                 break  # a lesson of less tolerance waits for its version, and the others behind it
-            claimed |= self._admit_one(*self._unplaced.popleft(), serving, deadline)
+            claimed |= self._admit_one(self._unplaced.popleft(), serving, deadline)
             admitted += 1
         if claimed:
             self._advance()
         return admitted
 
-    def _admit_one(self, lesson_id: str, index: int, admitted_step: int, deadline_step: int) -> bool:
+    def _admit_one(self, draw: Draw, admitted_step: int, deadline_step: int) -> bool:
         """Returns whether a group of an earlier life was claimed for it."""
-        ticket = self._draws.ticket(lesson_id, index, admitted_step, deadline_step)
-        restored = self._claim(lesson_id, index, deadline_step)
+        ticket = self._draws.ticket(draw, admitted_step, deadline_step)
+        restored = self._claim(ticket)
         if restored is None:
-            self._register(ticket, self._group_size_of(lesson_id), "pending")
+            self._register(ticket, self._group_size_of(draw.lesson_id), "pending")
             self._pending.append(ticket.ticket_id)
             return False
         ticket = replace(ticket, ticket_id=restored.group_id, deadline_step=restored.deadline_step)

@@ -100,7 +100,7 @@ class TrainingPool:
         logs_drops: Whether `logging` hears what left untrained; a run tells it by its own files and metrics.
         on_group: Called with the lock held, once per group with a trainable rollout, filtered ones included; at
             staleness zero in the order of tickets.
-        on_gone: Called with the lock held: a group (id) left before its first use, for a reason.
+        on_gone: Called with the lock held: a group (id) left before its first use, with a fate and for a reason.
         on_filtered: Called with the lock held: a group (id, lesson, a member's reward) left, since it had no signal.
         on_trainable: Called with the lock held: a batch maker has a group (id) now.
     """
@@ -125,7 +125,7 @@ class TrainingPool:
         self.arrived: deque[Experience] = deque(maxlen=MOST_ARRIVED)
         self.logs_drops = True
         self.on_group: Callable[[RolloutGroup[Any]], None] = _ignore
-        self.on_gone: Callable[[str, str], None] = _ignore
+        self.on_gone: Callable[[str, Fate, str], None] = _ignore
         self.on_filtered: Callable[[str, str, float], None] = _ignore
         self.on_trainable: Callable[[str], None] = _ignore
         self._rules = rules
@@ -457,7 +457,7 @@ class TrainingPool:
                     self.settle([rollout.rollout_id], "filtered", reason)
                     self._retire(group, rollout)
                 if group.first_use is None:
-                    self.on_gone(group.group_id, f"lesson {group.lesson_id}: {reason}")
+                    self.on_gone(group.group_id, "filtered", f"lesson {group.lesson_id}: {reason}")
 
     def _drop_all(self, dropped: Iterable[Dropped]) -> None:
         for rollout_id, fate, reason in dropped:
@@ -479,7 +479,8 @@ class TrainingPool:
         if verdict.fate == "filtered":
             self.on_filtered(group.group_id, group.lesson_id, rollout.episode_reward)
         else:
-            self.on_gone(group.group_id, f"lesson {group.lesson_id}: {verdict.fate}, {verdict.reason}")
+            reason = f"lesson {group.lesson_id}: {verdict.fate}, {verdict.reason}"
+            self.on_gone(group.group_id, verdict.fate, reason)
 
     def _retire(self, group: WaitingGroup, rollout: Experience) -> None:
         self.unused -= not group.uses_of(rollout.rollout_id)

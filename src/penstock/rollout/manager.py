@@ -205,6 +205,7 @@ class RolloutManager:
         group_ids: Sequence[str] | None = None,
         context: InferenceContext | None = None,
         decoding: Decoding | None = None,
+        problems: Sequence[int] | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Generates groups of one lesson.
 
@@ -219,6 +220,7 @@ class RolloutManager:
             group_ids: One id per group; by default made from mode, lesson, `rng` and position.
             context: Instead of the manager's own.
             decoding: Instead of the lesson's.
+            problems: Numbers of the training problems, `n_examples` of them, where `rng` is not to select them.
 
         Returns:
             The batch, possibly of no groups, which is warned of, and the environment's metrics.
@@ -240,6 +242,7 @@ class RolloutManager:
             group_ids or prefix,
             context,
             decoding,
+            problems,
         )
 
     def _sample(
@@ -254,6 +257,7 @@ class RolloutManager:
         names: Sequence[str] | str,
         context: InferenceContext | None,
         decoding: Decoding | None,
+        problems: Sequence[int] | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """`sample_batch`; `names` are the groups' ids, or what all of them begin with, whose number follows."""
         lesson = self.lesson(lesson_id)
@@ -261,7 +265,10 @@ class RolloutManager:
         decoding = decoding or lesson.sampling_params.decoding(self.context.tokenizer)
         asked = _NotedContext(context or self.context)
         try:
-            found, numbers = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
+            if problems is None:
+                found, numbers = environment.sample(asked, n_examples, n_generations, decoding, rng, mode)
+            else:
+                found, numbers = environment.sample_problems(asked, problems, n_generations, decoding, rng)
             groups = validate_groups(found, n_examples, n_generations, environment.name)
             metrics = validate_metrics(numbers, environment.name)
         except PenstockError:

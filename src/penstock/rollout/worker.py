@@ -362,6 +362,7 @@ class RolloutWorker:
                 self.worker_id,
                 group_ids=[ticket.ticket_id],
                 context=context,
+                problems=None if ticket.problem is None else [ticket.problem],
             )
         except (EnvironmentFailure, InvalidRolloutError, Stopped) as ending:
             return ending

@@ -86,6 +86,9 @@ TICKET_SCHEMA = pa.schema(
         ("deadline_step", pa.int64()),
         ("lineage", pa.int64()),
         ("time", pa.float64()),
+        ("epoch", pa.int64()),
+        ("position", pa.int64()),
+        ("problem", pa.int64()),
     ]
 )
 FATE_SCHEMA = pa.schema(

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     )
     from penstock.types.seeds import as_seed, fold, generator
     from penstock.types.spaces import LeafKind, LeafSpace, Spaces
-    from penstock.types.training import Fate, FragmentExample, RLExample, Ticket, TrainingBatch
+    from penstock.types.training import Fate, FragmentExample, ProblemSet, RLExample, Ticket, TrainingBatch
 
 _EXPORTS = {
     "AnyRollout": "packed",
@@ -106,6 +106,7 @@ _EXPORTS = {
     "NonFiniteError": "errors",
     "PackedRollout": "packed",
     "PenstockError": "errors",
+    "ProblemSet": "training",
     "RLExample": "training",
     "RLLossModule": "protocols",
     "RetryingCaller": "calls",
@@ -152,7 +153,7 @@ __all__ = [
     "GenerationCall", "IdleKeyError", "InferenceContext", "InvalidRolloutError", "LeafKind", "LeafSpace",
     "LessonChooser", "ManyInferenceContext", "Message", "MismatchError", "Mode", "NoProgressError", "NonFiniteError",
     "PackedRollout",
-    "PenstockError", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
+    "PenstockError", "ProblemSet", "RLExample", "RLLossModule", "RetryingCaller", "Role", "Rollout", "RolloutBatch",
     "RolloutBatchStats", "RolloutGroup", "RolloutMetadata", "RolloutRecord", "RolloutSink", "RunDirectoryError",
     "RunFailed", "SAMPLING_FIELDS", "SCHEMA_VERSION", "SampleFragment", "SchemaVersionError", "Spaces", "Stopped",
     "SupersededError", "SupersededVersionError", "TextCodec", "Ticket", "TicketSource", "TrainingBatch",

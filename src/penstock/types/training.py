@@ -14,7 +14,7 @@ from penstock.types.rollouts import AnyExample
 class Ticket:
     """The right to generate one group.
 
-    The seed selects the example *and* the sampling noise, so a ticket means the same group whoever runs it.
+    It names the problem and the sampling noise, so it means the same group whoever runs it.
 
     Attributes:
         ticket_id: Unique in the run's surviving and dead lineages; the group's id.
@@ -23,6 +23,10 @@ class Ticket:
         seed: ``fold(run_seed, lesson_id, index)``.
         deadline_step: The last update that may train the group.
         admitted_step: The version the serving engine held when the ticket was admitted.
+        epoch: Which pass over the lesson's problems; None where the seed selects the problem too, as for generators
+            without an end.
+        position: The problem's place in the order of that epoch, from 0; None as `epoch`.
+        problem: Its number among the environment's training problems, from 0; None as `epoch`.
     """
 
     ticket_id: str
@@ -31,6 +35,22 @@ class Ticket:
     seed: int
     deadline_step: int
     admitted_step: int
+    epoch: int | None = None
+    position: int | None = None
+    problem: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """The training problems of an environment that has a fixed number of them.
+
+    Attributes:
+        size: How many there are; they are numbered from 0.
+        digest: Of all of them in their order, so that a resumed run sees that they were changed.
+    """
+
+    size: int
+    digest: str
 
 
 Fate = Literal["trained", "stale_step", "stale_time", "evicted", "filtered", "invalid", "aborted", "rolled_back"]

@@ -1,14 +1,17 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.environments import CatsEnvironment
 from penstock.overseer.component import Settings
 from penstock.overseer.config import lesson_of_worker, rollout_workers
 from penstock.overseer.kind import REWOUND
 from penstock.overseer.language.kind import LanguageKind
 from penstock.overseer.supervisor.member import ComponentSpec
 from penstock.rundir import RunDirectory
+from penstock.types import ConfigError
 from tests.overseer.conftest import tiny
 
 LESSON = {
@@ -79,3 +82,29 @@ def test_going_back_gives_learner_replay_and_evaluator_the_checkpoint():
 def test_what_cannot_run_is_told_before_anything_starts(changes: dict, message: str):
     with pytest.raises(Exception, match=message):
         tiny({"runtime": "ray", **changes})
+
+
+def problems_of(changes: dict) -> dict:
+    config = settings_of(changes)
+    [replay] = [s for s in LanguageKind.of(config.config).components(config, None) if s.role == "replay"]
+    return replay.settings["problems"]
+
+
+def test_replay_is_told_how_many_problems_each_lesson_has_and_in_which_order_they_come():
+    lessons = {"dogs": LESSON | {"order": "sequential", "problem_retries": 1}, "birds": LESSON | {"order": "iid"}}
+    problems = problems_of({"curriculum": {"lessons": lessons}})
+    found = CatsEnvironment().training_set()
+    assert found is not None and found.size == 48
+    assert problems == {
+        "cats": {"size": 48, "digest": found.digest, "order": "shuffle", "retries": 3},
+        "dogs": {"size": 48, "digest": found.digest, "order": "sequential", "retries": 1},
+    }
+
+
+@pytest.mark.parametrize(("key", "value"), [("order", "sequential"), ("problem_retries", 5)])
+def test_what_has_no_effect_without_a_number_of_problems_is_refused(key: str, value: Any):
+    endless = LESSON | {"environment": {"env_class": "tests.overseer.environments.FlakyEnvironment"}}
+    assert "dogs" not in problems_of({"curriculum": {"lessons": {"dogs": endless}}})
+    told = f"curriculum.lessons.dogs.{key} is {value!r}, but FlakyEnvironment has no fixed number of training problems"
+    with pytest.raises(ConfigError, match=told):
+        problems_of({"curriculum": {"lessons": {"dogs": endless | {key: value}}}})

@@ -119,7 +119,8 @@ _NAMES = (
     ),
     _Name("gradient_checkpointing enable_gradient_checkpointing", ("learner.remat",), absent="it is not offered here"),
     _Name("max_steps total_steps total_training_steps num_updates total_timesteps", ("steps",), hint="in updates"),
-    _Name("num_train_epochs total_epochs", ("steps",), hint="in updates; there are no epochs over the data"),
+    _Name("num_train_epochs total_epochs", ("steps",), hint="in updates; data/epoch counts epochs"),
+    _Name("shuffle_dataset", ("curriculum.lessons.*.order",), hint="shuffle, sequential or iid"),
     _Name("bf16 torch_dtype model_dtype", ("model.dtype",)),
     _Name("fp16", absent="float16 is not supported; model.dtype is float32 or bfloat16"),
     _Name(

@@ -5,6 +5,7 @@ load → parity probe → evaluate untrained → warm start, probed again → ev
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -24,7 +25,7 @@ from penstock.overseer.language.given import GivenObjects
 from penstock.overseer.language.inference import make_inference
 from penstock.overseer.language.local import local_components
 from penstock.overseer.language.preparation import Preparation
-from penstock.overseer.language.replay import make_curriculum, make_replay
+from penstock.overseer.language.replay import make_curriculum, make_replay, problem_rules
 from penstock.overseer.language.rollout import make_rollout
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.metrics import (
@@ -197,8 +198,8 @@ class LanguageKind:
         self._objects = list(objects)
 
     @classmethod
-    def of(cls, config: RunConfig, given: GivenObjects | None = None) -> Self:
-        """With the environments of the run's lessons; those that were given are not made again.
+    def of(cls, config: RunConfig, given: GivenObjects | None = None, factories: Factories | None = None) -> Self:
+        """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
             ConfigError: one cannot be made.
@@ -206,7 +207,7 @@ class LanguageKind:
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
-        return cls(made, objects=() if given is None else given.words)
+        return cls(made, factories, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------
 
@@ -246,8 +247,11 @@ class LanguageKind:
     def components(self, settings: Settings[RunConfig], states: Mapping[str, Any] | None) -> list[ComponentSpec]:
         """Replay, curriculum, learner, inference servers, rollout workers, evaluator."""
         config, state = settings.config, None if states is None else states["evaluator"]
+        rules = problem_rules(config, self._environments)
+        problems = {lesson_id: asdict(rule) for lesson_id, rule in rules.items()}
         return [
-            *(self._spec(settings, role, 0) for role in ("replay", "curriculum", "learner")),
+            self._spec(settings, "replay", 0, problems=problems),
+            *(self._spec(settings, role, 0) for role in ("curriculum", "learner")),
             *(self._spec(settings, "inference", index) for index in range(config.inference.servers)),
             *(self._rollout(settings, index) for index in range(rollout_workers(config))),
             self._spec(settings, "evaluator", 0, state=state),

@@ -28,7 +28,7 @@ from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
-from penstock.overseer.language.replay import arrived_examples
+from penstock.overseer.language.replay import arrived_examples, problem_rules
 from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
@@ -37,7 +37,14 @@ from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
 from penstock.overseer.tasks import LocalComponent
 from penstock.overseer.trainer import LearnerComponent
-from penstock.replay import LANGUAGE, PacedReplayBuffer, RolloutReceiver, TicketRules, open_rollout_storage
+from penstock.replay import (
+    LANGUAGE,
+    PacedReplayBuffer,
+    ProblemRules,
+    RolloutReceiver,
+    TicketRules,
+    open_rollout_storage,
+)
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
 from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, WeightVersion
@@ -94,7 +101,7 @@ def local_components(
         lambda: replay.issuer.last_lesson,
     )
     names = {environment.name for environment in environments.values()}
-    replay = LocalReplay(context("replay-0"), settings, manager, names, log)
+    replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
     rollout = LocalRollout(context("rollout-0"), settings, manager, replay, weights, evaluator)
     replay.on_admit = rollout.begin
     shared = SharedParts(weights, LocalBatches(replay.opened, replay.states), manager)
@@ -133,6 +140,7 @@ class LocalReplay(ThreadedComponent):
         manager: Has the curriculum, and hears of every group.
         environment_names: Of its environments.
         log: Shows groups, and writes their metrics with those of the next update.
+        problems: As `problem_rules` gives them.
 
     Attributes:
         opened: Store, ledger, buffer, batches.
@@ -147,6 +155,7 @@ class LocalReplay(ThreadedComponent):
         manager: RolloutManager,
         environment_names: Collection[str],
         log: RunLog,
+        problems: Mapping[str, ProblemRules],
     ) -> None:
         super().__init__(ctx, settings)
         self.on_admit: Callable[[], None] = lambda: None
@@ -170,7 +179,7 @@ class LocalReplay(ThreadedComponent):
             make_batch_makers(config, environment_names),
             steps=config.steps,
             keep_checkpoints=config.overseer.keep_checkpoints,
-            tickets=TicketRules(config.seed, curriculum, group_size_of),
+            tickets=TicketRules(config.seed, curriculum, group_size_of, problems=problems),
             on_group=on_group,
             on_damage=log.damage,
         )
@@ -197,6 +206,8 @@ class LocalReplay(ThreadedComponent):
         restore_parts(parts, self.opened.buffer, states, self.settings.lineage)
         for event in self._curriculum.restored_events if states is not None else ():
             tell(event)
+        for lesson_id, reason in self.issuer.data_changes.items():
+            self.ctx.event("data_changed", lesson=lesson_id, reason=reason)
 
     def states(self) -> dict[str, Any]:
         """What belongs into a checkpoint beside the buffer's state."""

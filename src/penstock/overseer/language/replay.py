@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from penstock.batch import example_from_rollout
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
-from penstock.environments import load_environment
+from penstock.curriculum.config import PROBLEM_RETRIES
+from penstock.environments import Environment, load_environment
 from penstock.learner import read_states
 from penstock.overseer.assembly import make_batch_makers, open_replay, restore_parts
 from penstock.overseer.component import CallCounter, Settings, SteadyClock, ThreadedComponent
@@ -29,13 +30,14 @@ from penstock.replay import (
     LANGUAGE,
     MemoryRolloutStorage,
     PacedReplayBuffer,
+    ProblemRules,
     ReplayBuffer,
     ReplayService,
     RolloutReceiver,
     TicketRules,
     TicketService,
 )
-from penstock.types import AnyRollout, RLExample, RolloutGroup, RolloutSink
+from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup, RolloutSink
 
 
 class CurriculumRole(ThreadedComponent):
@@ -115,10 +117,46 @@ def arrived_examples(
     return found
 
 
-class ReplayRole(ThreadedComponent):
-    """Runs one `ReplayService`."""
+def problem_rules(config: RunConfig, environments: Mapping[str, Environment]) -> dict[str, ProblemRules]:
+    """The lessons whose problems are trained once per epoch, with what tickets are drawn by.
 
-    def __init__(self, ctx: ComponentContext, settings: Settings) -> None:
+    Args:
+        config: The run's, with the order of each lesson's problems.
+        environments: By lesson; one that is missing has no epochs.
+
+    Raises:
+        ConfigError: an order or retries are asked for where problems are made without an end.
+    """
+    found: dict[str, ProblemRules] = {}
+    for lesson_id, environment in environments.items():
+        lesson = config.curriculum.lessons[lesson_id]
+        if lesson.order == "iid":
+            continue
+        problems = environment.training_set()
+        if problems is not None:
+            found[lesson_id] = ProblemRules(problems.size, problems.digest, lesson.order, lesson.problem_retries)
+            continue
+        for key, usual in (("order", "shuffle"), ("problem_retries", PROBLEM_RETRIES)):
+            if (value := getattr(lesson, key)) != usual:
+                raise ConfigError(
+                    f"curriculum.lessons.{lesson_id}.{key} is {value!r}, but {type(environment).__name__} has no fixed "
+                    "number of training problems: leave it out, or give the environment a training_set"
+                )
+    return found
+
+
+class ReplayRole(ThreadedComponent):
+    """Runs one `ReplayService`.
+
+    Args:
+        ctx: Of the component.
+        settings: The run, with its config, directory and lineage.
+        problems: As `problem_rules` gives them; without, no lesson has epochs.
+    """
+
+    def __init__(
+        self, ctx: ComponentContext, settings: Settings, problems: Mapping[str, ProblemRules] | None = None
+    ) -> None:
         super().__init__(ctx, settings)
         config, lineage, replay = settings.config, settings.lineage, settings.config.replay
         clock = SteadyClock()
@@ -132,7 +170,7 @@ class ReplayRole(ThreadedComponent):
             on_event=self._on_curriculum_event,
         )
         self._handling, self._receiving = CallCounter(self.activity), CallCounter(self.activity)
-        rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw)
+        rules = TicketRules(config.seed, self._curriculum, self._group_size, self._curriculum.may_draw, problems or {})
         opened = self._replay = open_replay(
             replay,
             settings.directory,
@@ -164,6 +202,8 @@ class ReplayRole(ThreadedComponent):
         parts = {"curriculum": self._curriculum, "issuer": issuer, "replay": buffer}
         states = None if settings.checkpoint is None else read_states(settings.checkpoint)
         restore_parts(parts, buffer, states, lineage)
+        for lesson_id, reason in issuer.data_changes.items():
+            ctx.event("data_changed", lesson=lesson_id, reason=reason)
         self._serving = self._admitting = False
         self._alive: set[Identity] = set()
         for method in SERVED:
@@ -293,5 +333,6 @@ class ReplayRole(ThreadedComponent):
 
 
 def make_replay(ctx: ComponentContext, settings: Mapping[str, Any]) -> ReplayRole:
-    """Factory of the replay buffer."""
-    return ReplayRole(ctx, Settings.of(settings, RunConfig))
+    """Factory of the replay buffer; `settings` has the lessons' ``problems``, if any, beside those of the run."""
+    problems = {lesson_id: ProblemRules(**values) for lesson_id, values in settings.get("problems", {}).items()}
+    return ReplayRole(ctx, Settings.of(settings, RunConfig), problems)
