@@ -165,7 +165,8 @@ def test_make_train_installs_what_a_run_needs_and_no_more(tmp_path):
 def test_make_test_installs_everything_in_one_go_before_it_checks(tmp_path):
     commands = commands_of("test", tmp_path)
     assert re.findall(r"--editable (\S+)", commands) == ['".[dev]"']
-    assert commands.index("--editable") < commands.index("pyright") < commands.index("pytest")
+    assert commands.index("--editable") < commands.index("ruff check") < commands.index("/pyright >")
+    assert commands.index("/pyright >") < commands.index("pytest --numprocesses"), "types are checked beside the tests"
 
 
 def test_make_dist_builds_from_nothing(tmp_path):

@@ -59,12 +59,16 @@ def test_it_is_an_environment_and_has_the_form_of_ours(tmp_path):
             [*ruff, *words, "--line-length", "120", *map(str, made[:2])], capture_output=True, text=True, timeout=60
         )
         assert shown.returncode == 0, shown.stdout + shown.stderr
-    spec = EnvironmentSpec(f"{made[0]}:CountVowelsEnvironment", {"held_out": 2})
+    spec = EnvironmentSpec(f"{made[0]}:CountVowelsEnvironment", {"held_out": 4})
     environment = load_environment(spec)
     context = ScriptedContext(Tokenizer.load("penstock"), lambda prompt, _: prompt.split()[0][::-1])
-    groups, _ = environment.sample(context, 2, 1, Decoding(max_output_tokens=8), 0, "eval")
-    assert sorted(group.key for group in groups) == ["count_vowels:ant", "count_vowels:bee"]
-    assert [group.rewards.tolist() for group in groups] == [[1.0], [1.0]]
+    groups = [
+        group
+        for mode in ("eval", "report")
+        for group in environment.sample(context, 2, 1, Decoding(max_output_tokens=8), 0, mode)[0]
+    ]
+    assert sorted(group.key for group in groups) == [f"count_vowels:{word}" for word in ("ant", "bee", "cat", "cow")]
+    assert all(group.rewards.tolist() == [1.0] for group in groups)
 
 
 @pytest.mark.slow

@@ -228,10 +228,8 @@ def test_no_answer_in_time_names_the_servers_and_what_they_did(start, make_pool)
     hanging, refusing = start(), start(lambda body: HANG_UP)
     hanging.behave = hanging.hang
     pool = make_pool(refusing.known_as("refusing"), request_timeout_s=0.5)
-    with pytest.raises(NoProgressError) as raised:
+    with pytest.raises(NoProgressError, match="inference.request_timeout_s = 0.5: asked refusing#0 .*RemoteProtocolEr"):
         pool.ask([request(0)])
-    assert "inference.request_timeout_s = 0.5" in str(raised.value)
-    assert "asked refusing#0" in str(raised.value) and "RemoteProtocolError" in str(raised.value)
     pool.set_servers([hanging.known_as("hanging")])
     with pytest.raises(NoProgressError, match=r"asked hanging#0 \(times: 1, at last: no answer yet\)"):
         pool.ask([request(0)])

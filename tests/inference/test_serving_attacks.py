@@ -166,6 +166,7 @@ def test_many_expensive_bodies_at_once_cost_nobody_else_anything(server):
     withstands(server, attack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", [1, 6])
 def test_half_open_requests_shut_nobody_out(server, peers):
     """More of them than descriptors: those that say nothing make room for those that do."""

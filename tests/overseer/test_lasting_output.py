@@ -26,6 +26,9 @@ from penstock.overseer import training
 class Conductor:
     step, complete, training_s, lessons, failed_groups, last_failure, results = 3, True, 1.0, {}, 0, "", {}
     newest_metrics = {}
+    class log:
+        class progress:
+            stretches = ()
 class Directory:
     path = __import__("pathlib").Path("mine")
 def run(kind, config, run_dir, resume, recipe, quiet, feed):

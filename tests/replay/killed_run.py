@@ -7,6 +7,7 @@ begins as a fresh process would. Generators take milliseconds; all else is produ
 """
 
 import json
+import logging
 import os
 import random
 import sys
@@ -39,6 +40,7 @@ from penstock.replay import (
 from penstock.rundir import RunDirectory, write_atomically
 from penstock.types import RolloutBatch, RolloutSink, Stopped, Ticket
 
+logging.getLogger("penstock.replay").setLevel(logging.ERROR)  # fates.jsonl says what leaves untrained
 FILES = {"buffer_size": 4, "compact_parts": 4, "compact_rollouts": 32, "compact_after_s": 0}
 PACED = {"groups_per_batch": 3, "staleness_budget": 1, "max_failed_groups_per_batch": 10_000}
 OPEN = {"groups_per_batch": 3, "staleness_budget": 1, "max_rollout_step_delay": 2, "capacity": 40, "max_samples": 3}

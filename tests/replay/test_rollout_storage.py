@@ -126,7 +126,7 @@ def test_a_wait_without_end_names_who_does_not_read(kind):
 
 
 def test_closing_ends_every_wait_and_every_later_call(kind, pool):
-    storage = kind.open(capacity_groups=1, poll_s=30)
+    storage = kind.open(capacity_groups=1, **({"poll_s": 30} if isinstance(kind, FileKind) else {}))
     writer = storage.writer("w")
     write(writer, "a")
     waits = [pool.submit(write, writer, "b"), pool.submit(write, writer, "c")]

@@ -283,7 +283,7 @@ class RetryState:
     def begin(self, server: Server) -> None:
         """Another attempt begins."""
         self._times[str(server)] += 1
-        self._last[str(server)] = "no answer yet"
+        self._last.setdefault(str(server), "no answer yet")
 
     def add(self, server: Server, failure: RetryableFailure) -> None:
         """The attempt failed.
