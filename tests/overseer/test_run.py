@@ -259,10 +259,10 @@ def test_an_evaluation_that_is_cut_short_by_a_loss_holds_no_server_back(run_dir:
     begun, cut_short = threading.Event(), threading.Event()
     evaluate = Evaluator.evaluate
 
-    def slow(self: Evaluator, step: int) -> Any:
+    def slow(self: Evaluator, *asked: Any) -> Any:
         begun.set()
         cut_short.wait(LIMIT_S)  # the first evaluation never ends by itself
-        return evaluate(self, step)
+        return evaluate(self, *asked)
 
     monkeypatch.setattr(Evaluator, "evaluate", slow)
     with running(run_dir, {"steps": 2, "overseer": {"no_progress_s": 1000.0}}) as run:
