@@ -30,10 +30,10 @@ SAYS = {
     "forge_with_ids": "its process wrote .* that is no reply",
     "nested": r"its process wrote b'\[\[\[.* that is no reply|without an end",
     "endless_line": "its process wrote b'xxxx.* without an end within [0-9,]+ bytes",
-    "hang": "took longer than 1 s to score and was stopped: make it faster or raise reward_timeout_s",
-    "stop": "took longer than 1 s to score and was stopped",
-    "stop_parent": "took longer than 1 s to score and was stopped",
-    "detached_hang": "took longer than 1 s to score and was stopped",
+    "hang": "took longer than 3 s to score and was stopped: make it faster or raise reward_timeout_s",
+    "stop": "took longer than 3 s to score and was stopped",
+    "stop_parent": "took longer than 3 s to score and was stopped",
+    "detached_hang": "took longer than 3 s to score and was stopped",
     "detached_exit": r"ended its process \(exit code 1\)",
     "daemons_exit": r"ended its process \(exit code 1\)",
     "crash": "ended its process by SIGSEGV",
@@ -61,7 +61,7 @@ def asking(deed, *texts):
 
 @pytest.fixture
 def pool():
-    made = RewardPool(FUNCTION, 1, 1.0, 60.0)
+    made = RewardPool(FUNCTION, 1, 3.0, 60.0)
     yield made
     made.close()
 

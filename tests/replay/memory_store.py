@@ -61,7 +61,7 @@ class MemoryStore:
     def history(self) -> History:
         sealed = [
             SealedRollout(i, r.group_id, WeightVersion(r.rollout.metadata.lineage, r.rollout.newest_weight_step))
-            for i, r in self.sealed.items()
+            for i, r in list(self.sealed.items())  # the threads of a life that crashed may still seal
         ]
         return History(
             {row["ticket_id"]: row["rollouts"] for row in self.tickets.rows},
