@@ -136,7 +136,7 @@ class _Attempt:
         decoding: Decoding,
         position: int,
     ) -> None:
-        self.conversation = Conversation.about(task.example, task.prompt)
+        self.conversation = environment.begin(task.example, task.prompt)
         self.rollout: Rollout | None = None
         self.failure: Failure | None = None
         self._environment, self._tokenizer, self._task, self._decoding = environment, tokenizer, task, decoding
@@ -340,6 +340,10 @@ class MultiTurnEnvironment(ExampleEnvironment):
     def score(self, conversation: Conversation) -> float:
         """What the finished conversation is worth, at its last token; `Conversation.ending` says how it ended."""
 
+    def begin(self, example: Example, prompt: Prompt) -> Conversation:
+        """A conversation before anybody has said anything; `Conversation.state` is for the environment to fill."""
+        return Conversation.about(example, prompt)
+
     def release(self, conversation: Conversation) -> None:  # noqa: B027  (a hook: most hold nothing)
         """Frees what a conversation holds, such as a process; asked of each at its end, scored or failed."""
 
@@ -389,7 +393,7 @@ class MultiTurnEnvironment(ExampleEnvironment):
     def references(self, example: Example) -> list[Reference]:
         """Each turn of the `solution`, after what the environment answers to those before."""
         prompt, given = self.shaped(example), self.chat_template_kwargs(example)
-        conversation = Conversation.about(example, prompt)
+        conversation = self.begin(example, prompt)
         found: list[Reference] = []
         earlier: list[str] = []
         turns = self.solution(example)

@@ -30,6 +30,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError, validate_call
 from typing_extensions import override
 
+from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example
 from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
 from penstock.types import Message
@@ -147,6 +148,12 @@ class ToolEnvironment(MultiTurnEnvironment):
         return (CALL_END,) if plain else ()
 
     @override
+    def begin(self, example: Example, prompt: Prompt) -> Conversation:
+        conversation = super().begin(example, prompt)
+        conversation.state["calls"] = []
+        return conversation
+
+    @override
     def is_done(self, conversation: Conversation) -> bool:
         return not tool_calls(conversation.text)
 
@@ -156,7 +163,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         replies: list[Message] = []
         for call in tool_calls(conversation.text):
             told = self._call(call)
-            conversation.state.setdefault("calls", []).append((call, told))
+            conversation.state["calls"].append((call, told))
             content = f"<tool_response>{told}</tool_response>" if plain else told
             replies.append({"role": "tool", "name": call.name, "content": content})
         return replies
@@ -164,7 +171,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     @override
     def numbers(self, conversation: Conversation) -> dict[str, float]:
         """Also ``tool_calls``, and the share of them that were errors."""
-        told = [answer for _, answer in conversation.state.get("calls", [])]
+        told = [answer for _, answer in conversation.state["calls"]]
         numbers = {**super().numbers(conversation), "tool_calls": float(len(told))}
         if told:
             numbers["tool_errors"] = sum(answer.startswith("error: ") for answer in told) / len(told)
