@@ -66,7 +66,7 @@ def _end_within(limit_s: float, code: int) -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    from penstock.overseer.lasting_output import lasting_output
+    from penstock.text.lasting_output import lasting_output
 
     with lasting_output() as output:
         code = _exit_code(arguments)

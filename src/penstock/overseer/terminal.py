@@ -23,10 +23,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.overseer.lasting_output import lasting
 from penstock.overseer.progress import Progress, Sample, Series
 from penstock.overseer.results import reward_interval
 from penstock.rundir.commands import command_line
+from penstock.text.lasting_output import lasting
 from penstock.text.safe_text import printable
 from penstock.types import RolloutBatchStats
 from penstock.types.errors import shortened

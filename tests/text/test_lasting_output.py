@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.overseer.lasting_output import LastingOutput, lasting_output
+from penstock.text.lasting_output import LastingOutput, lasting_output
 
 PRINTS = """
 import sys
