@@ -30,11 +30,21 @@ def ends_of(run_dir: Path) -> list[str]:
     return [event["event"] for event in read_events(run_dir / "events.jsonl") if event["event"] in ("end", "failure")]
 
 
-def no_thread_of_a_run_is_left() -> bool:
-    return not [thread.name for thread in threading.enumerate() if thread.name in ("overseer", "run")]
+@pytest.fixture(autouse=True)
+def earlier() -> set[threading.Thread]:
+    """Threads of runs of other tests of this process, which may have been given up."""
+    return {thread for thread in threading.enumerate() if thread.name in ("overseer", "run")}
 
 
-def test_a_loop_sees_each_update_with_its_metrics_batch_and_rollouts(run_dir: Path, capsys):
+def left_since(earlier: set[threading.Thread]) -> list[str]:
+    """The threads of runs that were begun since, and live."""
+    present = [thread for thread in threading.enumerate() if thread.name in ("overseer", "run")]
+    return [thread.name for thread in present if thread not in earlier]
+
+
+def test_a_loop_sees_each_update_with_its_metrics_batch_and_rollouts(
+    run_dir: Path, capsys, earlier: set[threading.Thread]
+):
     loop = penstock.updates(tiny(), run_dir, quiet=True)
     assert loop.summary is None and not run_dir.exists()
     steps = []
@@ -56,14 +66,16 @@ def test_a_loop_sees_each_update_with_its_metrics_batch_and_rollouts(run_dir: Pa
     assert loop.summary.metrics == update.metrics and "cats" in loop.summary.after
     assert next(loop, None) is None
     loop.close()
-    assert no_thread_of_a_run_is_left()
+    assert not left_since(earlier)
 
 
-def test_break_ends_the_run_at_that_update_with_a_checkpoint_and_it_goes_on(run_dir: Path):
+def test_break_ends_the_run_at_that_update_with_a_checkpoint_and_it_goes_on(
+    run_dir: Path, earlier: set[threading.Thread]
+):
     for update in penstock.updates(tiny({"steps": 50}), run_dir, quiet=True):
         if update.step == 2:
             break
-    assert no_thread_of_a_run_is_left()
+    assert not left_since(earlier)
     assert checkpoints(run_dir) == ["step-0", "step-2"] and ends_of(run_dir) == ["end"]
     status = read_status(run_dir / "status.json")
     assert (status["state"], status["step"]) == ("stopped", 2)
@@ -72,11 +84,11 @@ def test_break_ends_the_run_at_that_update_with_a_checkpoint_and_it_goes_on(run_
     assert [update.step for update in penstock.updates(run_dir=run_dir, resume=True, quiet=True, steps=3)] == [3]
 
 
-def test_an_exception_in_the_loop_ends_the_run_and_is_raised(run_dir: Path):
+def test_an_exception_in_the_loop_ends_the_run_and_is_raised(run_dir: Path, earlier: set[threading.Thread]):
     with pytest.raises(ZeroDivisionError):
         for update in penstock.updates(tiny({"steps": 50}), run_dir, quiet=True):
             print(1 / (update.step - 1))
-    assert no_thread_of_a_run_is_left()
+    assert not left_since(earlier)
     assert checkpoints(run_dir) == ["step-0", "step-1"] and ends_of(run_dir) == ["end"]
 
 
@@ -92,12 +104,12 @@ def test_ctrl_c_while_an_update_is_awaited_ends_the_loop_with_a_checkpoint(run_d
     assert read_status(run_dir / "status.json")["state"] == "stopped"
 
 
-def test_ctrl_c_in_the_body_is_raised_and_ends_the_run(run_dir: Path):
+def test_ctrl_c_in_the_body_is_raised_and_ends_the_run(run_dir: Path, earlier: set[threading.Thread]):
     with pytest.raises(KeyboardInterrupt):
         for update in penstock.updates(tiny({"steps": 50}), run_dir, quiet=True):
             assert update.step == 1
             raise KeyboardInterrupt
-    assert no_thread_of_a_run_is_left() and checkpoints(run_dir) == ["step-0", "step-1"]
+    assert not left_since(earlier) and checkpoints(run_dir) == ["step-0", "step-1"]
 
 
 @pytest.mark.slow
@@ -111,13 +123,13 @@ def test_a_body_may_take_longer_than_a_run_may_be_silent(run_dir: Path):
     assert update.step == 2 and ends_of(run_dir) == ["end"]
 
 
-def test_what_a_run_fails_with_is_raised_by_the_loop(run_dir: Path):
+def test_what_a_run_fails_with_is_raised_by_the_loop(run_dir: Path, earlier: set[threading.Thread]):
     config = tiny({"replay": {"max_failed_groups_per_batch": 2}})
     reached = []
     with pytest.raises(PenstockError, match="failed"):
         for update in penstock.updates(config, run_dir, quiet=True, environment=RaisingEnvironment):
             reached.append(update.step)
-    assert not reached and ends_of(run_dir) == ["failure"] and no_thread_of_a_run_is_left()
+    assert not reached and ends_of(run_dir) == ["failure"] and not left_since(earlier)
 
 
 def test_a_run_that_fails_while_an_update_is_looked_at_is_raised_by_the_next(run_dir: Path, monkeypatch):
