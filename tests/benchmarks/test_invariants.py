@@ -77,6 +77,7 @@ def part_with(run: RunDirectory, rollout_id: str) -> Path:
 # --- runs as they should be ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_two_lives_breaks_no_rule(run):
     assert violations(run, step=STEPS) == []
 

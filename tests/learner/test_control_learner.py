@@ -51,6 +51,7 @@ def changed(before: ControlPolicy, after: ControlPolicy) -> set[str]:
     return {name for name in old if not np.array_equal(old[name], new[name])}
 
 
+@pytest.mark.slow
 def test_actions_that_paid_become_more_probable():
     """A bandit: action 2 pays 1, others nothing; the policy is asked anew before every update."""
     learner = ControlLearner(make_policy(policy_gain=0.01), SMALL, 30)

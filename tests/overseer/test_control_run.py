@@ -228,7 +228,8 @@ def test_a_worker_waits_for_room_no_longer_than_it_is_told_to(run_dir: Path):
     assert death["component"].startswith("rollout-") and "replay.max_waiting_s" in death["reason"]
 
 
-@pytest.mark.parametrize("name", ["learner-0", pytest.param("replay-0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learner-0", "replay-0"])
 def test_the_loss_of_learner_or_replay_goes_back_to_the_newest_checkpoint(run_dir: Path, name: str):
     with running(run_dir, {"steps": 10}) as run:
         run.until(lambda: run.conductor.step >= 5, "fifth update")

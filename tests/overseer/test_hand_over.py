@@ -81,6 +81,7 @@ def test_a_receiver_that_is_gone_ends_the_run_by_name(run_dir: Path, monkeypatch
     assert read_status(run_dir / "status.json")["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_an_error_in_the_receiver_ends_the_run_with_that_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     import penstock.overseer.language.local as local
 

@@ -110,6 +110,7 @@ def running(path: Path, changes: dict[str, Any]) -> Iterator[Run]:
         run.launcher.close(5.0)
 
 
+@pytest.mark.slow
 def test_a_run_of_many_components_without_signal_says_so(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.overseer.metrics.NO_SIGNAL_UPDATES", 3)
     lesson = {"environment": {"env_class": "tests.overseer.environments.UnmovedEnvironment"}}

@@ -168,6 +168,7 @@ def test_a_loop_that_is_forgotten_ends_with_the_interpreter(tmp_path: Path):
     assert checkpoints(tmp_path / "run") == ["step-0", "step-2"] and ends_of(tmp_path / "run") == ["end"]
 
 
+@pytest.mark.slow
 def test_a_fleets_updates_have_their_fragments(run_dir: Path):
     for update in penstock.updates(tiny_control({"steps": 2}), run_dir, quiet=True):
         fragments = [fragment.group_id for fragment in update.rollouts.rollouts()]

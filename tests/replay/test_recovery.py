@@ -167,9 +167,7 @@ def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
     resumed.buffer.check_ledger()
 
 
-@pytest.mark.attack
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+CRASHES = given(
     s=st.integers(0, 3),
     samples=st.sampled_from([1, 2]),
     lives=st.lists(st.tuples(st.integers(1, 250), st.integers(0, 1000)), min_size=1, max_size=4),
@@ -179,10 +177,14 @@ def test_a_group_that_nobody_claims_in_time_is_stale(after_the_checkpoint):
     ahead=st.integers(0, 2),
     maker=st.sampled_from(["deadline", "recency", "grpo"]),
 )
-@pytest.mark.attack
-def test_the_ledger_closes_after_crashes_at_any_point(
-    sim, tmp_path_factory, s, samples, lives, filtering, every, explicit, ahead, maker
-):
+
+
+def crashes(examples):
+    """How many runs that crash are tried."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def close_after_crashes(sim, tmp_path_factory, s, samples, lives, filtering, every, explicit, ahead, maker):
     """Several lives in a row, each ending anywhere, resumed from the newest checkpoint or from any earlier one."""
     config = config_of(
         s,
@@ -228,6 +230,20 @@ def test_the_ledger_closes_after_crashes_at_any_point(
     ended = {i for i, logged in history.fates.items() if logged.fate in FATES}
     live = [i for ids in history.tickets().values() for i in ids if i not in ended]
     assert len(live) == counts["in_flight"] + counts["waiting"]
+
+
+@crashes(10)
+@CRASHES
+@pytest.mark.attack
+def test_the_ledger_closes_after_crashes_at_any_point(sim, tmp_path_factory, **run):
+    close_after_crashes(sim, tmp_path_factory, **run)
+
+
+@pytest.mark.slow
+@crashes(80)
+@CRASHES
+def test_the_ledger_closes_after_many_crashes(sim, tmp_path_factory, **run):
+    close_after_crashes(sim, tmp_path_factory, **run)
 
 
 # --- the plan, case by case -----------------------------------------------------------------------------------

@@ -443,6 +443,7 @@ def test_the_engine_has_the_limit_of_a_start_for_each_program_and_each_is_told(t
     assert told == {"component": "inference-0", "program": "decode, window 32", "number": 1, "of": 1, "seconds": 0.5}
 
 
+@pytest.mark.slow
 def test_a_runs_server_and_its_clients_speak_tls(tmp_path, broadcast):
     certificate, key = write_certificate(tmp_path)
     files = {"tls_cert": certificate, "tls_key": key, "tls_ca": certificate}
