@@ -95,6 +95,12 @@ def test_the_latest_is_the_highest_number_and_the_oldest_are_removed(tmp_path, l
     assert latest_checkpoint(tmp_path) == tmp_path / "step-11"
 
 
+def test_every_nth_stays_for_good(tmp_path, learner):
+    for step in (5, 10, 15, 20, 25, 30, 35):
+        _save(tmp_path, learner, step, keep_last=2, keep_every=15)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-15", "step-30", "step-35"]
+
+
 def test_what_was_just_written_is_never_removed(tmp_path, learner):
     _save(tmp_path, learner, 9)
     assert _save(tmp_path, learner, 5, keep_last=1).is_dir()

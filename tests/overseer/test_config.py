@@ -18,6 +18,10 @@ def test_a_dumped_config_loads_as_itself():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"overseer": {"checkpoint_every": 20, "keep_every": 50}},
+            r"overseer: .*keep_every \(50\) must be a multiple of checkpoint_every \(20\), such as 60",
+        ),
         ({"learner": {"row_length": 32}}, "learner.row_length is 32, shorter than inference.max_seq_len = 48"),
         ({"async": False, "rollout": {"max_concurrent_groups": 2}}, "rollout.max_concurrent_groups is 2"),
         (

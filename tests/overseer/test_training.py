@@ -126,7 +126,7 @@ def test_staleness_zero_reproduces_itself_to_the_last_bit(tmp_path: Path):
 
 
 def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path):
-    changes = {"async": False, "overseer": {"checkpoint_every": 2}}
+    changes = {"async": False, "overseer": {"checkpoint_every": 2, "keep_every": 2, "keep_checkpoints": 1}}
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     train(tiny({**changes, "steps": 4}), straight, quiet=True)
     train(tiny({**changes, "steps": 2}), stopped, quiet=True)
@@ -141,6 +141,8 @@ def test_a_resumed_run_goes_the_way_of_one_that_was_never_stopped(tmp_path: Path
 
     assert updates(straight) == updates(stopped)
     np.testing.assert_equal(weights(straight, 4), weights(stopped, 4))
+    kept = [sorted(path.name for path in (run / "checkpoints").glob("step-*")) for run in (straight, stopped)]
+    assert kept == [["step-0", "step-2", "step-4"]] * 2
     ledger = read_status(stopped / "status.json")["ledger"]
     assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
     assert ledger["trained"] == 4 * 3 * 3

@@ -13,6 +13,7 @@ class Fakes:
         self.step = 0
         self.seen: list[str] = []
         self.waits = waits
+        self.checkpoint_every = 1
 
     def next_batch(self, step: int, timeout_s: float) -> TrainingBatch:
         if self.waits:
@@ -47,12 +48,16 @@ class Fakes:
     def on_step(self, step: int, metrics) -> None:
         self.seen.append(f"metrics {step}")
 
+    def checkpoint_due(self, step: int) -> bool:
+        return step % self.checkpoint_every == 0
+
     def save(self, step: int) -> None:
         self.seen.append(f"checkpoint {step}")
 
 
-def loop_of(fakes: Fakes, steps: int = 2, checkpoint_every: int = 1) -> TrainingLoop:
-    return TrainingLoop(fakes, fakes, fakes, fakes, WeightVersion(0, steps), checkpoint_every)
+def loop_of(fakes: Fakes, steps: int = 2, checkpoint_every: int = 1, publish_first: bool = False) -> TrainingLoop:
+    fakes.checkpoint_every = checkpoint_every
+    return TrainingLoop(fakes, fakes, fakes, fakes, WeightVersion(0, steps), publish_first)
 
 
 def test_when_no_batch_can_come_the_last_version_is_kept():
@@ -95,6 +100,14 @@ def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last
     second = ["publish 1", "batch 1", "before 1", "after 2", "finish 1", "current 2", "checkpoint 2", "metrics 2"]
     assert fakes.seen == first + second
     assert loop.doing == "done at step 2"
+
+
+def test_where_generation_runs_ahead_a_version_is_published_once_and_before_it_is_saved():
+    fakes = Fakes()
+    loop_of(fakes, steps=3, checkpoint_every=2, publish_first=True).run()
+    told = [what for what in fakes.seen if what.startswith(("publish", "checkpoint", "metrics", "current"))]
+    first = ["publish 0", "current 1", "metrics 1", "publish 1", "current 2", "publish 2", "checkpoint 2", "metrics 2"]
+    assert told == [*first, "current 3", "metrics 3", "checkpoint 3"]
 
 
 def test_a_batch_is_waited_for_as_long_as_it_takes():

@@ -240,7 +240,13 @@ def _cannot_be_read(path: Path, error: Exception) -> CheckpointError:
 
 
 def save_checkpoint(
-    root: Path, step: int, learner: SavedLearner, tokenizer: Any, states: Mapping[str, Any], keep_last: int = 2
+    root: Path,
+    step: int,
+    learner: SavedLearner,
+    tokenizer: Any,
+    states: Mapping[str, Any],
+    keep_last: int = 2,
+    keep_every: int | None = None,
 ) -> Path:
     """Writes ``root/step-<step>`` and returns it once it is on the disk.
 
@@ -250,7 +256,8 @@ def save_checkpoint(
         learner: Parameters and optimiser state.
         tokenizer: Goes into ``model/``; None for a control policy.
         states: JSON-serialisable, by component.
-        keep_last: How many checkpoints stay; the oldest beyond are removed.
+        keep_last: How many of the newest checkpoints stay; older ones are removed.
+        keep_every: But not those whose step is a multiple of this.
 
     Raises:
         CheckpointError: the step exists already, or a state cannot be written as JSON.
@@ -273,7 +280,7 @@ def save_checkpoint(
     _settle(temporary)
     os.rename(temporary, target)
     _flush(root)
-    _remove_oldest(root, keep_last, target)
+    _remove_oldest(root, keep_last, keep_every, target)
     return target
 
 
@@ -347,9 +354,11 @@ def _write(directory: Path, step: int, learner: SavedLearner, tokenizer: Any, st
     (directory / "manifest.json").write_text(json.dumps(make_manifest(directory), indent=1))
 
 
-def _remove_oldest(root: Path, keep_last: int, newest: Path) -> None:
+def _remove_oldest(root: Path, keep_last: int, keep_every: int | None, newest: Path) -> None:
     others = [path for path in find_checkpoints(root) if path != newest]
     for path in others[: len(others) + 1 - max(keep_last, 1)]:
+        if keep_every is not None and int(path.name.removeprefix("step-")) % keep_every == 0:
+            continue
         doomed = root / f"{TEMPORARY}removed-{path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(path, doomed)  # half a checkpoint must never look like one
         shutil.rmtree(doomed)

@@ -1,5 +1,6 @@
 """The configuration of a run: every stage's own config composed, and checked against one another."""
 
+from math import ceil
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -22,7 +23,8 @@ class OverseerConfig(BaseModel):
         no_progress_s: A run in which nothing moves for so long ends with an error naming who owes progress.
         status_s: Seconds between two writes of status.json.
         checkpoint_every: Updates between checkpoints; the last update is always followed by one.
-        keep_checkpoints: How many checkpoints stay.
+        keep_checkpoints: How many of the newest checkpoints stay.
+        keep_every: Checkpoints whose step is a multiple of this stay for good, too; None: none of them.
         stop_timeout_s: Longest wait for a component to stop.
         heartbeat_s: Seconds between two looks at a component in a process of its own.
         heartbeat_timeout_s: A component that does not answer for so long counts as dead; it is ended and replaced.
@@ -42,6 +44,7 @@ class OverseerConfig(BaseModel):
     status_s: float = Field(default=2.0, gt=0)
     checkpoint_every: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
     stop_timeout_s: float = Field(default=60.0, gt=0)
     heartbeat_s: float = Field(default=1.0, gt=0)
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
@@ -53,6 +56,22 @@ class OverseerConfig(BaseModel):
     straggler_factor: float = Field(default=3.0, gt=1)
     replace_stragglers: bool = False
     private: bool = False
+
+    @model_validator(mode="after")
+    def _something_is_kept(self) -> "OverseerConfig":
+        if self.keep_every is not None and self.keep_every % self.checkpoint_every:
+            next_one = ceil(self.keep_every / self.checkpoint_every) * self.checkpoint_every
+            raise ValueError(
+                f"keep_every ({self.keep_every}) must be a multiple of checkpoint_every ({self.checkpoint_every}), "
+                f"such as {next_one}: other steps have no checkpoint"
+            )
+        return self
+
+    @property
+    def checkpoints_in_words(self) -> str:
+        """How often there is one, and which stay."""
+        every = "" if self.keep_every is None else f", and every {self.keep_every}th for good"
+        return f"every {self.checkpoint_every} updates, the last {self.keep_checkpoints} kept{every}"
 
     @property
     def start_limit_s(self) -> float:

@@ -76,8 +76,7 @@ def _component_lines(config: RunConfig) -> list[str]:
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
         f"loss {learner.loss.preset}",
-        "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
-        f"{config.overseer.keep_checkpoints} kept",
+        "checkpoints": config.overseer.checkpoints_in_words,
         "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]

@@ -238,7 +238,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._commits,
             self,
             WeightVersion(self.settings.lineage, self.config.steps),
-            self.config.overseer.checkpoint_every,
+            publish_first=not self.config.replay.synchronous,
         )
         if self.settings.checkpoint is None:
             self.save(learner.step)
@@ -298,14 +298,19 @@ class LearnerComponent(ThreadedComponent[Any]):
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
+    def checkpoint_due(self, step: int) -> bool:
+        """Every `overseer.checkpoint_every` updates."""
+        return step % self.config.overseer.checkpoint_every == 0
+
     def save(self, step: int) -> None:
         """Writes a checkpoint as soon as there is room."""
         settings = self.settings
-        folder, keep = settings.directory.checkpoints, self.config.overseer.keep_checkpoints
+        folder, limits = settings.directory.checkpoints, self.config.overseer
+        keep = limits.keep_checkpoints, limits.keep_every
         path = save_when_there_is_room(
             settings.directory,
             lambda: self._states(step),
-            lambda states: save_checkpoint(folder, step, self.learner, self._codec, states, keep),
+            lambda states: save_checkpoint(folder, step, self.learner, self._codec, states, *keep),
             self.config.replay.store.full_disk_s,
             self._wait_for_room,
         )

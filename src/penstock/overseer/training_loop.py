@@ -1,10 +1,12 @@
 """The learner's loop: a batch in, one update, new weights out. Reads as pseudocode; the parts do the work.
 
-The order inside an update is the run's commit protocol: the batch file (the intent) is written before the batch
-is handed out; fates follow the update; the checkpoint's rename is the only commit; and the replay buffer hears of
-a version before it is published, so that a rollout with a newer stamp is truly from the future. Metrics are taken
-before it too: at staleness zero everything else stands still then, so they reproduce themselves. The last version is
-not published: nothing would be trained on what it generates.
+The order inside an update is the run's commit protocol: the batch file (the intent) is written before the batch is
+handed out; fates follow the update; the checkpoint's rename is the only commit; and the replay buffer hears of a
+version before it is published, so that a rollout with a newer stamp is truly from the future. Where generation runs
+ahead, a version is published before it is saved, so that nobody waits for the disk: one that is never saved is of a
+life that ended, as those between two checkpoints are. At staleness zero checkpoint and metrics come first: everything
+else stands still then, so they reproduce themselves. The last version is not published: nothing would be trained on
+what it generates.
 """
 
 import threading
@@ -69,6 +71,10 @@ class LoopOwner(Protocol):
         """
         ...
 
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether version `step` gets one, be it the last or not."""
+        ...
+
     def save(self, step: int) -> None:
         """Writes a checkpoint of the update boundary; returns when it is durable."""
         ...
@@ -91,7 +97,7 @@ class TrainingLoop:
         commit: The replay buffer, which hears of updates.
         owner: Publishes, saves, and takes metrics.
         goal: Version to reach, of this life of the run.
-        checkpoint_every: Updates between checkpoints.
+        publish_first: Whether a version is published before its checkpoint is written.
     """
 
     def __init__(
@@ -101,14 +107,15 @@ class TrainingLoop:
         commit: Commit,
         owner: LoopOwner,
         goal: WeightVersion,
-        checkpoint_every: int,
+        publish_first: bool,
     ) -> None:
         self._learner = learner
         self._source = source
         self._commit = commit
         self._owner = owner
         self._goal = goal
-        self._checkpoint_every = checkpoint_every
+        self._publish_first = publish_first
+        self._published_step = -1
         self._stopping = threading.Event()
         self._saved_step = learner.step
         self._publish_s = 0.0
@@ -135,9 +142,13 @@ class TrainingLoop:
         self.doing = f"done at step {self._learner.step}"
 
     def _publish(self) -> None:
+        step = self._learner.step
+        if step == self._published_step:
+            return
         started = time.perf_counter()
-        self._owner.publish(WeightVersion(self._goal.lineage, self._learner.step), self._owner.arrays())
+        self._owner.publish(WeightVersion(self._goal.lineage, step), self._owner.arrays())
         self._publish_s = time.perf_counter() - started
+        self._published_step = step
 
     def _update(self, batch: TrainingBatch, started: float) -> None:
         step = batch.step
@@ -148,13 +159,18 @@ class TrainingLoop:
         updated = time.perf_counter()
         self._commit.finish_update(step)
         self._commit.set_current_step(step + 1)
-        if (step + 1) % self._checkpoint_every == 0:
+        publish_s, checkpoint_s = self._publish_s, 0.0
+        if self._owner.checkpoint_due(step + 1):
+            if self._publish_first and step + 1 < self._goal.step:
+                self._publish()
+            saving = time.perf_counter()
             self._save(step + 1)
+            checkpoint_s = time.perf_counter() - saving
         metrics |= {
             "time/wait_for_batch": received - started,
             "time/update": updated - received,
-            "time/checkpoint": time.perf_counter() - updated,
-            "weights/publish_s": self._publish_s,
+            "time/checkpoint": checkpoint_s,
+            "weights/publish_s": publish_s,
         }
         self._owner.on_step(step + 1, metrics)
 

@@ -301,6 +301,11 @@ class FragmentReplayConfig(BaseModel):
             return None
         return 2 * self.fragments_per_batch if self.max_waiting is None else self.max_waiting
 
+    @property
+    def synchronous(self) -> bool:
+        """Never: simulators go on while the policy is updated."""
+        return False
+
     def buffer_config(self) -> ReplayBufferConfig:
         """The same as a replay buffer takes it. Language's filters are off, and nothing is formed ahead."""
         return ReplayBufferConfig(

@@ -147,8 +147,7 @@ def _component_lines(config: FleetRunConfig) -> list[str]:
         f"most {replay.most_waiting or 'any number'} wait, up to {replay.max_staleness} versions old",
         "learner": f"PPO, {config.steps} updates",
         "evaluator": f"{when}{evaluation.episodes} episodes per task at the end, in {evaluation.simulators} simulators",
-        "checkpoints": f"every {config.overseer.checkpoint_every} updates, the last "
-        f"{config.overseer.keep_checkpoints} kept",
+        "checkpoints": config.overseer.checkpoints_in_words,
         "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]
