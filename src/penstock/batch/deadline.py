@@ -25,7 +25,7 @@ class DeadlineBatchMaker(PacedBatchMaker):
     Advantages are of the rollouts of a group that are here when it is used.
 
     Args:
-        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp or turn.
+        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp, reinforce_pp_baseline or turn.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         ordered: Order by ticket, not by arrival, so that staleness zero does not depend on thread timing.
         allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.

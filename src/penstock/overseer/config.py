@@ -250,6 +250,16 @@ class RunConfig(BaseModel):
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
                 "but learner.loss.advantage: turn learns from where in them that was; leave it out"
             )
+        if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
+            raise ValueError(
+                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
+                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; leave it out"
+            )
+        if self.learner.minibatches > replay.groups_per_batch:
+            raise ValueError(
+                f"learner.minibatches is {self.learner.minibatches}, more than replay.groups_per_batch = "
+                f"{replay.groups_per_batch}: a minibatch has at least one whole group; lower it"
+            )
 
     def dump(self) -> dict[str, Any]:
         """Plain values under the names that YAML uses."""
