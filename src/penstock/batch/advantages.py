@@ -20,9 +20,12 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 
 from penstock.batch.group_pool import PooledGroup
-from penstock.types import AnyRollout, RolloutGroup
+from penstock.types import AnyRollout, ConfigError, RolloutGroup
 
 AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "turn"]
+
+GroupAdvantage = Callable[[RolloutGroup], np.ndarray]
+"""A group's rollouts to float32 [n], one advantage each."""
 
 OF_THE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
 """Advantages that change with whatever else is in the batch."""
@@ -134,18 +137,33 @@ ADVANTAGES: dict[str, Callable[[RolloutGroup], np.ndarray]] = {"rloo": rloo, "gr
 
 
 def compute_advantages(
-    name: AdvantageName, groups: Sequence[RolloutGroup]
+    name: AdvantageName | GroupAdvantage, groups: Sequence[RolloutGroup]
 ) -> Sequence[np.ndarray | Sequence[np.ndarray]]:
-    """The advantages of a batch by name: for each group, in order, one for each rollout.
+    """The advantages of a batch, by name or by one's own function: for each group, in order, one for each rollout.
 
     Returns:
         Of each group float32 [n]; under ``turn`` n arrays, float32 [r], one number per response token.
+
+    Raises:
+        ConfigError: one's own function gave anything but one finite number for each rollout.
     """
+    if callable(name):
+        return [_checked(name(group), group) for group in groups]
     if name in OF_THE_BATCH:
         return reinforce_pp(groups, baseline=name == "reinforce_pp_baseline")
     if name == "turn":
         return [turn(group) for group in groups]
     return [ADVANTAGES[name](group) for group in groups]
+
+
+def _checked(values: np.ndarray, group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    advantages = np.asarray(values, np.float32)
+    if advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
+        raise ConfigError(
+            f"learner.loss.module: compute_advantages gave {advantages.tolist()} for group {group.group_id}: it must "
+            f"be one finite number for each of its {len(group.rollouts)} rollouts"
+        )
+    return advantages
 
 
 def _over_valid(group: RolloutGroup, formula: Callable[[RolloutGroup], np.ndarray]) -> np.ndarray:

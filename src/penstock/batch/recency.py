@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from typing_extensions import override
 
-from penstock.batch.advantages import OF_THE_BATCH, AdvantageName, compute_advantages, has_signal
+from penstock.batch.advantages import OF_THE_BATCH, AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
 from penstock.batch.examples import Advantage, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
@@ -28,10 +28,10 @@ class RecencyBatchMaker(PacedBatchMaker):
     come before any draw, whole: those due, then the oldest; they may be drawn from their first use on.
 
     Args:
-        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp, reinforce_pp_baseline or turn.
-            With single rollouts as units a group's advantages are computed once, over all its rollouts that are here at the first
-            `create_batch` after they were added, and stay when some of them leave; reinforce_pp is always of the batch.
-            reinforce_pp_baseline needs whole groups.
+        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp, reinforce_pp_baseline or turn;
+            or one's own function of a group. With single rollouts as units a group's advantages are computed once, over
+            all its rollouts that are here at the first `create_batch` after they were added, and stay when some of them
+            leave; reinforce_pp is always of the batch, and reinforce_pp_baseline needs whole groups.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         alpha: 0 is uniform.
         balance: Environments share a batch by their ``size`` (units that may be drawn), or ``even``.
@@ -49,7 +49,7 @@ class RecencyBatchMaker(PacedBatchMaker):
 
     def __init__(
         self,
-        advantage: AdvantageName = "rloo",
+        advantage: AdvantageName | GroupAdvantage = "rloo",
         max_tokens: int = 2048,
         alpha: float = 3.0,
         balance: Balance = "size",
@@ -64,13 +64,14 @@ class RecencyBatchMaker(PacedBatchMaker):
             raise ConfigError(f"alpha is {alpha}: it must be a finite number, 0 (uniform) or more")
         check_choice("balance", balance, Balance)
         check_choice("unit", unit, Unit)
-        check_choice("advantage", advantage, AdvantageName)
+        if not callable(advantage):
+            check_choice("advantage", advantage, AdvantageName)
         if unit == "rollout" and advantage == "reinforce_pp_baseline":
             raise ConfigError(
                 "unit is rollout and advantage reinforce_pp_baseline, whose baseline is of the group's rollouts in the "
                 "batch: draw whole groups (unit: group), or take reinforce_pp"
             )
-        self._advantage: AdvantageName = advantage
+        self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit
         self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)

@@ -12,7 +12,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
+from penstock.types.importing import load_attribute
 
 Preset = Literal["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp"]
 Surrogate = Literal["ppo", "reinforce", "cispo"]
@@ -93,6 +95,8 @@ class LossConfig(_Frozen, frozen=True):
         max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: max_output_tokens of the
             sequence's lesson.
         correction: For rollouts older than the learner.
+        module: A loss of one's own, ``package.module:Class`` or ``path/to/file.py:Class``: a `RLLossModule`, whose
+            advantages and loss take the place of all above but `aggregation` and `max_tokens`. None: the loss above.
     """
 
     preset: Preset = "rloo"
@@ -106,6 +110,7 @@ class LossConfig(_Frozen, frozen=True):
     entropy_coefficient: float = Field(default=0.0, ge=0)
     max_tokens: int | None = Field(default=None, gt=0)
     correction: CorrectionConfig = CorrectionConfig()
+    module: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -136,7 +141,35 @@ class LossConfig(_Frozen, frozen=True):
             )
         if self.aggregation != "constant":
             refuse_idle(self, ("max_tokens",), f"aggregation is {self.aggregation!r}, and it is of 'constant'")
+        if self.module is not None:
+            kept = {"aggregation", "max_tokens", "module"}
+            replaced = [key for key in LossConfig.model_fields if key not in kept]
+            refuse_idle(self, replaced, f"module {self.module!r} has a loss of its own")
         return self
+
+    def load_module(self) -> RLLossModule | None:
+        """One's own loss, imported and made; None where there is none.
+
+        Raises:
+            ConfigError: `module` stands for nothing that can be imported and made without arguments, or for what lacks
+                a method.
+        """
+        if self.module is None:
+            return None
+        found = load_attribute(self.module, "learner.loss.module")
+        try:
+            made = found()
+        except Exception as error:  # whatever the user's class raises
+            raise ConfigError(
+                f"learner.loss.module {self.module!r}: making one raised {type(error).__name__}: {error}; it takes no "
+                "arguments"
+            ) from error
+        if not isinstance(made, RLLossModule):
+            raise ConfigError(
+                f"learner.loss.module {self.module!r} gives a {type(made).__name__}, which lacks compute_advantages or "
+                "loss; docs/learner.md shows one of ten lines"
+            )
+        return made
 
 
 class OptimizerConfig(_Frozen, frozen=True):

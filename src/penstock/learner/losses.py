@@ -32,7 +32,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from penstock.batch.advantages import ADVANTAGES
 from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
 from penstock.model.language.decoder import product
-from penstock.types import ConfigError, RolloutGroup
+from penstock.types import ConfigError, RLLossModule, RolloutGroup
 
 MOST_LOG_RATIO = 20.0
 """ρ is formed of ℓ_θ − ℓ_p within ± this (e^20 is 5e8), so that no token's ratio is infinite."""
@@ -253,6 +253,23 @@ def _correction(config: CorrectionConfig, inputs: LossInputs) -> tuple[Float32[A
         out = vetoed(config.veto, inputs)
         weight, bounded = jnp.where(out, 0.0, weight), bounded | out
     return weight, bounded
+
+
+def own_token_loss(module: RLLossModule, inputs: LossInputs) -> TokenLoss:
+    """The loss of each token by a user's module, which may return it alone.
+
+    Raises:
+        ConfigError: it returns anything but one float32 for each token.
+    """
+    made: Any = module.loss(inputs)
+    terms = made if isinstance(made, TokenLoss) else TokenLoss(made)
+    shape, dtype = getattr(terms.loss, "shape", None), getattr(terms.loss, "dtype", None)
+    if shape != inputs.real.shape or dtype != jnp.float32:
+        raise ConfigError(
+            f"learner.loss.module: {type(module).__name__}.loss gave {type(terms.loss).__name__} of shape {shape} and "
+            f"dtype {dtype}: it must be float32 {list(inputs.real.shape)}, one for each token; the learner sums them up"
+        )
+    return terms
 
 
 def supervised_token_loss(inputs: LossInputs) -> TokenLoss:

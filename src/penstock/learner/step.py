@@ -26,6 +26,7 @@ from penstock.learner.losses import (
     HeadOutputs,
     LossInputs,
     TokenLoss,
+    own_token_loss,
     policy_token_loss,
     sequence_weights,
     supervised_token_loss,
@@ -269,6 +270,9 @@ def policy_accumulator(
     loss: LossConfig, options: ForwardOptions, frozen: tuple[str, ...] = (), proximal: ProximalSource = "current"
 ) -> Any:
     """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
+    own = loss.load_module()
+    if own is not None:
+        return _accumulator(LossOptions(partial(own_token_loss, own), proximal, True), options, frozen)
     token_loss = partial(policy_token_loss, loss)
     return _accumulator(LossOptions(token_loss, proximal, loss.entropy_coefficient > 0), options, frozen)
 

@@ -169,7 +169,8 @@ class RunConfig(BaseModel):
                 )
             _check_trainable(lesson_id, lesson.sampling_params, self.learner)
             generations = lesson.sampling_params.n_generations_per_prompt
-            if generations < 2 and self.learner.loss.advantage != "reinforce_pp":
+            loss = self.learner.loss
+            if generations < 2 and loss.advantage != "reinforce_pp" and loss.module is None:
                 raise ValueError(
                     f"curriculum.lessons.{lesson_id}.sampling_params.n_generations_per_prompt is {generations}: the "
                     f"baseline of {self.learner.loss.advantage} needs the other answers of a group; set 2 or more"
