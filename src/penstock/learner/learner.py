@@ -64,7 +64,7 @@ def loss_metrics(outcomes: Sequence[StepOutcome], epochs: int = 1) -> dict[str, 
         outcomes: Of an update's optimiser steps.
         epochs: So often each token was seen.
     """
-    sums = LossSums(*map(sum, zip(*(outcome.sums for outcome in outcomes), strict=True)))
+    sums = jax.tree.map(lambda *parts: sum(parts), *(outcome.sums for outcome in outcomes))
     tokens = max(float(sums.tokens), 1.0)
     metrics = {
         "train/loss": float(sums.loss) / len(outcomes),
