@@ -25,12 +25,30 @@ def test_dr_grpo_only_subtracts_the_mean(make_group):
 
 def test_reinforce_pp_standardises_over_the_whole_batch(make_group):
     first, second = reinforce_pp([make_group([0, 1]), make_group([1, 2, 1])])
-    deviation = np.std([0, 1, 1, 2, 1], ddof=1)
-    np.testing.assert_allclose(first, np.array([-1, 0]) / deviation, atol=2e-6)
-    np.testing.assert_allclose(second, np.array([0, 1, 0]) / deviation, atol=2e-6)
+    deviation = np.std(np.repeat([0, 1, 1, 2, 1], 3), ddof=1)  # of three tokens each
+    np.testing.assert_allclose(first, np.array([-1, 0]) / deviation, atol=4e-6)
+    np.testing.assert_allclose(second, np.array([0, 1, 0]) / deviation, atol=4e-6)
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp"])
+def test_reinforce_pp_counts_every_token(make_rollout):
+    """Rewards 0, 1, 1, 1: mean .75, squares .5625 + 3 · .0625 = .75, sample deviation .5."""
+    group = RolloutGroup("k", (make_rollout(0.0, response=1), make_rollout(1.0, response=3)))
+    np.testing.assert_allclose(reinforce_pp([group])[0], [-1.5, 0.5], atol=4e-6)
+
+
+def test_reinforce_pp_with_a_baseline_whitens_what_the_group_leaves(make_rollout, make_group):
+    """r less group means: [−.5, .5], [−1, 1] on 1, 3, 2 and 2 tokens: mean .125; squares over 8 tokens 4.875."""
+    easy = RolloutGroup("k", (make_rollout(0.0, response=1), make_rollout(1.0, response=3)))
+    hard = RolloutGroup("l", (make_rollout(5.0, response=2), make_rollout(7.0, response=2)))
+    first, second = compute_advantages("reinforce_pp_baseline", [easy, hard])
+    deviation = np.sqrt(4.875 / 7)
+    np.testing.assert_allclose(first, np.array([-0.625, 0.375]) / deviation, atol=2e-6)
+    np.testing.assert_allclose(second, np.array([-1.125, 0.875]) / deviation, atol=2e-6)
+    plain, _ = compute_advantages("reinforce_pp", [easy, hard])
+    assert (plain < 0).all(), "without it an easy problem's best answer is pushed away"
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, -7.7])
 def test_equal_rewards_give_exactly_zero(make_group, name, reward):
     (advantages,) = compute_advantages(name, [make_group([reward] * 7)])
@@ -38,7 +56,7 @@ def test_equal_rewards_give_exactly_zero(make_group, name, reward):
     assert advantages.tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_only_valid_rollouts_enter_a_baseline(make_group, name):
     group = make_group([0, 100, 1, -100, 0], empty=(1,), aborted=(3,))
     assert valid_rollouts(group).tolist() == [True, False, True, False, True]
@@ -48,7 +66,7 @@ def test_only_valid_rollouts_enter_a_baseline(make_group, name):
     assert advantages[[1, 3]].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_a_group_with_one_valid_rollout_has_advantage_zero(make_group, name):
     (advantages,) = compute_advantages(name, [make_group([5.0, 1.0], empty=(1,))])
     assert advantages.tolist() == [0.0, 0.0]

@@ -5,19 +5,22 @@ from penstock.learner import LearnerConfig, LossConfig, OptimizerConfig, WarmSta
 
 
 @pytest.mark.parametrize(
-    ("preset", "advantage", "aggregation", "low", "high"),
+    ("preset", "advantage", "aggregation", "low", "high", "surrogate", "ratio"),
     [
-        ("rloo", "rloo", "token", 0.2, 0.2),
-        ("grpo", "grpo", "sequence", 0.2, 0.2),
-        ("dr_grpo", "dr_grpo", "constant", 0.2, 0.2),
-        ("dapo", "grpo", "token", 0.2, 0.28),
+        ("rloo", "rloo", "token", 0.2, 0.2, "ppo", "token"),
+        ("grpo", "grpo", "sequence", 0.2, 0.2, "ppo", "token"),
+        ("dr_grpo", "dr_grpo", "constant", 0.2, 0.2, "ppo", "token"),
+        ("dapo", "grpo", "token", 0.2, 0.28, "ppo", "token"),
+        ("gspo", "grpo", "sequence", 3e-4, 4e-4, "ppo", "sequence"),
+        ("cispo", "grpo", "token", 0.2, 4.0, "cispo", "token"),
+        ("reinforce_pp", "reinforce_pp", "token", 0.2, 0.2, "ppo", "token"),
     ],
 )
-def test_presets_fill_in_the_loss(preset, advantage, aggregation, low, high):
+def test_presets_fill_in_the_loss(preset, advantage, aggregation, low, high, surrogate, ratio):
     loss = LossConfig(preset=preset)
     assert (loss.advantage, loss.aggregation) == (advantage, aggregation)
     assert (loss.clip_epsilon_low, loss.clip_epsilon_high) == (low, high)
-    assert loss.surrogate == "ppo"
+    assert (loss.surrogate, loss.ratio) == (surrogate, ratio)
     assert (loss.correction.kind, loss.correction.cap, loss.correction.scope) == ("truncate", 2.0, "token")
 
 
@@ -48,14 +51,21 @@ def test_a_dumped_config_loads_as_itself():
 @pytest.mark.parametrize(
     "given",
     [
-        {"preset": "gspo"},
+        {"preset": "ppo"},
         {"kl_beta": 0.1},
         {"entropy_bonus": 0.1},
-        {"correction": {"scope": "sequence"}},
+        {"correction": {"scope": "batch"}},
+        {"correction": {"kind": "none", "scope": "sequence"}},
+        {"correction": {"veto": 1.0}},
         {"correction": {"kind": "mask", "low": 2.0, "high": 1.0}},
         {"correction": {"cap": 0}},
         {"advantage": "gae"},
-        {"clip_epsilon_low": -0.1},
+        {"clip_epsilon_low": 0},
+        {"clip_epsilon_high": 0},
+        {"dual_clip": 1.1},
+        {"surrogate": "cispo", "dual_clip": 3.0},
+        {"surrogate": "reinforce", "ratio": "sequence"},
+        {"entropy_coefficient": -0.1},
         "rloo",
     ],
 )
@@ -69,3 +79,30 @@ def test_the_warm_start_keeps_the_runs_adam_settings():
     own = WarmStartConfig(steps=100, learning_rate=0.01).optimizer(run)
     assert (own.beta2, own.weight_decay) == (0.9, 0.1)
     assert (own.learning_rate, own.warmup_steps, own.schedule) == (0.01, 5, "cosine")
+
+
+def test_clips_are_refused_where_an_update_is_one_step_and_allowed_where_they_act():
+    clip = LossConfig(clip_epsilon_high=0.3, dual_clip=3.0)
+    with pytest.raises(ValidationError, match=r"loss.clip_epsilon_high is 0.3.*raise minibatches or epochs"):
+        LearnerConfig(loss=clip)
+    for more in ({"minibatches": 2}, {"epochs": 2}, {"proximal": "behaviour"}):
+        assert LearnerConfig(loss=clip, **more).loss == clip
+
+
+def test_the_proximal_weights_are_recomputed_where_they_are_not_those_of_the_step():
+    assert not LearnerConfig().recomputes_proximal
+    assert LearnerConfig(proximal="recompute").recomputes_proximal
+    assert LearnerConfig(epochs=2).recomputes_proximal and LearnerConfig(epochs=2, minibatches=3).optimizer_steps == 6
+    assert not LearnerConfig(minibatches=2, proximal="behaviour").recomputes_proximal
+
+
+def test_against_the_behaviour_a_correction_or_a_surrogate_without_a_ratio_is_refused():
+    with pytest.raises(ValidationError, match=r"loss.correction.veto is 0.0001, which has no effect"):
+        LearnerConfig(proximal="behaviour", loss=LossConfig(correction={"veto": 1e-4}))
+    with pytest.raises(ValidationError, match="which has no ratio"):
+        LearnerConfig(proximal="behaviour", loss=LossConfig(surrogate="reinforce"))
+
+
+def test_ppo_says_what_it_lacks_and_what_to_take_instead():
+    with pytest.raises(ValidationError, match="needs a value head, and language policies have none yet: take 'rloo'"):
+        LossConfig(preset="ppo")

@@ -18,3 +18,7 @@ def test_a_loss_of_one_everywhere_has_mean_one():
     lengths = [5, 1, 17, 2]
     for aggregation in ("token", "sequence"):
         assert np.dot(sequence_weights(lengths, aggregation, 99), lengths) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_constant_aggregation_divides_each_sequence_by_its_own_limit():
+    np.testing.assert_allclose(sequence_weights([1, 3], "constant", [4, 10]), [1 / 8, 1 / 20], rtol=1e-6)

@@ -89,6 +89,26 @@ def test_no_gradient_flows_through_the_entropy(problem):
     assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize(("tile", "count"), [(7, K), (K, K), (7, 9)])
+def test_the_entropy_has_its_true_gradient_where_it_is_asked_for(problem, tile, count):
+    hidden, matrix, labels, temperature, weight = problem
+    real = jnp.arange(K) < count
+
+    def total(outputs):
+        return jnp.where(real, outputs[0] * weight - outputs[1] * weight[::-1], 0).sum()
+
+    def tiled_sum(hidden, matrix):
+        return total(tiled_logprobs(hidden, matrix, inputs(labels, temperature, count), tile, entropy_gradient=True))
+
+    def plain_sum(hidden, matrix):
+        return total(plain(hidden, matrix, labels, temperature))
+
+    for ours, theirs in zip(
+        jax.grad(tiled_sum, (0, 1))(hidden, matrix), jax.grad(plain_sum, (0, 1))(hidden, matrix), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_bfloat16_scores_are_float32(problem):
     hidden, matrix, labels, temperature, _ = problem
     half = (hidden.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16))
@@ -117,6 +137,7 @@ def test_no_array_of_tokens_by_vocabulary_exists_in_either_pass():
     k, vocab, tile = 64, 128, 8
     hidden, matrix = jnp.ones((k, HIDDEN)), jnp.ones((vocab, HIDDEN))
     asked = HeadInputs(jnp.zeros(k, jnp.int32), jnp.ones(k), jnp.int32(k))
-    jaxpr = jax.make_jaxpr(jax.grad(lambda h, m: tiled_logprobs(h, m, asked, tile).logprobs.sum(), (0, 1)))
-    largest = _largest(jaxpr(hidden, matrix).jaxpr)
-    assert largest == tile * vocab, f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"
+    for entropy in (False, True):
+        total = lambda h, m, e=entropy: sum(map(jnp.sum, tiled_logprobs(h, m, asked, tile, e)))  # noqa: E731
+        largest = _largest(jax.make_jaxpr(jax.grad(total, (0, 1)))(hidden, matrix).jaxpr)
+        assert largest == tile * vocab, f"expected the tile's {tile * vocab} scores to be the largest, got {largest}"

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from penstock.batch.advantages import (
         ADVANTAGES,
         AdvantageName,
+        GroupAdvantage,
         compute_advantages,
         dr_grpo,
         grpo,
@@ -66,6 +67,7 @@ _EXPORTS = {
     "DeadlineBatchMaker": "deadline",
     "Dropped": "maker",
     "FragmentBatchMaker": "fragments",
+    "GroupAdvantage": "advantages",
     "GrpoBatchMaker": "reservoir",
     "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
@@ -94,8 +96,8 @@ _EXPORTS = {
 
 __all__ = [
     "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
-    "Dropped", "FragmentBatchMaker", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch", "Placement",
-    "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
+    "Dropped", "FragmentBatchMaker", "GroupAdvantage", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch",
+    "Placement", "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
     "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker", "pack", "place",
     "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack", "valid_rollouts",
 ]  # fmt: skip

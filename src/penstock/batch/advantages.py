@@ -20,9 +20,15 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 
 from penstock.batch.group_pool import PooledGroup
-from penstock.types import AnyRollout, RolloutGroup
+from penstock.types import AnyRollout, ConfigError, RolloutGroup
 
-AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "turn"]
+AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "turn"]
+
+GroupAdvantage = Callable[[RolloutGroup], np.ndarray]
+"""A group's rollouts to float32 [n], one advantage each."""
+
+OF_THE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
+"""Advantages that change with whatever else is in the batch."""
 
 STD_FLOOR = 1e-6
 """Added to a standard deviation before dividing by it."""
@@ -101,18 +107,29 @@ def _rewards_to_go(rollout: AnyRollout, turns: Int[np.ndarray, " r"]) -> Float64
     return later
 
 
-def reinforce_pp(groups: Sequence[RolloutGroup]) -> list[Float32[np.ndarray, " n"]]:
-    """A_i = (r_i − batch mean) / (batch std + 1e-6) over all valid rollouts of the batch, sample std.
+def reinforce_pp(groups: Sequence[RolloutGroup], baseline: bool = False) -> list[Float32[np.ndarray, " n"]]:
+    """A_i = (r_i − mean) / (std + 1e-6), mean and sample std over the sampled *tokens* of all valid rollouts.
 
-    Hu 2025, https://arxiv.org/abs/2501.03262. A batch with a single valid rollout gives 0.
+    Every token carries its rollout's r_i, so that a long answer counts as often as it has tokens. Rewards 0 and 1 of
+    1 and 3 tokens: mean .75, std .5 -> [−1.5, .5]. Hu 2025, https://arxiv.org/abs/2501.03262. A batch with a single
+    valid rollout gives 0.
+
+    Args:
+        groups: Of the batch.
+        baseline: Take r_i − mean of its group's valid rewards for r_i; a rollout that is alone in its group has 0.
     """
     masks = [valid_rollouts(group) for group in groups]
-    mask = np.concatenate([np.zeros(0, np.bool_), *masks])
-    rewards = np.concatenate([np.zeros(0, np.float32), *(group.rewards for group in groups)])
-    advantages = np.zeros(len(rewards), np.float32)
-    advantages[mask] = _standardised(rewards[mask])
-    ends = np.cumsum([len(group.rollouts) for group in groups])
-    return np.split(advantages, ends[:-1]) if groups else []
+    if not masks:
+        return []
+    mask = np.concatenate(masks)
+    tokens = np.array([r.sampled_tokens for group in groups for r in group.rollouts], np.float64)[mask]
+    returns = [
+        _centred(group.rewards[own]) if baseline else group.rewards[own]
+        for group, own in zip(groups, masks, strict=True)
+    ]
+    advantages = np.zeros(len(mask), np.float32)
+    advantages[mask] = _standardised_over_tokens(np.concatenate(returns).astype(np.float64), tokens)
+    return np.split(advantages, np.cumsum([len(own) for own in masks])[:-1])
 
 
 ADVANTAGES: dict[str, Callable[[RolloutGroup], np.ndarray]] = {"rloo": rloo, "grpo": grpo, "dr_grpo": dr_grpo}
@@ -120,18 +137,33 @@ ADVANTAGES: dict[str, Callable[[RolloutGroup], np.ndarray]] = {"rloo": rloo, "gr
 
 
 def compute_advantages(
-    name: AdvantageName, groups: Sequence[RolloutGroup]
+    name: AdvantageName | GroupAdvantage, groups: Sequence[RolloutGroup]
 ) -> Sequence[np.ndarray | Sequence[np.ndarray]]:
-    """The advantages of a batch by name: for each group, in order, one for each rollout.
+    """The advantages of a batch, by name or by one's own function: for each group, in order, one for each rollout.
 
     Returns:
         Of each group float32 [n]; under ``turn`` n arrays, float32 [r], one number per response token.
+
+    Raises:
+        ConfigError: one's own function gave anything but one finite number for each rollout.
     """
-    if name == "reinforce_pp":
-        return reinforce_pp(groups)
+    if callable(name):
+        return [_checked(name(group), group) for group in groups]
+    if name in OF_THE_BATCH:
+        return reinforce_pp(groups, baseline=name == "reinforce_pp_baseline")
     if name == "turn":
         return [turn(group) for group in groups]
     return [ADVANTAGES[name](group) for group in groups]
+
+
+def _checked(values: np.ndarray, group: RolloutGroup) -> Float32[np.ndarray, " n"]:
+    advantages = np.asarray(values, np.float32)
+    if advantages.shape != (len(group.rollouts),) or not np.isfinite(advantages).all():
+        raise ConfigError(
+            f"learner.loss.module: compute_advantages gave {advantages.tolist()} for group {group.group_id}: it must "
+            f"be one finite number for each of its {len(group.rollouts)} rollouts"
+        )
+    return advantages
 
 
 def _over_valid(group: RolloutGroup, formula: Callable[[RolloutGroup], np.ndarray]) -> np.ndarray:
@@ -161,6 +193,18 @@ def _standardised(rewards: Float32[np.ndarray, " n"]) -> Float32[np.ndarray, " n
     if len(centred) < 2:
         return np.zeros(len(centred), np.float32)
     std = np.sqrt(np.square(centred).sum() / (len(centred) - 1))
+    return (centred / (std + STD_FLOOR)).astype(np.float32)
+
+
+def _standardised_over_tokens(
+    returns: Float64[np.ndarray, " n"], tokens: Float64[np.ndarray, " n"]
+) -> Float32[np.ndarray, " n"]:
+    """Each return less their mean over tokens, by their sample deviation over tokens; exactly 0 where all are equal."""
+    total = tokens.sum()
+    centred = (returns * total - (returns * tokens).sum()) / max(total, 1.0)  # exact for rewards of float32 precision
+    if len(returns) < 2:
+        return np.zeros(len(returns), np.float32)
+    std = np.sqrt((np.square(centred) * tokens).sum() / max(total - 1.0, 1.0))
     return (centred / (std + STD_FLOOR)).astype(np.float32)
 
 

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
+from penstock.batch.advantages import AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.examples import batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, FirstUseQueue, GroupTable, OrderedGroups, PooledGroup
 from penstock.batch.maker import Dropped, PacedBatchMaker, Unit, check_choice, uses_limit
@@ -25,7 +25,8 @@ class DeadlineBatchMaker(PacedBatchMaker):
     Advantages are of the rollouts of a group that are here when it is used.
 
     Args:
-        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp or turn.
+        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp, reinforce_pp_baseline or turn; or
+            one's own function of a group.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         ordered: Order by ticket, not by arrival, so that staleness zero does not depend on thread timing.
         allow_truncated_sampling: Take rollouts of truncated sampling, such as top-k.
@@ -38,15 +39,16 @@ class DeadlineBatchMaker(PacedBatchMaker):
 
     def __init__(
         self,
-        advantage: AdvantageName = "rloo",
+        advantage: AdvantageName | GroupAdvantage = "rloo",
         max_tokens: int = 2048,
         ordered: bool = False,
         allow_truncated_sampling: bool = False,
         max_samples: int = 1,
         environment_name: str | None = None,
     ) -> None:
-        check_choice("advantage", advantage, AdvantageName)
-        self._advantage: AdvantageName = advantage
+        if not callable(advantage):
+            check_choice("advantage", advantage, AdvantageName)
+        self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
         self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
         self._held = GroupTable(self._acceptance, ordered)

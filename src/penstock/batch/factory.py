@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from penstock.batch.advantages import AdvantageName
+from penstock.batch.advantages import AdvantageName, GroupAdvantage
 from penstock.batch.config import BatchMakerConfig
 from penstock.batch.deadline import DeadlineBatchMaker
 from penstock.batch.maker import BatchMaker
@@ -19,7 +19,7 @@ FIELD = "replay.batch_maker.name"
 def make_batch_maker(
     config: BatchMakerConfig,
     *,
-    advantage: AdvantageName,
+    advantage: AdvantageName | GroupAdvantage,
     max_tokens: int,
     max_samples: int,
     ordered: bool,
@@ -34,7 +34,8 @@ def make_batch_maker(
 
     Args:
         config: Which one, and how it picks.
-        advantage: Name of the advantage. The grpo maker has its own, rloo, and refuses another.
+        advantage: Name of the advantage, or a function of a group. The grpo maker has its own, rloo, and refuses any
+            other.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         max_samples: Batches that a rollout may be in; −1 means any number.
         ordered: Deadline maker: order by ticket, not by arrival.
@@ -62,7 +63,8 @@ def make_batch_maker(
     if config.name == "grpo":
         if advantage != "rloo":
             raise ConfigError(
-                f"the grpo batch maker measures advantages by rloo, but {advantage!r} is asked for: "
+                "the grpo batch maker measures advantages by rloo, but "
+                f"{'those of learner.loss.module are' if callable(advantage) else repr(advantage) + ' is'} asked for: "
                 "set learner.loss.advantage: rloo, or choose another replay.batch_maker.name"
             )
         return _construct(GrpoBatchMaker, {"retention": config.retention}, offered)

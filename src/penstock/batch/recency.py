@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from typing_extensions import override
 
-from penstock.batch.advantages import AdvantageName, compute_advantages, has_signal
+from penstock.batch.advantages import OF_THE_BATCH, AdvantageName, GroupAdvantage, compute_advantages, has_signal
 from penstock.batch.draws import Balance, LargestRemainder, RankSampler
 from penstock.batch.examples import Advantage, batch_metadata
 from penstock.batch.group_pool import AcceptanceRules, DrawPool, FirstUseQueue, GroupTable, PooledGroup, group_of
@@ -28,9 +28,10 @@ class RecencyBatchMaker(PacedBatchMaker):
     come before any draw, whole: those due, then the oldest; they may be drawn from their first use on.
 
     Args:
-        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp or turn. With single rollouts as
-            units a group's advantages are computed once, over all its rollouts that are here at the first
-            `create_batch` after they were added, and stay when some of them leave; reinforce_pp is always of the batch.
+        advantage: Name of the advantage; `penstock.batch.ADVANTAGES`, reinforce_pp, reinforce_pp_baseline or turn;
+            or one's own function of a group. With single rollouts as units a group's advantages are computed once, over
+            all its rollouts that are here at the first `create_batch` after they were added, and stay when some of them
+            leave; reinforce_pp is always of the batch, and reinforce_pp_baseline needs whole groups.
         max_tokens: Longest trainable sequence, prompt and response together: the learner's row length.
         alpha: 0 is uniform.
         balance: Environments share a batch by their ``size`` (units that may be drawn), or ``even``.
@@ -48,7 +49,7 @@ class RecencyBatchMaker(PacedBatchMaker):
 
     def __init__(
         self,
-        advantage: AdvantageName = "rloo",
+        advantage: AdvantageName | GroupAdvantage = "rloo",
         max_tokens: int = 2048,
         alpha: float = 3.0,
         balance: Balance = "size",
@@ -63,8 +64,14 @@ class RecencyBatchMaker(PacedBatchMaker):
             raise ConfigError(f"alpha is {alpha}: it must be a finite number, 0 (uniform) or more")
         check_choice("balance", balance, Balance)
         check_choice("unit", unit, Unit)
-        check_choice("advantage", advantage, AdvantageName)
-        self._advantage: AdvantageName = advantage
+        if not callable(advantage):
+            check_choice("advantage", advantage, AdvantageName)
+        if unit == "rollout" and advantage == "reinforce_pp_baseline":
+            raise ConfigError(
+                "unit is rollout and advantage reinforce_pp_baseline, whose baseline is of the group's rollouts in the "
+                "batch: draw whole groups (unit: group), or take reinforce_pp"
+            )
+        self._advantage: AdvantageName | GroupAdvantage = advantage
         self._uses = uses_limit(max_samples)
         self._unit: Unit = unit
         self._acceptance = AcceptanceRules(max_tokens, allow_truncated_sampling, environment_name)
@@ -136,7 +143,7 @@ class RecencyBatchMaker(PacedBatchMaker):
         for group in self._held.arrived():
             as_group = group.as_group()
             pool = self._pools.setdefault(as_group.rollouts[0].env_name, DrawPool(by_member=self._unit == "rollout"))
-            by_batch = self._unit == "group" or self._advantage == "reinforce_pp"
+            by_batch = self._unit == "group" or self._advantage in OF_THE_BATCH
             advantages = None if by_batch else compute_advantages(self._advantage, [as_group])[0]
             if pool.by_member:
                 group.flat = len({rollout.episode_reward for rollout in as_group.rollouts}) == 1
@@ -175,7 +182,7 @@ class RecencyBatchMaker(PacedBatchMaker):
         return 1 if self._unit == "group" else len(group.rollouts())
 
     def _advantages(self, chosen: list[tuple[PooledGroup, list[int]]]) -> Sequence[np.ndarray | Sequence[Advantage]]:
-        if self._unit == "group" or self._advantage == "reinforce_pp":
+        if self._unit == "group" or self._advantage in OF_THE_BATCH:
             return compute_advantages(self._advantage, self._last)
         return [[_pool(group).advantage(slot) for slot in slots] for group, slots in chosen]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.control_losses import gae, vtrace
     from penstock.learner.learner import Learner
-    from penstock.learner.losses import PolicyLoss, sequence_weights, tiled_logprobs
+    from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
 
 _EXPORTS = {
     "Checkpoint": "checkpoints",
@@ -38,10 +38,12 @@ _EXPORTS = {
     "Learner": "learner",
     "LearnerConfig": "config",
     "LossConfig": "config",
+    "LossInputs": "losses",
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
     "PpoConfig": "config",
     "ReferenceKlConfig": "config",
+    "TokenLoss": "losses",
     "VTraceConfig": "config",
     "WarmStartConfig": "config",
     "gae": "control_losses",
@@ -59,9 +61,10 @@ _EXPORTS = {
 
 __all__ = [
     "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "Learner", "LearnerConfig",
-    "LossConfig", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "VTraceConfig", "WarmStartConfig",
-    "gae", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states", "restore_control_learner",
-    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "vtrace",
+    "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "TokenLoss",
+    "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint",
+    "read_states", "restore_control_learner", "restore_learner", "save_checkpoint", "sequence_weights",
+    "tiled_logprobs", "vtrace",
 ]  # fmt: skip
 
 

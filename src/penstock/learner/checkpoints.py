@@ -310,15 +310,15 @@ def _checked_header(state: Mapping[str, Any]) -> dict[str, str]:
     return header
 
 
-def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: int) -> "Learner":
-    """A learner that goes on exactly where the checkpoint was taken.
+def restore_learner(checkpoint: Checkpoint, config: LearnerConfig, total_steps: int, seed: int = 0) -> "Learner":
+    """A learner that goes on exactly where the checkpoint was taken; the seed is the run's.
 
     Raises:
         CheckpointError: the optimiser state does not fit the model or the configuration.
     """
     from penstock.learner.learner import Learner
 
-    learner = Learner(checkpoint.decoder, config, total_steps)
+    learner = Learner(checkpoint.decoder, config, total_steps, seed)
     learner.restore_arrays(checkpoint.learner_arrays)
     return learner
 

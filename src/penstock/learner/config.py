@@ -1,9 +1,8 @@
 """Configuration of the learners, of language policies and of control policies (PPO). Loads neither JAX nor optax.
 
 A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
-config loads as itself. What is not implemented has no field: KL to a reference, entropy bonus, value heads and
-sequence-level ratios of language policies are refused as unknown keys. What PPO minimises, and what is masked where, is
-in docs/learner.md.
+config loads as itself. What is not implemented has no field: KL to a reference and value heads of language policies are
+refused as unknown keys. What PPO minimises, and what is masked where, is in docs/learner.md.
 """
 
 import logging
@@ -13,9 +12,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
+from penstock.types.importing import load_attribute
 
-Preset = Literal["rloo", "grpo", "dr_grpo", "dapo"]
+Preset = Literal["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp"]
 Surrogate = Literal["ppo", "reinforce", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 
@@ -24,6 +25,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "aggregation": "sequence"},
     "dr_grpo": {"advantage": "dr_grpo", "aggregation": "constant"},
     "dapo": {"advantage": "grpo", "aggregation": "token", "clip_epsilon_high": 0.28},
+    "gspo": {
+        "advantage": "grpo",
+        "aggregation": "sequence",
+        "ratio": "sequence",
+        "clip_epsilon_low": 3e-4,
+        "clip_epsilon_high": 4e-4,
+    },
+    "cispo": {"advantage": "grpo", "surrogate": "cispo", "aggregation": "token", "clip_epsilon_high": 4.0},
+    "reinforce_pp": {"advantage": "reinforce_pp", "aggregation": "token"},
 }
 """What each preset changes of the defaults below; docs/learner.md has the table with sources."""
 
@@ -38,17 +48,21 @@ class CorrectionConfig(_Frozen, frozen=True):
     Attributes:
         kind: ``truncate`` min(w, cap); ``mask`` w where low ≤ w ≤ high, else 0; ``none`` 1, which gives up the
             guard against stale rollouts and therefore has to be written out.
-        scope: Over what w is formed; per token.
+        scope: Over what w is formed: each ``token``; the ``sequence``, exp Σ over its sampled tokens; or its geometric
+            mean, ``sequence_mean``, which does not grow with the length.
         cap: Of ``truncate``.
         low: Of ``mask``.
         high: Of ``mask``.
+        veto: A sequence of which any token has exp(ℓ_p − ℓ_b) below this has weight 0 (and stays in the denominators);
+            1e-4 is usual. None: none.
     """
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
-    scope: Literal["token"] = "token"
+    scope: Literal["token", "sequence", "sequence_mean"] = "token"
     cap: float = Field(default=2.0, gt=0)
     low: float = Field(default=0.5, ge=0)
     high: float = Field(default=5.0, gt=0)
+    veto: float | None = Field(default=None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> "CorrectionConfig":
@@ -57,6 +71,8 @@ class CorrectionConfig(_Frozen, frozen=True):
         for owner, keys in {"truncate": ("cap",), "mask": ("low", "high")}.items():
             if self.kind != owner:
                 refuse_idle(self, keys, f"kind is {self.kind!r}, and it is of {owner!r}")
+        if self.kind == "none":
+            refuse_idle(self, ("scope",), "kind is 'none', so that no weight is formed")
         return self
 
 
@@ -67,23 +83,34 @@ class LossConfig(_Frozen, frozen=True):
         preset: Fills in what is not given.
         advantage: From rewards; the batch maker computes it. ``turn`` asks in which turn of a conversation reward fell,
             the others for the episode's sum.
+        ratio: What the surrogate clips: exp(ℓ_θ − ℓ_p) of each ``token``, or its geometric mean over a ``sequence``.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
-        clip_epsilon_low: The ratio is clipped at 1 − this (ppo). With one optimiser step per batch the ratio is 1, and
-            no clip acts; docs/learner.md says what does instead.
+        clip_epsilon_low: The ratio is clipped at 1 − this (ppo). It acts where an update takes several optimiser steps
+            (`learner.minibatches`, `learner.epochs`), or with `learner.proximal: behaviour`.
         clip_epsilon_high: The ratio is clipped at 1 + this (ppo, cispo); likewise.
-        max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: the row length.
+        dual_clip: Lower bound of the surrogate where the advantage is negative, as a multiple of it (ppo); likewise.
+            None: unbounded.
+        entropy_coefficient: Of the entropy bonus, which is subtracted from each token's loss.
+        max_tokens: Denominator of ``constant`` aggregation, tokens per sequence; None: max_output_tokens of the
+            sequence's lesson.
         correction: For rollouts older than the learner.
+        module: A loss of one's own, ``package.module:Class`` or ``path/to/file.py:Class``: a `RLLossModule`, whose
+            advantages and loss take the place of all above but `aggregation` and `max_tokens`. None: the loss above.
     """
 
     preset: Preset = "rloo"
     advantage: AdvantageName = "rloo"
+    ratio: Literal["token", "sequence"] = "token"
     surrogate: Surrogate = "ppo"
     aggregation: Aggregation = "token"
-    clip_epsilon_low: float = Field(default=0.2, ge=0, lt=1)
-    clip_epsilon_high: float = Field(default=0.2, ge=0)
+    clip_epsilon_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_epsilon_high: float = Field(default=0.2, gt=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
     max_tokens: int | None = Field(default=None, gt=0)
     correction: CorrectionConfig = CorrectionConfig()
+    module: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -91,16 +118,58 @@ class LossConfig(_Frozen, frozen=True):
         if not isinstance(given, dict):
             return given
         preset = given.get("preset", "rloo")
+        if preset == "ppo":
+            raise ValueError(
+                "preset is 'ppo', which needs a value head, and language policies have none yet: take 'rloo', which "
+                "has the same surrogate over a baseline of the group, or another"
+            )
         return PRESETS.get(preset, {}) | given if isinstance(preset, str) else given
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LossConfig":
-        clips = {"ppo": (), "cispo": ("clip_epsilon_low",), "reinforce": ("clip_epsilon_low", "clip_epsilon_high")}
+        idle = {
+            "ppo": (),
+            "cispo": ("clip_epsilon_low", "dual_clip"),
+            "reinforce": ("ratio", "clip_epsilon_low", "clip_epsilon_high", "dual_clip"),
+        }
         why = f"surrogate is {self.surrogate!r}, which does not clip there"
-        refuse_idle(self, clips[self.surrogate], why, preset=PRESETS[self.preset])
+        refuse_idle(self, idle[self.surrogate], why, preset=PRESETS[self.preset])
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_epsilon_high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}, not above 1 + clip_epsilon_high = {1 + self.clip_epsilon_high:g}: it "
+                "bounds what the first clip leaves; raise it (3 is usual)"
+            )
         if self.aggregation != "constant":
             refuse_idle(self, ("max_tokens",), f"aggregation is {self.aggregation!r}, and it is of 'constant'")
+        if self.module is not None:
+            kept = {"aggregation", "max_tokens", "module"}
+            replaced = [key for key in LossConfig.model_fields if key not in kept]
+            refuse_idle(self, replaced, f"module {self.module!r} has a loss of its own")
         return self
+
+    def load_module(self) -> RLLossModule | None:
+        """One's own loss, imported and made; None where there is none.
+
+        Raises:
+            ConfigError: `module` stands for nothing that can be imported and made without arguments, or for what lacks
+                a method.
+        """
+        if self.module is None:
+            return None
+        found = load_attribute(self.module, "learner.loss.module")
+        try:
+            made = found()
+        except Exception as error:  # whatever the user's class raises
+            raise ConfigError(
+                f"learner.loss.module {self.module!r}: making one raised {type(error).__name__}: {error}; it takes no "
+                "arguments"
+            ) from error
+        if not isinstance(made, RLLossModule):
+            raise ConfigError(
+                f"learner.loss.module {self.module!r} gives a {type(made).__name__}, which lacks compute_advantages or "
+                "loss; docs/learner.md shows one of ten lines"
+            )
+        return made
 
 
 class OptimizerConfig(_Frozen, frozen=True):
@@ -190,6 +259,13 @@ class LearnerConfig(_Frozen, frozen=True):
     Attributes:
         loss: What is minimised.
         optimizer: AdamW: learning rate and its course, decay, clipping.
+        epochs: How often an update goes through its batch.
+        minibatches: Optimiser steps per epoch, each on whole groups with denominators of its own; no more than groups
+            are in the batch.
+        proximal: What the surrogate's ratio is taken against, ℓ_p. ``recompute``: the weights of the update's
+            beginning, by a forward pass of its own; ``auto``: that where an update takes several optimiser steps, else
+            the forward pass of the step itself; ``behaviour``: the weights that sampled, so that the ratio is all of
+            the off-policy ratio, and no correction is applied again.
         row_length: Tokens of a packed row; the longest sequence that can be trained.
         micro_batch_rows: Rows that go through the model at once; memory is in proportion to it.
         remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
@@ -204,6 +280,9 @@ class LearnerConfig(_Frozen, frozen=True):
 
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    epochs: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
+    proximal: Literal["auto", "recompute", "behaviour"] = "auto"
     row_length: int = Field(default=1024, ge=2)
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
@@ -226,11 +305,37 @@ class LearnerConfig(_Frozen, frozen=True):
         )
         return {name: value for name, value in values.items() if name != "mismatch_limit"}
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Of an update, where its batch has groups enough."""
+        return self.epochs * self.minibatches
+
+    @property
+    def recomputes_proximal(self) -> bool:
+        """Whether an update begins with a forward pass for ℓ_p."""
+        return self.proximal == "recompute" or (self.proximal == "auto" and self.optimizer_steps > 1)
+
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
         if self.warm_start is None:  # which ends along a cosine
             _refuse_idle_course(self.optimizer)
+        if self.proximal == "behaviour":
+            self._check_behaviour_ratio()
+        elif self.optimizer_steps == 1:
+            clips = ("clip_epsilon_low", "clip_epsilon_high", "dual_clip")
+            why = "an update is one optimiser step, in which the ratio is 1 (raise minibatches or epochs)"
+            refuse_idle(self.loss, clips, why, at="loss.", preset=PRESETS[self.loss.preset])
         return self
+
+    def _check_behaviour_ratio(self) -> None:
+        if self.loss.surrogate == "reinforce":
+            raise ValueError(
+                "proximal is 'behaviour' and loss.surrogate 'reinforce', which has no ratio: nothing would account for "
+                "older rollouts; leave proximal out"
+            )
+        keys = tuple(CorrectionConfig.model_fields)
+        why = "proximal is 'behaviour', whose ratio is all there is to correct"
+        refuse_idle(self.loss.correction, keys, why, at="loss.correction.")
 
 
 class ControlOptimizerConfig(OptimizerConfig, frozen=True):
@@ -380,6 +485,7 @@ class PpoConfig(_Frozen, frozen=True):
             refuse_idle(self, ("value_arrays",), "value_warmup_updates is 0")
         if not self.value_coefficient:
             refuse_idle(self, ("value_clip",), "value_coefficient is 0")
+        refuse_idle(self.correction, ("scope", "veto"), "steps of simulators are weighed one by one", at="correction.")
         if self.epochs == 1:
             refuse_idle(self, ("target_kl",), "it ends an update between two epochs, and epochs is 1")
         return self

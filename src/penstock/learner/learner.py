@@ -1,9 +1,9 @@
-"""The learner: batches in, optimiser steps out, with the numbers of each.
+"""The learner: batches in, optimiser steps out, with the numbers of each update.
 
-It holds the parameters, the optimiser's state and the step, and nothing random. Each update adds the gradients of
-micro-batches of one fixed shape (waiting for each, so that an engine on the same device gets its turns), and takes one
-optimiser step. Parameters that were handed out are never
-donated: `decoder` stays valid for whoever holds it. One thread at a time.
+It holds the parameters, the optimiser's state and the step; what is drawn (which groups share a minibatch) follows from
+seed and step alone. An update is `epochs` · `minibatches` optimiser steps, and one new version. Each step adds the
+gradients of micro-batches of one fixed shape, waiting for each, so that an engine on the same device gets its turns.
+Parameters that were handed out are never donated: `decoder` stays valid for whoever holds it. One thread at a time.
 
 A metric that is undefined for a batch (the drift of older rollouts where there are none) or not finite (the loss of
 an update that was skipped) is left out, never zero.
@@ -11,10 +11,10 @@ an update that was skipped) is left out, never zero.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,15 +36,39 @@ from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.model.programs import Programs, compile_programs
-from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError
+from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
 
 
-def loss_metrics(sums: LossSums) -> dict[str, float]:
-    """``train/…`` numbers that the forward passes gave; sums are fetched from the device."""
+class StepOutcome(NamedTuple):
+    """What one optimiser step came to, fetched from the device.
+
+    Attributes:
+        sums: Of the forward passes.
+        applied: Of the optimiser.
+        gradient_s: Seconds of forward and backward passes.
+        apply_s: Seconds of the optimiser step.
+        row_tokens: Positions of all rows that went through the model, padding included.
+    """
+
+    sums: LossSums
+    applied: AppliedUpdate
+    gradient_s: float
+    apply_s: float
+    row_tokens: int
+
+
+def loss_metrics(outcomes: Sequence[StepOutcome], epochs: int = 1) -> dict[str, float]:
+    """``train/…`` numbers that the forward passes gave: the loss is the mean of the steps', the rest are of all tokens.
+
+    Args:
+        outcomes: Of an update's optimiser steps.
+        epochs: So often each token was seen.
+    """
+    sums = jax.tree.map(lambda *parts: sum(parts), *(outcome.sums for outcome in outcomes))
     tokens = max(float(sums.tokens), 1.0)
     metrics = {
-        "train/loss": float(sums.loss),
-        "train/tokens": float(sums.tokens),
+        "train/loss": float(sums.loss) / len(outcomes),
+        "train/tokens": float(sums.tokens) / epochs,
         "train/clip_fraction": float(sums.clipped) / tokens,
         "train/correction_fraction": float(sums.bounded) / tokens,
         "train/ratio_mean": float(sums.ratio) / tokens,
@@ -55,14 +79,20 @@ def loss_metrics(sums: LossSums) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(applied: AppliedUpdate, rate: float) -> dict[str, float]:
-    """``train/…`` numbers of the optimiser step."""
+def step_metrics(outcomes: Sequence[StepOutcome], rate: float) -> dict[str, float]:
+    """``train/…`` numbers of the optimiser steps: means over them, and how many there were."""
+    applied = [outcome.applied for outcome in outcomes]
     return {
-        "train/grad_norm": float(applied.grad_norm),
-        "train/changed_fraction": float(applied.changed_fraction),
+        "train/grad_norm": _mean(each.grad_norm for each in applied),
+        "train/changed_fraction": _mean(each.changed_fraction for each in applied),
         "train/learning_rate": rate,
-        "train/non_finite": float(not applied.finite),
+        "train/non_finite": _mean(not each.finite for each in applied),
+        "train/optimizer_steps": float(len(outcomes)),
     }
+
+
+def _mean(values: Iterable[Any]) -> float:
+    return float(np.mean([float(value) for value in values]))
 
 
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
@@ -81,23 +111,22 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
 
 
-def throughput_metrics(
-    examples: Sequence[RLExample], row_tokens: int, gradient_s: float, apply_s: float
-) -> dict[str, float]:
+def throughput_metrics(tokens: int, outcomes: Sequence[StepOutcome], proximal_s: float | None) -> dict[str, float]:
     """Seconds and tokens.
 
     Args:
-        examples: Of the step.
-        row_tokens: Positions of all rows that went through the model, padding included.
-        gradient_s: Forward and backward passes.
-        apply_s: The optimiser step.
+        tokens: Of all sequences of all optimiser steps, prompts included.
+        outcomes: Of these steps.
+        proximal_s: Forward passes before the first; None where there were none.
     """
-    tokens = sum(len(example.tokens) for example in examples)
+    gradient_s, apply_s = sum(each.gradient_s for each in outcomes), sum(each.apply_s for each in outcomes)
+    scoring = {} if proximal_s is None else {"time/proximal": proximal_s}
     return {
+        **scoring,
         "time/forward_backward": gradient_s,
         "time/apply": apply_s,
-        "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s, 1e-9),
-        "throughput/row_fill": tokens / row_tokens,
+        "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + (proximal_s or 0.0), 1e-9),
+        "throughput/row_fill": tokens / sum(each.row_tokens for each in outcomes),
     }
 
 
@@ -125,13 +154,25 @@ class Learner:
     Args:
         decoder: Initial parameters; never donated, never changed.
         config: Losses, optimiser and batch sizes of the learner.
-        total_steps: Of the run, for the learning rate's course.
+        total_steps: Updates of the run, for the learning rate's course.
+        seed: The run's seed; shuffles the minibatches.
+        max_output_tokens: By lesson id, denominators of ``constant`` aggregation; of lessons that are not in it the
+            largest, and the row length where it is empty.
     """
 
-    def __init__(self, decoder: Decoder, config: LearnerConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: LearnerConfig,
+        total_steps: int,
+        seed: int = 0,
+        max_output_tokens: Mapping[str, int] | None = None,
+    ) -> None:
         self._decoder = decoder
         self._config = config
         self._total_steps = total_steps
+        self._seed = seed
+        self._max_output_tokens = max_output_tokens or {}
         self._step = 0
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
@@ -139,7 +180,7 @@ class Learner:
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
-        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen)
+        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, _proximal_source(config))
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
 
@@ -187,10 +228,12 @@ class Learner:
             "optimiser step": partial(self._apply.lower, *applied),
             "empty gradient": partial(self._zeros.lower, self._decoder),
         }
+        if self._config.recomputes_proximal:
+            lowered["proximal log-probabilities"] = partial(self._score.lower, self._decoder, batch)
         return _compiling(lowered)
 
     def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
-        """One optimiser step on one batch.
+        """One update: `epochs` · `minibatches` optimiser steps on one batch.
 
         Args:
             batch: At least one example.
@@ -206,25 +249,24 @@ class Learner:
         """
         self._check_batch(batch, version_step)
         self._warm_start.discard()
-        started = time.perf_counter()
-        plan = self._plan(batch.examples, self._config.loss)
-        gradients, sums = self._gradients(self._accumulate, plan)
-        differentiated = time.perf_counter()
-        rate = learning_rate(self._config.optimizer, self._step, self._total_steps)
-        self._decoder, self._state, applied = self._apply(
-            self._decoder, self._state, gradients, np.float32(rate), sums.loss
-        )
-        applied = jax.device_get(applied)
-        ended = time.perf_counter()
+        config, examples = self._config, batch.examples
+        proximal, proximal_s = self._proximal(examples)
+        rate = learning_rate(config.optimizer, self._step, self._total_steps)
+        rng = generator(fold(self._seed, "minibatches", self._step))
+        outcomes: list[StepOutcome] = []
+        for _ in range(config.epochs):
+            for indices in compiled.minibatches_of(examples, config.minibatches, rng):
+                part = [examples[index] for index in indices]
+                beside = None if proximal is None else [proximal[index] for index in indices]
+                outcomes.append(self._optimiser_step(part, beside, rate))
         self._step += 1
-        self._count_skipped(applied)
-        row_tokens = sum(micro_batch.tokens.size for micro_batch in plan.micro_batches)
-        times = (differentiated - started, ended - differentiated)
+        self._count_skipped([outcome.applied for outcome in outcomes])
+        tokens = config.epochs * sum(len(example.tokens) for example in examples)
         return finite_only(
             batch_metrics(batch),
-            loss_metrics(sums),
-            step_metrics(applied, rate),
-            throughput_metrics(batch.examples, row_tokens, *times),
+            loss_metrics(outcomes, config.epochs),
+            step_metrics(outcomes, rate),
+            throughput_metrics(tokens, outcomes, proximal_s),
         )
 
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
@@ -241,13 +283,7 @@ class Learner:
             return []
         longest = max(len(example.tokens) for example in examples)
         length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
-        plan = plan_scoring(examples, length, 1)
-        scores = np.zeros((len(plan.micro_batches), length), np.float32)
-        for row, micro_batch in zip(scores, plan.micro_batches, strict=True):
-            logprobs = np.asarray(self._score(self._decoder if decoder is None else decoder, micro_batch))
-            count = int(micro_batch.count)
-            row[micro_batch.positions[:count]] = logprobs[:count]
-        return unpack(scores, plan.placements)
+        return self._scored(plan_scoring(examples, length, 1), self._decoder if decoder is None else decoder)
 
     def rounding(self, examples: Sequence[RLExample]) -> Float32[np.ndarray, " tokens"] | None:
         """What the model's dtype alone changes: log-probabilities in it less those in float32, of sampled tokens.
@@ -278,15 +314,16 @@ class Learner:
         """
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
-        gradients, sums = self._gradients(warm_start.accumulate, self._plan(examples, _SUPERVISED))
+        plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
+        gradients, sums = self._gradients(warm_start.accumulate, plan)
         rate = warm_start.learning_rate()
         self._decoder, warm_start.state, applied = warm_start.apply(
             self._decoder, state, gradients, np.float32(rate), sums.loss
         )
-        applied = jax.device_get(applied)
-        self._count_skipped(applied)
+        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0)
+        self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
-        return finite_only(losses, step_metrics(applied, rate))
+        return finite_only(losses, step_metrics([outcome], rate))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
@@ -315,8 +352,54 @@ class Learner:
         if not batch.examples:
             raise ConfigError(f"batch {batch.batch_id} holds no examples: replay must never hand out such a one")
 
-    def _plan(self, examples: Sequence[RLExample], loss: LossConfig) -> UpdatePlan:
-        return plan_update(examples, loss, self._config.row_length, self._config.micro_batch_rows, self._step)
+    def _proximal(self, examples: Sequence[RLExample]) -> tuple[list[Float32[np.ndarray, " pos"]] | None, float | None]:
+        """ℓ_p of each example's sampled tokens, and the seconds it took; None where the loss does not read it."""
+        if not self._config.recomputes_proximal:
+            return None, None
+        started = time.perf_counter()
+        rows = self._config.row_length, self._config.micro_batch_rows
+        logprobs = self._scored(plan_scoring(examples, *rows, every_token=False), self._decoder)
+        return logprobs, time.perf_counter() - started
+
+    def _scored(self, plan: UpdatePlan, decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
+        """Log-probabilities at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
+        scores = []
+        for micro_batch in plan.micro_batches:
+            logprobs, count = np.asarray(self._score(decoder, micro_batch)), int(micro_batch.count)
+            rows = np.zeros(micro_batch.tokens.shape, np.float32)
+            rows.reshape(-1)[micro_batch.positions[:count]] = logprobs[:count]
+            scores.append(rows)
+        return unpack(np.concatenate(scores), plan.placements)
+
+    def _optimiser_step(
+        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"]] | None, rate: float
+    ) -> StepOutcome:
+        config, started = self._config, time.perf_counter()
+        plan = plan_update(
+            examples,
+            config.loss,
+            config.row_length,
+            config.micro_batch_rows,
+            self._step,
+            max_tokens=[self._denominator(example) for example in examples],
+            proximal_logprobs=proximal,
+        )
+        gradients, sums = self._gradients(self._accumulate, plan)
+        differentiated = time.perf_counter()
+        self._decoder, self._state, applied = self._apply(
+            self._decoder, self._state, gradients, np.float32(rate), sums.loss
+        )
+        applied = jax.device_get(applied)
+        times = differentiated - started, time.perf_counter() - differentiated
+        return StepOutcome(sums, applied, *times, sum(batch.tokens.size for batch in plan.micro_batches))
+
+    def _denominator(self, example: RLExample) -> int:
+        """Of a sequence under ``constant`` aggregation; its lesson is the first part of its group's id."""
+        limits = self._max_output_tokens
+        if self._config.loss.max_tokens is not None or not limits:
+            return self._config.loss.max_tokens or self._config.row_length
+        lesson = example.rollout_ids[0].rpartition("/")[0].rsplit("-", 2)[0]
+        return limits.get(lesson) or max(limits.values())
 
     def _gradients(self, accumulate: Any, plan: UpdatePlan) -> tuple[Any, compiled.LossSums]:
         """Gradient (on the device) and sums (on the host) of all micro-batches."""
@@ -326,8 +409,8 @@ class Learner:
             so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
         return so_far.gradients, jax.device_get(so_far.sums)
 
-    def _count_skipped(self, applied: AppliedUpdate) -> None:
-        self._skipped_in_a_row = 0 if applied.finite else self._skipped_in_a_row + 1
+    def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:
+        self._skipped_in_a_row = 0 if all(each.finite for each in applied) else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_non_finite_updates:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} updates in a row had a loss or gradient that was not finite "
@@ -363,6 +446,12 @@ class _WarmStart:
 
 def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:
     return {name: lambda lower=lower: lower().compile() for name, lower in lowered.items()}
+
+
+def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
+    if config.proximal == "behaviour":
+        return "behaviour"
+    return "stored" if config.recomputes_proximal else "current"
 
 
 def _forward_options(config: LearnerConfig) -> compiled.ForwardOptions:

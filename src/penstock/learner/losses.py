@@ -1,31 +1,38 @@
-"""The policy loss of one token, composed of small pure functions: L = −sg(w) · surrogate.
+"""The policy loss of one token, composed of small pure functions: L = −sg(w) · surrogate − c_H · H.
 
 Notation: ℓ_θ log-probability under the weights being trained, ℓ_b under those that sampled the token (behaviour),
-ℓ_p at the start of the update (proximal), sg stop-gradient; all of softmax(logits / temperature), float32.
+ℓ_p at the start of the update (proximal), sg stop-gradient; all of softmax(logits / temperature), float32; H the
+entropy of that distribution.
 
 **The same ratio is never applied twice.** The off-policy ratio exp(ℓ_θ − ℓ_b) splits into ρ = exp(ℓ_θ − ℓ_p), which
-the surrogate differentiates and clips, and exp(ℓ_p − ℓ_b), which the correction bounds and never differentiates.
-This learner takes one optimiser step per batch, so the weights of the forward pass *are* the proximal ones:
-ℓ_p = sg(ℓ_θ). Then ρ has value 1 and carries the gradient ∇ℓ_θ, the clip cannot act, all staleness stands in
-w = sg(min(exp(ℓ_θ − ℓ_b), C)), and the gradient of ``ppo`` is −w A ∇ℓ_θ: REINFORCE with truncated importance
-sampling. A second step on the same batch would need ℓ_p kept from before the first.
+the surrogate differentiates and clips, and exp(ℓ_p − ℓ_b), which the correction bounds and never differentiates. Where
+ℓ_p comes from:
+
+- *one optimiser step per update*: the weights of the forward pass are the proximal ones, ℓ_p = sg(ℓ_θ). Then ρ has
+  value 1 and carries the gradient ∇ℓ_θ, the clip cannot act, all staleness stands in w, and the gradient of ``ppo`` is
+  −w A ∇ℓ_θ: REINFORCE with truncated importance sampling;
+- *several*: ℓ_p is computed before the first, and ρ is what the steps so far have moved;
+- *behaviour*: ℓ_p = ℓ_b. Then w is exactly 1, and ρ is all of the off-policy ratio.
 
 Aggregation: the loss of a step is Σ_i a_i Σ_t m_it L_it, with one weight a_i per sequence that is known before any
 forward pass. It is computed once, on the host, over *all* sequences of the step; micro-batches then only add, so that
-their number and their contents cannot change the gradient.
+their number and their contents cannot change the gradient. Sums over a sequence are taken inside one micro-batch, in
+which it always lies whole.
 
 The output head goes without its memory: a tile's scores over the vocabulary, [tile, vocab] float32, are made, reduced
 and forgotten; the backward pass makes them again (hand-written, `jax.custom_vjp`). Only one float32 per position,
-log Σ exp, lives from one pass to the other. The number of tiles is read at run time: positions that nobody asks about
-cost nothing, and a batch with more or fewer of them needs no new compilation.
+log Σ exp, lives from one pass to the other, and the entropy where its gradient is asked for. The number of tiles is
+read at run time: positions that nobody asks about cost nothing, and a batch with more or fewer of them needs no new
+compilation.
 
-Not covered: KL to a reference, entropy bonus, sequence-level ratios.
+Not covered: KL to a reference, value heads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +42,42 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from penstock.batch.advantages import ADVANTAGES
 from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
 from penstock.model.language.decoder import product
-from penstock.types import ConfigError, RolloutGroup
+from penstock.types import ConfigError, RLLossModule, RolloutGroup
+
+MOST_LOG_RATIO = 20.0
+"""ρ is formed of ℓ_θ − ℓ_p within ± this (e^20 is 5e8), so that no token's ratio is infinite."""
+
+
+class LossInputs(NamedTuple):
+    """What a loss is made of: n entries, each a token that the policy sampled, and padding after them.
+
+    Attributes:
+        logprobs: ℓ_θ, differentiated.
+        behaviour_logprobs: ℓ_b, as the engine recorded them.
+        proximal_logprobs: ℓ_p, not differentiated.
+        advantage: A, not differentiated.
+        entropy: H of the distribution that the token was drawn from; differentiated where the loss asks for it.
+        sequence: Number of the entry's sequence, less than n; what padding has means nothing.
+        real: False for padding.
+    """
+
+    logprobs: Float32[Array, " n"]
+    behaviour_logprobs: Float32[Array, " n"]
+    proximal_logprobs: Float32[Array, " n"]
+    advantage: Float32[Array, " n"]
+    entropy: Float32[Array, " n"]
+    sequence: Int32[Array, " n"]
+    real: Bool[Array, " n"]
+
+    def sequence_sum(self, values: Float32[Array, " n"]) -> Float32[Array, " n"]:
+        """At every entry the sum over its sequence's entries."""
+        n = self.real.shape[0]
+        sums = jax.ops.segment_sum(jnp.where(self.real, values, 0.0), self.sequence, num_segments=n)
+        return sums[self.sequence]
+
+    def sequence_mean(self, values: Float32[Array, " n"]) -> Float32[Array, " n"]:
+        """At every entry the mean over its sequence's entries."""
+        return self.sequence_sum(values) / jnp.maximum(self.sequence_sum(jnp.ones_like(values)), 1.0)
 
 
 class TokenLoss(NamedTuple):
@@ -48,8 +90,8 @@ class TokenLoss(NamedTuple):
     """
 
     loss: Float32[Array, " n"]
-    clipped: Bool[Array, " n"]
-    bounded: Bool[Array, " n"]
+    clipped: Bool[Array, " n"] | bool = False
+    bounded: Bool[Array, " n"] | bool = False
 
 
 def probability_ratio(
@@ -59,25 +101,51 @@ def probability_ratio(
     return jnp.exp(logprobs - denominator_logprobs)
 
 
+def sequence_ratio(log_ratio: Float32[Array, " n"], inputs: LossInputs) -> Float32[Array, " n"]:
+    """exp(mean of ℓ_θ − ℓ_p over the sequence), with the gradient of each token's own ℓ_θ (straight through).
+
+    s_t = sg(s) · exp(ℓ_θ − sg(ℓ_θ)): the whole sequence is clipped or not, and ∇s_t = s ∇ℓ_θ,t, whose mean over the
+    sequence is ∇s. Zheng et al. 2025 (GSPO), https://arxiv.org/abs/2507.18071. ℓ_θ − ℓ_p of [.1, .3] -> e^.2 at both.
+    """
+    fixed = jax.lax.stop_gradient(inputs.sequence_mean(log_ratio))
+    return jnp.exp(fixed + log_ratio - jax.lax.stop_gradient(log_ratio))
+
+
 def ppo_surrogate(
-    ratio: Float32[Array, " n"], advantage: Float32[Array, " n"], epsilon_low: float, epsilon_high: float
+    ratio: Float32[Array, " n"],
+    advantage: Float32[Array, " n"],
+    epsilon_low: float,
+    epsilon_high: float,
+    dual_clip: float | None = None,
 ) -> Float32[Array, " n"]:
     """min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high) A): no reward for moving further than the clip.
 
+    With a dual clip c no less than cA where A < 0, so that one token that became likelier in spite of a negative
+    advantage cannot outweigh all others (Ye et al. 2020, https://arxiv.org/abs/1912.09729).
+
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; two epsilons: Yu et al. 2025 (DAPO),
-    https://arxiv.org/abs/2503.14476. ρ = 1.5, A = 1, ε = .2 -> 1.2; ρ = .5, A = −1 -> −.8.
+    https://arxiv.org/abs/2503.14476. ρ = 1.5, A = 1, ε = .2 -> 1.2; ρ = .5, A = −1 -> −.8; ρ = 5, A = −1, c = 3 -> −3.
     """
     clipped = jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
-    return jnp.minimum(ratio * advantage, clipped * advantage)
+    surrogate = jnp.minimum(ratio * advantage, clipped * advantage)
+    if dual_clip is None:
+        return surrogate
+    return jnp.where(advantage < 0, jnp.maximum(surrogate, dual_clip * advantage), surrogate)
 
 
 def ppo_clipped(
-    ratio: Float32[Array, " n"], advantage: Float32[Array, " n"], epsilon_low: float, epsilon_high: float
+    ratio: Float32[Array, " n"],
+    advantage: Float32[Array, " n"],
+    epsilon_low: float,
+    epsilon_high: float,
+    dual_clip: float | None = None,
 ) -> Bool[Array, " n"]:
-    """Where the clip of `ppo_surrogate` decides, so that the token has no gradient."""
+    """Where a clip of `ppo_surrogate` decides, so that the token has no gradient."""
     too_high = (ratio > 1.0 + epsilon_high) & (advantage > 0)
     too_low = (ratio < 1.0 - epsilon_low) & (advantage < 0)
-    return too_high | too_low
+    if dual_clip is None:
+        return too_high | too_low
+    return too_high | too_low | ((ratio > dual_clip) & (advantage < 0))
 
 
 def cispo_surrogate(
@@ -125,46 +193,88 @@ def correction_weight(config: CorrectionConfig, ratio: Float32[Array, " n"]) -> 
     return jnp.ones_like(ratio)
 
 
-def policy_token_loss(
-    config: LossConfig,
-    logprobs: Float32[Array, " n"],
-    behaviour_logprobs: Float32[Array, " n"],
-    advantage: Float32[Array, " n"],
-) -> TokenLoss:
-    """−sg(w) · surrogate for one optimiser step per batch, where ℓ_p = sg(ℓ_θ).
+def off_policy_ratio(config: CorrectionConfig, inputs: LossInputs) -> Float32[Array, " n"]:
+    """What the correction bounds: exp(ℓ_p − ℓ_b) of the token, exp Σ of its sequence, or exp mean of it.
+
+    ℓ_p − ℓ_b of a sequence [.1, .3] -> token [e^.1, e^.3], sequence e^.4 at both, sequence_mean e^.2 at both. The
+    product is the sequence's true ratio, whose variance grows with its length; the mean does not grow, and is biased.
+    """
+    difference = inputs.proximal_logprobs - inputs.behaviour_logprobs
+    if config.scope == "sequence":
+        return jnp.exp(inputs.sequence_sum(difference))
+    if config.scope == "sequence_mean":
+        return jnp.exp(inputs.sequence_mean(difference))
+    return probability_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs)
+
+
+def vetoed(threshold: float, inputs: LossInputs) -> Bool[Array, " n"]:
+    """The tokens of sequences of which some token has exp(ℓ_p − ℓ_b) < `threshold`.
+
+    Such a token is all but impossible for the learner: engine and learner do not mean the same text, or the sequence
+    went where this policy does not go.
+    """
+    outlying = inputs.proximal_logprobs - inputs.behaviour_logprobs < math.log(threshold)
+    return inputs.sequence_sum(outlying.astype(jnp.float32)) > 0
+
+
+def policy_token_loss(config: LossConfig, inputs: LossInputs) -> TokenLoss:
+    """−sg(w) · surrogate − c_H · H.
 
     Args:
-        config: Surrogate, clip and correction.
-        logprobs: ℓ_θ, differentiated.
-        behaviour_logprobs: ℓ_b, as the engine recorded them.
-        advantage: A, one per token, not differentiated.
+        config: Ratio, surrogate, clips, correction and entropy bonus.
+        inputs: Of the tokens; what `proximal_logprobs` are decides what the ratio and the correction see.
     """
-    proximal_logprobs = jax.lax.stop_gradient(logprobs)
-    off_policy = probability_ratio(proximal_logprobs, behaviour_logprobs)
-    weight = jax.lax.stop_gradient(correction_weight(config.correction, off_policy))
-    bounded = (weight != off_policy) & (config.correction.kind != "none")
-    ratio = probability_ratio(logprobs, proximal_logprobs)
+    weight, bounded = _correction(config.correction, inputs)
+    log_ratio = jnp.clip(inputs.logprobs - inputs.proximal_logprobs, -MOST_LOG_RATIO, MOST_LOG_RATIO)
+    ratio = jnp.exp(log_ratio) if config.ratio == "token" else sequence_ratio(log_ratio, inputs)
+    advantage = inputs.advantage
     low, high = config.clip_epsilon_low, config.clip_epsilon_high
-    clipped = jnp.zeros(logprobs.shape, bool)
+    clipped = False
     if config.surrogate == "ppo":
-        surrogate = ppo_surrogate(ratio, advantage, low, high)
-        clipped = ppo_clipped(ratio, advantage, low, high)
+        surrogate = ppo_surrogate(ratio, advantage, low, high, config.dual_clip)
+        clipped = ppo_clipped(ratio, advantage, low, high, config.dual_clip)
     elif config.surrogate == "cispo":
-        surrogate = cispo_surrogate(ratio, advantage, logprobs, high)
+        surrogate = cispo_surrogate(ratio, advantage, inputs.logprobs, high)
         clipped = ratio > 1.0 + high
     else:
-        surrogate = reinforce_surrogate(advantage, logprobs)
-    return TokenLoss(-weight * surrogate, clipped, bounded)
+        surrogate = reinforce_surrogate(advantage, inputs.logprobs)
+    loss = -weight * surrogate
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * inputs.entropy
+    return TokenLoss(loss, clipped, bounded)
 
 
-def supervised_token_loss(
-    logprobs: Float32[Array, " n"],
-    behaviour_logprobs: Float32[Array, " n"],
-    advantage: Float32[Array, " n"],
-) -> TokenLoss:
-    """−ℓ_θ, the cross-entropy of a reference solution's token; the other arguments are not used."""
-    nowhere = jnp.zeros(logprobs.shape, bool)
-    return TokenLoss(-logprobs, nowhere, nowhere)
+def _correction(config: CorrectionConfig, inputs: LossInputs) -> tuple[Float32[Array, " n"], Bool[Array, " n"] | bool]:
+    """The weight w, and where it is another than the off-policy ratio itself."""
+    off_policy = off_policy_ratio(config, inputs)
+    weight = jax.lax.stop_gradient(correction_weight(config, off_policy))
+    bounded = (weight != off_policy) & (config.kind != "none")
+    if config.veto is not None:
+        out = vetoed(config.veto, inputs)
+        weight, bounded = jnp.where(out, 0.0, weight), bounded | out
+    return weight, bounded
+
+
+def own_token_loss(module: RLLossModule, inputs: LossInputs) -> TokenLoss:
+    """The loss of each token by a user's module, which may return it alone.
+
+    Raises:
+        ConfigError: it returns anything but one float32 for each token.
+    """
+    made: Any = module.loss(inputs)
+    terms = made if isinstance(made, TokenLoss) else TokenLoss(made)
+    shape, dtype = getattr(terms.loss, "shape", None), getattr(terms.loss, "dtype", None)
+    if shape != inputs.real.shape or dtype != jnp.float32:
+        raise ConfigError(
+            f"learner.loss.module: {type(module).__name__}.loss gave {type(terms.loss).__name__} of shape {shape} and "
+            f"dtype {dtype}: it must be float32 {list(inputs.real.shape)}, one for each token; the learner sums them up"
+        )
+    return terms
+
+
+def supervised_token_loss(inputs: LossInputs) -> TokenLoss:
+    """−ℓ_θ, the cross-entropy of a reference solution's token."""
+    return TokenLoss(-inputs.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,28 +292,23 @@ class PolicyLoss:
             )
         return ADVANTAGES[self.config.advantage](group)
 
-    def loss(
-        self,
-        logprobs: Float32[Array, " n"],
-        behaviour_logprobs: Float32[Array, " n"],
-        advantage: Float32[Array, " n"],
-    ) -> TokenLoss:
+    def loss(self, inputs: LossInputs) -> TokenLoss:
         """`policy_token_loss` with this configuration."""
-        return policy_token_loss(self.config, logprobs, behaviour_logprobs, advantage)
+        return policy_token_loss(self.config, inputs)
 
 
 def sequence_weights(
-    sampled_tokens: Sequence[int], aggregation: Aggregation, max_tokens: int
+    sampled_tokens: Sequence[int], aggregation: Aggregation, max_tokens: int | Sequence[int]
 ) -> Float32[np.ndarray, " sequences"]:
     """The weight a_i of every loss token of sequence i, of B sequences with n_i loss tokens.
 
     ``token`` 1 / Σ n_j (long answers count more); ``sequence`` 1 / (B · n_i) (Shao et al. 2024, GRPO: a token of
-    a long answer counts less); ``constant`` 1 / (B · max_tokens) (Liu et al. 2025, https://arxiv.org/abs/2503.20783).
+    a long answer counts less); ``constant`` 1 / (B · max_tokens_i) (Liu et al. 2025, https://arxiv.org/abs/2503.20783).
 
     Args:
         sampled_tokens: n_i ≥ 1.
         aggregation: Which of the three.
-        max_tokens: Denominator of ``constant``.
+        max_tokens: Denominator of ``constant``: one for all, or one for each sequence.
 
     Example:
         Lengths 1 and 3: token [1/4, 1/4], sequence [1/2, 1/6], constant with max_tokens 4 [1/8, 1/8].
@@ -214,7 +319,7 @@ def sequence_weights(
     elif aggregation == "sequence":
         weights = 1.0 / (len(lengths) * lengths)
     else:
-        weights = np.full(len(lengths), 1.0 / (len(lengths) * max_tokens))
+        weights = np.broadcast_to(1.0 / (len(lengths) * np.asarray(max_tokens, np.float64)), len(lengths))
     return weights.astype(np.float32)
 
 
@@ -237,7 +342,7 @@ class HeadOutputs(NamedTuple):
 
     Attributes:
         logprobs: log softmax(scores / temperature) at the label.
-        entropy: Of the same distribution; no gradient flows through it.
+        entropy: Of the same distribution; it has a gradient where that was asked for.
     """
 
     logprobs: Float32[Array, " k"]
@@ -249,16 +354,19 @@ def tiled_logprobs(
     matrix: Float[Array, "vocab hidden"],
     inputs: HeadInputs,
     tile: int,
+    entropy_gradient: bool = False,
 ) -> HeadOutputs:
     """Log-probabilities of labels, and entropies, differentiable in `hidden` and `matrix`.
 
-    ℓ = z_label − log Σ_v exp z_v with z = hidden · matrixᵀ / temperature; ∂ℓ/∂z_v = [v = label] − softmax(z)_v.
+    ℓ = z_label − log Σ_v exp z_v with z = hidden · matrixᵀ / temperature; ∂ℓ/∂z_v = [v = label] − p_v with
+    p = softmax(z); ∂H/∂z_v = −p_v (log p_v + H).
 
     Args:
         hidden: States after the final norm, one row per position asked about.
         matrix: The output matrix.
         inputs: Labels, temperatures and count.
         tile: Positions per tile; memory is tile · vocab · 4 bytes, a few times over.
+        entropy_gradient: Whether a gradient flows through the entropies; else it is 0.
     """
     k = hidden.shape[0]
     padding = -k % min(tile, k)
@@ -267,13 +375,19 @@ def tiled_logprobs(
         jnp.pad(inputs.temperature, (0, padding), constant_values=1),
         inputs.count,
     )
-    outputs = cast(HeadOutputs, _tiled(min(tile, k), jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded))
+    how = _Tiles(min(tile, k), entropy_gradient)
+    outputs = cast(HeadOutputs, _tiled(how, jnp.pad(hidden, ((0, padding), (0, 0))), matrix, padded))
     return HeadOutputs(outputs.logprobs[:k], outputs.entropy[:k])
 
 
+class _Tiles(NamedTuple):
+    size: int
+    entropy_gradient: bool
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(tile: int, hidden: Array, matrix: Array, inputs: HeadInputs) -> HeadOutputs:
-    return _forward(tile, hidden, matrix, inputs)[0]
+def _tiled(how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs) -> HeadOutputs:
+    return _forward(how, hidden, matrix, inputs)[0]
 
 
 def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
@@ -282,8 +396,10 @@ def _scores(hidden: Array, matrix: Array, temperature: Array) -> Array:
 
 
 def _forward(
-    tile: int, hidden: Array, matrix: Array, inputs: HeadInputs
-) -> tuple[HeadOutputs, tuple[Array, Array, HeadInputs, Array]]:
+    how: _Tiles, hidden: Array, matrix: Array, inputs: HeadInputs
+) -> tuple[HeadOutputs, tuple[Array, Array, HeadInputs, Array, Array | None]]:
+    tile = how.size
+
     def run(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         part = partial(_slice, index=index, tile=tile)
         scores = _scores(part(hidden), matrix, part(inputs.temperature))
@@ -302,22 +418,29 @@ def _forward(
 
     zeros = jnp.zeros(hidden.shape[0], jnp.float32)
     logprobs, entropy, log_totals = jax.lax.fori_loop(0, _tile_count(inputs.count, tile), run, (zeros, zeros, zeros))
-    return HeadOutputs(logprobs, entropy), (hidden, matrix, inputs, log_totals)
+    kept = entropy if how.entropy_gradient else None
+    return HeadOutputs(logprobs, entropy), (hidden, matrix, inputs, log_totals, kept)
 
 
 def _backward(
-    tile: int, saved: tuple[Array, Array, HeadInputs, Array], cotangent: HeadOutputs
+    how: _Tiles, saved: tuple[Array, Array, HeadInputs, Array, Array | None], cotangent: HeadOutputs
 ) -> tuple[Array, Array, None]:
-    hidden, matrix, inputs, log_totals = saved
+    tile = how.size
+    hidden, matrix, inputs, log_totals, entropies = saved
     tokens = jnp.arange(matrix.shape[0], dtype=jnp.int32)
 
     def run(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         part = partial(_slice, index=index, tile=tile)
         states, temperature = part(hidden), part(inputs.temperature)
-        probabilities = jnp.exp(_scores(states, matrix, temperature) - part(log_totals)[:, None])
+        logprobs = _scores(states, matrix, temperature) - part(log_totals)[:, None]
+        probabilities = jnp.exp(logprobs)
         is_label = part(inputs.labels)[:, None] == tokens[None]
         outer = part(cotangent.logprobs) / temperature
-        gradient = ((is_label.astype(jnp.float32) - probabilities) * outer[:, None]).astype(hidden.dtype)
+        to_scores = (is_label.astype(jnp.float32) - probabilities) * outer[:, None]
+        if entropies is not None:
+            spread = part(cotangent.entropy) / temperature
+            to_scores -= probabilities * (logprobs + part(entropies)[:, None]) * spread[:, None]
+        gradient = to_scores.astype(hidden.dtype)
         to_hidden = product("nv,vh->nh", gradient, matrix)
         to_matrix = product("nv,nh->vh", gradient, states)
         return _place(carry[0], to_hidden.astype(hidden.dtype), index * tile), carry[1] + to_matrix

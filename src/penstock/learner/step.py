@@ -1,9 +1,9 @@
 """The compiled functions of an update, and the micro-batches of one fixed shape that they take.
 
-Gradient of a micro-batch, added up; and log-probabilities alone. Every function sees one shape only,
-[micro_batch_rows, row_length], so it is compiled once; learners of equal configuration share the compiled code. The
-loss of a step is a weighted sum over tokens with weights fixed beforehand (`losses.sequence_weights`), so micro-batches
-simply add.
+Gradient of a micro-batch, added up; and log-probabilities alone (of `Learner.score`, and the proximal ones). Every
+function sees one shape only, [micro_batch_rows, row_length], so it is compiled once; learners of equal configuration
+share the compiled code. The loss of a step is a weighted sum over tokens with weights fixed beforehand
+(`losses.sequence_weights`), so micro-batches simply add.
 
 Rows keep the packed layout for the model's body; what the head and the loss need is gathered to the front, so that
 positions without a loss cost no head: entry k of the per-token arrays belongs to the token at `positions[k]`.
@@ -12,19 +12,21 @@ All sizes are fixed by the configuration; only `count` varies, and it is data. M
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
 from penstock.learner.config import LossConfig
 from penstock.learner.losses import (
     HeadInputs,
     HeadOutputs,
+    LossInputs,
     TokenLoss,
+    own_token_loss,
     policy_token_loss,
     sequence_weights,
     supervised_token_loss,
@@ -49,6 +51,7 @@ class MicroBatch(NamedTuple):
         temperature: The rollout's.
         advantage: The rollout's.
         behaviour_logprobs: As the engine recorded them.
+        proximal_logprobs: As of the update's beginning; 0 where the loss does not read them.
         loss_weight: The sequence's weight in the optimiser step; 0 where not real.
         same_version: Whether the whole sequence was sampled under the learner's present version.
         count: Number of real entries.
@@ -62,6 +65,7 @@ class MicroBatch(NamedTuple):
     temperature: Float32[Array, " k"]
     advantage: Float32[Array, " k"]
     behaviour_logprobs: Float32[Array, " k"]
+    proximal_logprobs: Float32[Array, " k"]
     loss_weight: Float32[Array, " k"]
     same_version: Bool[Array, " k"]
     count: Int32[Array, ""]
@@ -75,27 +79,68 @@ class UpdatePlan(NamedTuple):
 
 
 def plan_update(
-    examples: Sequence[RLExample], loss: LossConfig, row_length: int, micro_rows: int, version_step: int
+    examples: Sequence[RLExample],
+    loss: LossConfig,
+    row_length: int,
+    micro_rows: int,
+    version_step: int,
+    *,
+    max_tokens: Sequence[int] | None = None,
+    proximal_logprobs: Sequence[Float32[np.ndarray, " _"]] | None = None,
 ) -> UpdatePlan:
-    """Micro-batches of a training step: the entries are the tokens under the loss mask.
+    """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
 
     Args:
-        examples: The batch's examples, not yet packed into rows.
+        examples: All of the step's, not yet packed into rows.
         loss: Decides the aggregation.
         row_length: Tokens per row, S.
         micro_rows: Rows per micro-batch, R.
         version_step: The learner's version.
+        max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
+        proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
     """
     sampled = [trainable_tokens(example) for example in examples]
-    weights = sequence_weights(sampled, loss.aggregation, loss.max_tokens or row_length)
+    denominators = max_tokens or [loss.max_tokens or row_length] * len(examples)
+    weights = sequence_weights(sampled, loss.aggregation, denominators)
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
-    return _plan(examples, weights, same, row_length, micro_rows, every_token=False)
+    proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
+    filled = [_Filling(*each) for each in zip(weights, same, proximal, strict=True)]
+    return _plan(examples, filled, row_length, micro_rows, every_token=False)
 
 
-def plan_scoring(examples: Sequence[RLExample], row_length: int, micro_rows: int) -> UpdatePlan:
-    """Micro-batches for log-probabilities alone: the entries are all tokens but each sequence's first."""
-    nothing = np.zeros(len(examples), np.float32)
-    return _plan(examples, nothing, [False] * len(examples), row_length, micro_rows, every_token=True)
+def plan_scoring(
+    examples: Sequence[RLExample], row_length: int, micro_rows: int, every_token: bool = True
+) -> UpdatePlan:
+    """Micro-batches for log-probabilities alone.
+
+    Args:
+        examples: Not yet packed into rows.
+        row_length: Tokens per row, S.
+        micro_rows: Rows per micro-batch, R.
+        every_token: The entries are all tokens but each sequence's first; else those under the loss mask.
+    """
+    return _plan(examples, [_Filling(0.0, False, None)] * len(examples), row_length, micro_rows, every_token)
+
+
+def minibatches_of(
+    examples: Sequence[RLExample], count: int, rng: np.random.Generator
+) -> list[Int64[np.ndarray, " n"]]:
+    """Indices of the examples of each optimiser step: whole groups, of nearly equal numbers of groups.
+
+    A group is the part of a rollout's id before the last slash. Fewer groups give as many steps as there are groups.
+
+    Args:
+        examples: Of an update.
+        count: Optimiser steps; 1 keeps the order.
+        rng: Draws which groups go together.
+    """
+    if count == 1:
+        return [np.arange(len(examples))]
+    names = [example.rollout_ids[0].rpartition("/")[0] for example in examples]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = np.array([numbers[name] for name in names])
+    parts = np.array_split(rng.permutation(len(numbers)), min(count, len(numbers)))
+    return [np.flatnonzero(np.isin(group, part)) for part in parts]
 
 
 def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
@@ -105,39 +150,46 @@ def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
     real: Any = np.zeros(rows.size, np.float32)
     nowhere: Any = np.zeros(rows.size, np.bool_)
     none: Any = np.array(0, np.int32)
-    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, nowhere, none)
+    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, real, nowhere, none)
+
+
+class _Filling(NamedTuple):
+    """What the tokens of one example get in their row."""
+
+    loss_weight: float | np.float32
+    same_version: bool
+    proximal_logprobs: np.ndarray | None
+
+
+class _Rows(NamedTuple):
+    """What `_Filling` is for whole rows."""
+
+    loss_weight: Float32[np.ndarray, "rows pos"]
+    same_version: Bool[np.ndarray, "rows pos"]
+    proximal_logprobs: Float32[np.ndarray, "rows pos"]
 
 
 def _plan(
-    examples: Sequence[RLExample],
-    weights: Float32[np.ndarray, " examples"],
-    same_version: Sequence[bool],
-    row_length: int,
-    micro_rows: int,
-    every_token: bool,
+    examples: Sequence[RLExample], filled: Sequence[_Filling], row_length: int, micro_rows: int, every_token: bool
 ) -> UpdatePlan:
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
-    weight_rows = np.zeros((len(rows), row_length), np.float32)
-    same_rows = np.zeros((len(rows), row_length), np.bool_)
-    for placement, weight, same in zip(placements, weights, same_version, strict=True):
-        weight_rows[placement.row, placement.start : placement.stop] = weight
-        same_rows[placement.row, placement.start : placement.stop] = same
+    shape = len(rows), row_length
+    beside = _Rows(np.zeros(shape, np.float32), np.zeros(shape, np.bool_), np.zeros(shape, np.float32))
+    for placement, filling in zip(placements, filled, strict=True):
+        for row_values, value in zip(beside, filling, strict=True):
+            if value is not None:
+                row_values[placement.row, placement.start : placement.stop] = value
     micro_batches = []
     for first in range(0, len(rows), micro_rows):
         chosen = slice(first, first + micro_rows)
         packed = stack(rows[chosen], micro_rows)
         wanted = (packed.position_ids > 0) if every_token else packed.loss_mask
-        micro_batches.append(_gather(packed, wanted, weight_rows[chosen], same_rows[chosen]))
+        micro_batches.append(_gather(packed, wanted, _Rows(*(values[chosen] for values in beside))))
     return UpdatePlan(micro_batches, placements)
 
 
-def _gather(
-    packed: PackedBatch,
-    wanted: Bool[np.ndarray, "rows pos"],
-    weights: Float32[np.ndarray, "real_rows pos"],
-    same_version: Bool[np.ndarray, "real_rows pos"],
-) -> MicroBatch:
+def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _Rows) -> MicroBatch:
     positions = np.flatnonzero(wanted).astype(np.int32)
 
     def front(values: np.ndarray, padding: float = 0.0) -> Any:
@@ -154,14 +206,18 @@ def _gather(
         temperature=front(packed.temperature, 1.0),
         advantage=front(packed.advantage),
         behaviour_logprobs=front(packed.generator_log_probs),
-        loss_weight=front(weights),
-        same_version=front(same_version),
+        proximal_logprobs=front(beside.proximal_logprobs),
+        loss_weight=front(beside.loss_weight),
+        same_version=front(beside.same_version),
         count=count,
     )
 
 
-TokenLossFunction = Callable[[Array, Array, Array], TokenLoss]
-"""(ℓ_θ, ℓ_b, advantage) -> per-token loss."""
+TokenLossFunction = Callable[[LossInputs], TokenLoss]
+"""Of n tokens, to the loss of each."""
+
+ProximalSource = Literal["current", "stored", "behaviour"]
+"""Where ℓ_p comes from: the forward pass itself, the micro-batch, or the engine's ℓ_b."""
 
 
 class ForwardOptions(NamedTuple):
@@ -169,6 +225,20 @@ class ForwardOptions(NamedTuple):
 
     remat: bool
     head_tile_tokens: int
+
+
+class LossOptions(NamedTuple):
+    """What a token's loss is made of.
+
+    Attributes:
+        token_loss: From inputs to the loss of each token.
+        proximal: Where ℓ_p comes from.
+        entropy_gradient: Whether the loss has a gradient through the entropies.
+    """
+
+    token_loss: TokenLossFunction
+    proximal: ProximalSource = "current"
+    entropy_gradient: bool = False
 
 
 class LossSums(NamedTuple):
@@ -196,15 +266,25 @@ class GradientSums(NamedTuple):
 
 
 @cache
-def policy_accumulator(loss: LossConfig, options: ForwardOptions, frozen: tuple[str, ...] = ()) -> Any:
+def policy_accumulator(
+    loss: LossConfig, options: ForwardOptions, frozen: tuple[str, ...] = (), proximal: ProximalSource = "current"
+) -> Any:
     """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
-    return jax.jit(partial(accumulate, partial(policy_token_loss, loss), options, frozen=frozen), donate_argnums=1)
+    own = loss.load_module()
+    if own is not None:
+        return _accumulator(LossOptions(partial(own_token_loss, own), proximal, True), options, frozen)
+    token_loss = partial(policy_token_loss, loss)
+    return _accumulator(LossOptions(token_loss, proximal, loss.entropy_coefficient > 0), options, frozen)
 
 
 @cache
 def supervised_accumulator(options: ForwardOptions, frozen: tuple[str, ...] = ()) -> Any:
     """The same for cross-entropy."""
-    return jax.jit(partial(accumulate, supervised_token_loss, options, frozen=frozen), donate_argnums=1)
+    return _accumulator(LossOptions(supervised_token_loss), options, frozen)
+
+
+def _accumulator(loss: LossOptions, options: ForwardOptions, frozen: tuple[str, ...]) -> Any:
+    return jax.jit(partial(accumulate, loss, options, frozen=frozen), donate_argnums=1)
 
 
 @cache
@@ -223,13 +303,15 @@ def zeros_maker(frozen: tuple[str, ...] = ()) -> Any:
     return jax.jit(partial(zeros, frozen=frozen))
 
 
-def head_outputs(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> HeadOutputs:
+def head_outputs(
+    decoder: Decoder, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool = False
+) -> HeadOutputs:
     """Log-probability and entropy at every entry of a micro-batch: body on rows, head on entries."""
     hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segment_ids, options.remat)
     flat = hidden.reshape(-1, hidden.shape[-1])
     before = jnp.maximum(batch.positions - 1, 0)  # the state that predicted the token; padding entries have 0
     inputs = HeadInputs(batch.labels, batch.temperature, batch.count)
-    return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens)
+    return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient)
 
 
 def zeros(decoder: Decoder, frozen: Sequence[str] = ()) -> GradientSums:
@@ -239,7 +321,7 @@ def zeros(decoder: Decoder, frozen: Sequence[str] = ()) -> GradientSums:
 
 
 def accumulate(
-    token_loss: TokenLossFunction,
+    loss: LossOptions,
     options: ForwardOptions,
     decoder: Decoder,
     so_far: GradientSums,
@@ -250,21 +332,38 @@ def accumulate(
     trained, rest = split_frozen(frozen, decoder)
 
     def loss_of(part: Decoder) -> tuple[Array, LossSums]:
-        return _loss(token_loss, options, join_frozen(part, rest), batch)
+        return _loss(loss, options, join_frozen(part, rest), batch)
 
     gradients, sums = jax.grad(loss_of, has_aux=True)(trained)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
     return GradientSums(added, jax.tree.map(jnp.add, so_far.sums, sums))
 
 
-def _loss(
-    token_loss: TokenLossFunction, options: ForwardOptions, decoder: Decoder, batch: MicroBatch
-) -> tuple[Array, LossSums]:
-    outputs = head_outputs(decoder, batch, options)
-    terms = token_loss(outputs.logprobs, batch.behaviour_logprobs, batch.advantage)
+def _loss(loss: LossOptions, options: ForwardOptions, decoder: Decoder, batch: MicroBatch) -> tuple[Array, LossSums]:
+    outputs = head_outputs(decoder, batch, options, loss.entropy_gradient)
     real = jnp.arange(batch.labels.shape[0]) < batch.count
-    loss = _total(batch.loss_weight * terms.loss, real)
-    return loss, jax.lax.stop_gradient(_sums(loss, terms, outputs, batch, real))
+    terms = loss.token_loss(_inputs(loss.proximal, outputs, batch, real))
+    total = _total(batch.loss_weight * terms.loss, real)
+    return total, jax.lax.stop_gradient(_sums(total, terms, outputs, batch, real))
+
+
+def _inputs(source: ProximalSource, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossInputs:
+    proximal = {
+        "current": jax.lax.stop_gradient(outputs.logprobs),
+        "stored": batch.proximal_logprobs,
+        "behaviour": batch.behaviour_logprobs,
+    }
+    row_length = batch.tokens.shape[1]
+    segment = batch.segment_ids.reshape(-1)[batch.positions]
+    return LossInputs(
+        outputs.logprobs,
+        batch.behaviour_logprobs,
+        proximal[source],
+        batch.advantage,
+        outputs.entropy,
+        sequence=jnp.where(real, batch.positions // row_length * row_length + segment - 1, 0),
+        real=real,
+    )
 
 
 def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossSums:

@@ -36,7 +36,8 @@ def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[
     """The run's batch makers: one for each environment that has its own, and one for the others.
 
     Raises:
-        ConfigError: ``replay.batch_makers`` names an environment that the run does not have.
+        ConfigError: ``replay.batch_makers`` names an environment that the run does not have, or
+            ``learner.loss.module`` is none.
     """
     replay, learner = config.replay, config.learner
     unknown = sorted(replay.batch_makers.keys() - set(environments))
@@ -45,10 +46,11 @@ def make_batch_makers(config: RunConfig, environments: Collection[str]) -> list[
             f"replay.batch_makers names {', '.join(unknown)}: no such environment; this run has "
             f"{', '.join(sorted(environments))}"
         )
+    own_loss = learner.loss.load_module()
     return [
         make_batch_maker(
             maker,
-            advantage=learner.loss.advantage,
+            advantage=learner.loss.advantage if own_loss is None else own_loss.compute_advantages,
             max_tokens=learner.row_length,
             max_samples=replay.max_samples,
             ordered=replay.synchronous,

@@ -188,7 +188,8 @@ class RunConfig(BaseModel):
                 )
             _check_trainable(lesson_id, lesson.sampling_params, self.learner)
             generations = lesson.sampling_params.n_generations_per_prompt
-            if generations < 2 and self.learner.loss.advantage != "reinforce_pp":
+            loss = self.learner.loss
+            if generations < 2 and loss.advantage != "reinforce_pp" and loss.module is None:
                 raise ValueError(
                     f"curriculum.lessons.{lesson_id}.sampling_params.n_generations_per_prompt is {generations}: the "
                     f"baseline of {self.learner.loss.advantage} needs the other answers of a group; set 2 or more"
@@ -268,6 +269,16 @@ class RunConfig(BaseModel):
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
                 "but learner.loss.advantage: turn learns from where in them that was; leave it out"
+            )
+        if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
+            raise ValueError(
+                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
+                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; leave it out"
+            )
+        if self.learner.minibatches > replay.groups_per_batch:
+            raise ValueError(
+                f"learner.minibatches is {self.learner.minibatches}, more than replay.groups_per_batch = "
+                f"{replay.groups_per_batch}: a minibatch has at least one whole group; lower it"
             )
 
     def dump(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@ intermediate size i, query width q, key-value width v, H heads, vocabulary V, sl
 length T in a micro-batch (N = R T tokens), and c bytes of what is computed with (b, but 4 on CPUs, where XLA computes
 bfloat16 in float32):
 
-- *learner's parameters* 2 P b: the present and the next version (never donated: engines read them);
+- *learner's parameters* 2 P b: the present and the next version (never donated: engines read them); 3 P b where an
+  update takes several optimiser steps, with what lies between the two;
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
   devices holds are copies throughout, 3 P b with those that are put there;
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
@@ -49,7 +50,7 @@ class MemoryEstimate:
     """Bytes by purpose; see the module's docstring.
 
     Attributes:
-        parameters_bytes: The learner's, of two versions.
+        parameters_bytes: The learner's, of two versions, and those between optimiser steps of an update.
         engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
         optimizer_bytes: Both moments, and the float32 master.
@@ -123,7 +124,7 @@ def estimate_memory(
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
-        parameters_bytes=2 * count * width,
+        parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
         optimizer_bytes=trained * (8 if width == 4 else 12),

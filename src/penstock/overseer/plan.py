@@ -75,11 +75,15 @@ def _component_lines(config: RunConfig) -> list[str]:
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
-        f"loss {learner.loss.preset}",
+        f"loss {learner.loss.preset}" + _in_steps(learner.optimizer_steps),
         "checkpoints": config.overseer.checkpoints_in_words,
         "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]
+
+
+def _in_steps(count: int) -> str:
+    return "" if count == 1 else f", up to {count} optimiser steps each"
 
 
 def _over(devices: int | None) -> str:

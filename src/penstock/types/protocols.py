@@ -236,14 +236,17 @@ class CurriculumRecord(Protocol):
 
 @runtime_checkable
 class RLLossModule(Protocol):
-    """How rollouts become advantages and advantages a loss."""
+    """How rollouts become advantages and advantages a loss (`learner.loss.module`)."""
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """float32 [n], one advantage per rollout of the group."""
         ...
 
-    def loss(self, *args: Any) -> Any:
-        """Scalar loss and metrics; the learner's own signature (`penstock.learner.losses`)."""
+    def loss(self, inputs: Any) -> Any:
+        """The loss of each token: float32 [n] or a `penstock.learner.TokenLoss`, from a `penstock.learner.LossInputs`.
+
+        It is traced by JAX, once. The learner weighs the tokens (`learner.loss.aggregation`) and adds them up.
+        """
         ...
 
 

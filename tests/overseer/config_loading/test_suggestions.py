@@ -37,7 +37,7 @@ def refused(recipe: str, override: str) -> str:
         ("learner.loss.loss_type=grpo", "learner.loss.loss_type: did you mean learner.loss.preset?"),
         (
             "num_iterations=2",
-            "num_iterations: did you mean replay.max_samples (how often experience is trained on)?",
+            "num_iterations: did you mean learner.epochs (how often experience is trained on)?",
         ),
         (
             "gradient_accumulation_steps=4",

@@ -25,6 +25,7 @@ CODE_KEYS = (
     "curriculum.lessons.*.environment.env_args.env_id",
     "curriculum.lessons.*.environment.env_args.reward",
     "curriculum.lessons.*.environment.env_args.reward.*",
+    "learner.loss.module",
     "replay.batch_maker.name",
     "replay.batch_makers.*.name",
     "fleet.tasks.*.id",

@@ -61,8 +61,8 @@ _NAMES = (
         absent="there is no reference policy, since there is no KL term for language policies in this release",
     ),
     _Name(
-        "entropy_coeff entropy_coef ent_coef entropy_bonus", ("learner.entropy_coefficient",),
-        absent="there is no entropy bonus for language policies in this release",
+        "entropy_coeff entropy_coef ent_coef entropy_bonus",
+        ("learner.loss.entropy_coefficient", "learner.entropy_coefficient"),
     ),
     _Name(
         "num_iterations ppo_epochs n_epochs update_epochs", ("learner.epochs", "replay.max_samples"),
@@ -73,23 +73,25 @@ _NAMES = (
         ("learner.loss.clip_epsilon_low", "learner.clip"),
     ),
     _Name("epsilon_high clip_ratio_high", ("learner.loss.clip_epsilon_high", "learner.clip")),
-    _Name("delta clip_ratio_c", ("learner.dual_clip",), absent="the ratio has no second clip for language policies"),
+    _Name("delta clip_ratio_c", ("learner.loss.dual_clip", "learner.dual_clip")),
     _Name("loss_type policy_loss loss_mode", ("learner.loss.preset",)),
     _Name("loss_agg_mode", ("learner.loss.aggregation",)),
     _Name(
         "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
         ("learner.loss.advantage", "learner.normalize_advantages"),
     ),
+    _Name("importance_sampling_level", ("learner.loss.ratio",), absent="a simulator's steps are weighed one by one"),
     _Name(
-        "importance_sampling_level", absent="the ratio is that of a token; sequence-level ratios are not implemented"
+        "rollout_is vllm_importance_sampling_mode", ("learner.loss.correction.scope", "learner.correction.scope"),
     ),
+    _Name("rollout_token_veto_threshold", ("learner.loss.correction.veto", "learner.correction.veto")),
     _Name("tis_imp_ratio_cap vllm_importance_sampling_cap", ("learner.loss.correction.cap", "learner.correction.cap")),
     _Name("gamma", ("learner.discount",), absent="rewards of language policies are not discounted"),
     _Name("lam gae_lambda lambda_", ("learner.gae_lambda",), absent="advantages of language policies take no GAE"),
     _Name(
         "vf_coef value_loss_coef critic_lr", ("learner.value_coefficient",), absent="language policies have no critic"
     ),
-    _Name("num_mini_batches n_minibatches", ("learner.minibatches",), absent="an update is one optimiser step"),
+    _Name("num_mini_batches n_minibatches", ("learner.minibatches",)),
     _Name(
         "num_generations rollout.n n_samples_per_prompt group_size num_return_sequences sampling_params.n",
         (f"{_SAMPLING}.n_generations_per_prompt",),

@@ -294,7 +294,8 @@ class LanguageKind:
 
     def make_learner(self, config: RunConfig, start: RunStart) -> Learner:
         """A `Learner` of a decoder."""
-        learner = Learner(start.policy, config.learner, config.steps)
+        limits = {name: lesson.sampling_params.max_output_tokens for name, lesson in config.curriculum.lessons.items()}
+        learner = Learner(start.policy, config.learner, config.steps, config.seed, limits)
         if start.checkpoint is not None:
             learner.restore_arrays(start.checkpoint.learner_arrays)
         return learner
