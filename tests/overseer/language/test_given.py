@@ -84,6 +84,16 @@ def test_a_run_plays_in_the_environment_that_it_was_given_and_says_so(run_dir: P
     assert repr(resumed).startswith("RunSummary(finished at step 2/2, cats ") and "\n" not in repr(resumed)
 
 
+def test_an_environment_without_problems_is_refused_before_anything_is_written(run_dir: Path):
+    class Empty(SingleTurnEnvironment):
+        def score(self, example, text, completion):
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r"^environment 'Empty' \(Empty\) has no problems: give it examples = "):
+        penstock.train(tiny(), run_dir, environment=Empty)
+    assert not run_dir.exists()
+
+
 def test_reward_functions_of_a_cell_score_the_rows_of_a_file(run_dir: Path, rows: str, capsys):
     pids = set()
 
