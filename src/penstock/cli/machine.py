@@ -122,12 +122,15 @@ def _begin() -> None:
 @_env.command(epilog="Example: penstock env new spell_backwards")
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the folder and the module; the class, too.")],
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help="single-turn, multi-turn, or tool: conversations with tools.")
+    ] = "single-turn",
 ) -> int:
     """Write an environment, its test and its recipe into a new folder NAME. All three run as they are."""
     from penstock.environments.scaffold import new_environment
     from penstock.rundir.commands import command_line
 
-    environment, test, recipe = new_environment(name, Path(name))
+    environment, test, recipe = new_environment(name, Path(name), kind)
     width = len(str(test))
     print(f"{environment!s:<{width}}  problems, and what an answer is worth")
     print(f"{test!s:<{width}}  its test, without a model: pytest {test.parent}")
