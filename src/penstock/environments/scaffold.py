@@ -188,7 +188,7 @@ def add(a: int, b: int) -> int:
 
 
 class $class_name(ToolEnvironment):
-    """Rewards the answer, and that a tool was asked for it.
+    """Rewards the answer, that a tool was asked for it, and a little any call that can be answered.
 
     Args:
         largest: No number is larger.
@@ -207,8 +207,9 @@ class $class_name(ToolEnvironment):
 
     def score(self, conversation):
         answer = conversation.example.answer
-        asked = any(told == answer for _, told in conversation.state["calls"])
-        return 0.5 * asked + 0.5 * (conversation.text.strip() == answer)
+        told = [result for _, result in conversation.state["calls"]]
+        answered = any(not result.startswith("error: ") for result in told)
+        return 0.2 * answered + 0.3 * (answer in told) + 0.5 * (conversation.text.strip() == answer)
 
     def solution(self, example):
         """What the policy might say, turn by turn, for the warm start; the tool answers between."""

@@ -128,6 +128,7 @@ class RunRequest:
             kind="language" if isinstance(config, RunConfig) else "control",
             no_signal=tuple(run.log.progress.stretches),
             metrics=run.newest_metrics,
+            warm_start=isinstance(config, RunConfig) and config.learner.warm_start is not None,
             **run.results,
         )
 
