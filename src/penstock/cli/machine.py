@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides, only, refuse_run_directory
+from penstock.cli.arguments import Overrides, only, print_report, refuse_run_directory
 
 commands = typer.Typer()
 
@@ -35,17 +35,9 @@ def autotune(
         from penstock.types import ConfigError
 
         raise ConfigError(f"{recipe} has no fleet: give a recipe that trains in simulators, such as cartpole")
-    from rich.console import Console
-
     from penstock.overseer import autotune
 
-    report = autotune(config, seconds, None if json else print)
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(report.to_json(), indent=2))
-    else:
-        report.print(Console())
+    print_report(autotune(config, seconds, None if json else print), json)
     return 0
 
 
@@ -94,14 +86,7 @@ def simulate(
     found = simulate_curriculum(
         config.curriculum, curves, total, config.replay.groups_per_batch, config.seed, every or max(1, total // 20)
     )
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(found.to_json(), indent=2))
-    else:
-        from rich.console import Console
-
-        found.print(Console())
+    print_report(found, json)
     return 0
 
 
