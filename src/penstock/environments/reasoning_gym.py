@@ -96,7 +96,6 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
         """Ends the reward processes."""
         self._rewards.close()
 
-    @override
     @cached_property
     def _split(self) -> tuple[list[Example], list[Example]]:
         dataset = dataset_of(**self._generator)

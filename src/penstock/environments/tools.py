@@ -188,7 +188,6 @@ class ToolEnvironment(MultiTurnEnvironment):
             numbers["tool_errors"] = sum(answer.startswith("error: ") for answer in told) / len(told)
         return numbers
 
-    @override
     @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:
         """Of these the prompts are first known, and whether anybody is shown the tools."""

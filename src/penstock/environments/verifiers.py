@@ -156,7 +156,6 @@ class VerifiersEnvironment(MultiTurnEnvironment):
 
     # --- data -------------------------------------------------------------------------------------------------------
 
-    @override
     @functools.cached_property
     def _split(self) -> tuple[list[Example], list[Example]]:
         rows, held_out_rows = self.environment.build_dataset(), self.environment.build_eval_dataset()
