@@ -48,7 +48,8 @@ def test_rows(views, printed):
     assert lines[5].split()[:8] == ["1", "tools-0-0", "2", "0.25", "-0.50", "1.00", "▁█", "6"]
     assert lines[7].split() == ["0", "cats-0-0", "4", "0.62", "0.00", "1.00", "▃▆██", "2", "0", "0", "trained"]
     text = " ".join(" ".join(lines).split())
-    assert "14 rollouts stored: 8 trained, 2 " in text and "not stored: 3 in_flight, 2 aborted" in text
+    assert "14 rollouts stored: 8 trained, 2 " in text and "not stored: 3 in_flight, 2 aborted a step is the v" in text
+    assert lines[-2] == "a step is the version that it trained: the log calls the update by the next"
     assert lines[-1].endswith("--show cats-0-2")
 
 
@@ -73,6 +74,11 @@ def test_an_empty_run_has_one_helpful_line(tmp_path, printed):
     with RunViews(directory.path) as views:
         lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
     assert lines[1:] == ["No rollouts are stored yet: 4 in_flight."]
+    directory.status_path.write_text('{"state": "failed", "step": 0, "steps": 10}')
+    with RunViews(directory.path) as views:
+        lines = printed(lambda console: print_groups(views, GroupFilter(), None, console), width=300).splitlines()
+    ended = "(in_flight when the run ended: a resume counts them as aborted)"
+    assert lines[1:] == [f"No rollouts are stored yet: 4 in_flight {ended}."]
 
 
 def test_a_filter_without_groups_says_so(views, printed):

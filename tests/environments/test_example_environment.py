@@ -159,6 +159,58 @@ def test_problem_lists_that_cannot_be_used(environment, message, policy, decodin
         environment.sample(policy(echo), 1, 1, decoding, 0, "train")
 
 
+class Letters(SingleTurnEnvironment):
+    """All problems in one list."""
+
+    examples = [Example(letter, "Say one:", letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    eval_fraction = 0.2
+
+    def score(self, example, text, completion):
+        return float(text == example.answer)
+
+
+def test_of_one_list_of_problems_a_part_is_held_out_and_the_class_gives_the_name(policy, decoding):
+    environment = Letters()
+    assert environment.name == "Letters" and Letters("mine").name == "mine"
+    held_out = "".join(example.example_id for example in environment.eval_examples())
+    assert held_out == "cdfjnpsux"
+    assert "".join(example.example_id for example in environment.train_examples()) == "abeghiklmoqrtvwyz"
+    groups, _ = environment.sample(policy(echo), 2, 1, decoding, 0, "train")
+    assert all(group.key.startswith("Letters:") for group in groups)
+    more = Letters()
+    more.examples = [*Letters.examples, Example("1", "Say one:", "1"), Example("2", "Say one:", "2")]
+    assert set(held_out) <= {example.example_id for example in more.eval_examples()}
+
+
+def test_an_environment_without_problems_says_how_to_give_it_some():
+    class Half(Letters):
+        examples = ()
+
+        def train_examples(self):
+            return Letters.examples
+
+    class Whole(Letters):
+        eval_fraction = 1.0
+
+    with pytest.raises(ConfigError, match=r"^environment 'Half' \(Half\) has no problems: give it examples = \[Exampl"):
+        Half().training_set()
+    with pytest.raises(ConfigError, match="'Whole': eval_fraction is 1.0: it is a number between 0 and 1"):
+        Whole().training_set()
+
+
+@pytest.mark.parametrize(
+    ("held_out", "said"),
+    [
+        ("abcdefghijklmnopqrstuvwxyz1234", "rests on 15 of 30 held-out problems"),
+        ("x", "rests on 1 of 1 held-out problems"),
+        ("abcdefghijklmnopqrstuvwxyz123456", None),
+    ],
+)
+def test_few_problems_for_reports_are_warned_of(held_out, said, caplog):
+    Echo(train="!?", held_out=held_out).training_set()
+    assert (said in caplog.text and "hold out 32 or more" in caplog.text) if said else caplog.text == ""
+
+
 def test_references_come_from_training_problems():
     references = Echo().reference_examples(6, 5)
     assert len(references) == 6 and references == Echo().reference_examples(6, 5)

@@ -367,7 +367,7 @@ def test_functions_called_alike_are_told_apart_by_their_files(several, policy, d
         (
             ["right", "brief"],
             {"reward_weights": [1]},
-            "reward_weights has 1 numbers for 2 functions",
+            "reward_weights has 1 number for 2 functions",
         ),
         (["right"], {"reward_weights": [float("inf")]}, r"reward_weights is \[inf\]: weights are finite numbers"),
         (["right", "brif"], {}, r"has no 'brif' \(did you mean 'brief'\?\)"),

@@ -40,7 +40,7 @@ def test_loads_with_arguments():
         (
             "penstock.environments.SingleTurnEnvironment",
             {"name": "x"},
-            "is abstract: it does not define eval_examples, score",
+            "is abstract: it does not define score",
         ),
         (
             CATS,
@@ -79,7 +79,7 @@ def test_an_environment_is_given_as_an_instance_or_a_class():
     [
         ("cats", "^environment 'cats' is not a subclass of penstock.environments.Environment$"),
         (dict, "^environment dict is not a subclass of"),
-        (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define eval_examples, sc"),
+        (SingleTurnEnvironment, "^environment SingleTurnEnvironment is abstract: it does not define score$"),
         (JsonlEnvironment, r"^environment JsonlEnvironment cannot be made without arguments: TypeError: .*'path'; give "
                            r"an instance, environment=JsonlEnvironment\(…\)$"),
     ],

@@ -100,6 +100,39 @@ def test_tools_have_names_of_their_own(tools):
         Product(tools)
 
 
+class Short(ToolEnvironment):
+    """In the fewest lines."""
+
+    tools = [multiply]
+    examples = [Example(f"{a}*{b}", f"{a}*{b}=", str(a * b)) for a in range(9) for b in range(9)]
+
+    def score(self, conversation):
+        return float(conversation.text == conversation.example.answer)
+
+
+def test_tools_and_name_are_those_of_the_class_unless_others_are_given():
+    assert (Short().name, Short().tools) == ("Short", [multiply])
+    assert Short([table], name="other").tools == [table] and Short.tools == [multiply]
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({}, True),
+        ({"shown": False}, False),
+        ({"system_prompt": "Call multiply."}, False),
+        ({"template": "chat"}, False),
+    ],
+)
+def test_tools_that_nobody_is_shown_are_warned_of_before_anything_is_sampled(given, warned, caplog):
+    environment = Short(**given)
+    environment.least_reported = 0
+    n = environment.training_set().size
+    said = f"environment Short: no policy is shown its tools (multiply) in {n} of {n} prompts, which are plain text"
+    assert (said in caplog.text and "set template: chat, or say in system_prompt" in caplog.text) is warned
+    assert warned or caplog.text == ""
+
+
 ONE = ToolCall("multiply", {"a": 6})
 TWO = ToolCall("fails", {"reason": "x"})
 BAD = ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')

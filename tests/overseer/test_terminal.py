@@ -7,7 +7,7 @@ from rich.console import Console
 
 from penstock.overseer.progress import CONTROL_LABELS, Progress, Sample
 from penstock.overseer.terminal import RunSummary, TerminalView, print_summary, sparkline
-from penstock.types import CompiledProgram
+from penstock.types import CompiledProgram, RolloutBatch, RolloutBatchStats
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,16 @@ def test_the_summary_tells_of_stretches_without_signal():
     print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, no_signal=(told,)), console)
     lines = console.file.getvalue().splitlines()
     assert lines[:2] == [told, "finished at step 5/5 after 2 s (1 s of training)"]
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_a_warm_start_has_its_row_even_where_it_changed_nothing(warm_start):
+    console = Console(file=io.StringIO(), width=60)
+    nothing = {"cats": RolloutBatchStats.of("cats", RolloutBatch(()), 0.5)}
+    told = {"untrained": nothing, "before": nothing, "after": nothing}
+    print_summary(RunSummary(Path("runs/x"), 5, 5, True, 2.0, 1.0, warm_start=warm_start, **told), console)
+    rows = [line.split("│")[1].strip() for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    assert rows == ["untrained", *(["warm start"] if warm_start else []), "trained", "prompts", "status"]
 
 
 def test_without_a_terminal_events_are_told_now_and_then(monkeypatch):

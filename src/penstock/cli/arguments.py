@@ -1,10 +1,14 @@
-"""Arguments that several commands share, and how they are read."""
+"""What several commands share: arguments, how they are read, and how a report is printed."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Overrides = Annotated[
     list[str] | None,
@@ -16,6 +20,28 @@ Checkpoint = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust", help="Believe what a run directory says that others than you may have written.")
 ]
+
+
+class PrintableReport(Protocol):
+    """What a command found out."""
+
+    def print(self, console: "Console") -> None:
+        """For people."""
+        ...
+
+    def to_json(self) -> Any:
+        """For programs, as plain data."""
+        ...
+
+
+def print_report(report: PrintableReport, as_json: bool = False) -> None:
+    """Prints a report for people, or as one JSON object."""
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
+    from rich.console import Console
+
+    report.print(Console())
 
 
 def only(names: Sequence[str], what: str, example: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides, only, refuse_run_directory
+from penstock.cli.arguments import Overrides, only, print_report, refuse_run_directory
 
 commands = typer.Typer()
 
@@ -35,17 +35,9 @@ def autotune(
         from penstock.types import ConfigError
 
         raise ConfigError(f"{recipe} has no fleet: give a recipe that trains in simulators, such as cartpole")
-    from rich.console import Console
-
     from penstock.overseer import autotune
 
-    report = autotune(config, seconds, None if json else print)
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(report.to_json(), indent=2))
-    else:
-        report.print(Console())
+    print_report(autotune(config, seconds, None if json else print), json)
     return 0
 
 
@@ -94,14 +86,7 @@ def simulate(
     found = simulate_curriculum(
         config.curriculum, curves, total, config.replay.groups_per_batch, config.seed, every or max(1, total // 20)
     )
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(found.to_json(), indent=2))
-    else:
-        from rich.console import Console
-
-        found.print(Console())
+    print_report(found, json)
     return 0
 
 
@@ -122,12 +107,15 @@ def _begin() -> None:
 @_env.command(epilog="Example: penstock env new spell_backwards")
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the folder and the module; the class, too.")],
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help="single-turn, multi-turn, or tool: conversations with tools.")
+    ] = "single-turn",
 ) -> int:
     """Write an environment, its test and its recipe into a new folder NAME. All three run as they are."""
     from penstock.environments.scaffold import new_environment
     from penstock.rundir.commands import command_line
 
-    environment, test, recipe = new_environment(name, Path(name))
+    environment, test, recipe = new_environment(name, Path(name), kind)
     width = len(str(test))
     print(f"{environment!s:<{width}}  problems, and what an answer is worth")
     print(f"{test!s:<{width}}  its test, without a model: pytest {test.parent}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.arguments import Checkpoint, Overrides, Trust, only, refuse_run_directory
+from penstock.cli.arguments import Checkpoint, Overrides, Trust, only, print_report, refuse_run_directory
 
 commands = typer.Typer()
 
@@ -116,7 +116,7 @@ def evaluate(
 
         language = {"--generations": generations != 1, "--rollouts": rollouts, "--k": k, "--baseline": baseline}
         _refuse_given({name: bool(given) for name, given in language.items()}, "a language policy's")
-        told = None if json else _printed  # before the first film
+        told = None if json else print_report  # before the first film
         report = evaluate_fleet(checkpoint, config, lesson, n, video, told)
         if not json:
             from rich.console import Console
@@ -130,12 +130,7 @@ def evaluate(
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = rollouts or Path("evaluations") / f"{checkpoint.resolve().name}-{stamp}.parquet"
         report = evaluate(checkpoint, config, lesson, n, generations, path, baseline, k)
-    if json:
-        import json as encoder
-
-        print(encoder.dumps(report.to_json(), indent=2))
-    else:
-        _printed(report)
+    print_report(report, json)
     return 0
 
 
@@ -233,12 +228,6 @@ def serve(
 
     serve(str(checkpoint), config, announce=partial(print, flush=True))
     return 0
-
-
-def _printed(report: Any) -> None:
-    from rich.console import Console
-
-    report.print(Console())
 
 
 def _resumed(names: Sequence[str], run_dir: Path | None) -> tuple[str, Path]:

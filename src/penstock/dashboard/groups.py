@@ -227,7 +227,7 @@ STATE_STYLES = {
 }
 """Every other state means that a rollout was dropped; those of evaluations say which."""
 DROPPED_STYLE = "red"
-LINES_AROUND = 8
+LINES_AROUND = 9
 """Lines of a screen that are not groups: title, heading, footer, and the prompt after it."""
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -266,7 +266,9 @@ def print_groups(views: RunViews, wanted: GroupFilter, limit: int | None, consol
         print_line(console, _nothing(views, wanted, counts))
         return
     console.print(group_table(page.groups, console.width))
-    print_line(console, totals(counts), style="dim")
+    print_line(console, totals(counts) + _left_over(views, counts), style="dim")
+    if views.mode == "train" and any(group.step is not None for group in page.groups):
+        print_line(console, "a step is the version that it trained: the log calls the update by the next", style="dim")
     if page.total > len(page.groups):
         more = f"{page.total - len(page.groups):,} older groups are not shown: --limit {page.total}, --step N, "
         print_line(console, more + ("--lesson L, --fate F" if views.mode == "train" else "--lesson L"), style="dim")
@@ -387,13 +389,21 @@ def totals(counts: RunCounts, kind: str = "rollouts") -> str:
     return text + (f"; not stored: {counts_text(counts.unstored)}" if counts.unstored else "")
 
 
+def _left_over(views: RunViews, counts: RunCounts) -> str:
+    """What becomes of rollouts that a run left in flight, where it has ended."""
+    state = (known_status(views.directory) or {}).get("state", "running")
+    if state == "running" or "in_flight" not in counts.unstored:
+        return ""
+    return " (in_flight when the run ended: a resume counts them as aborted)"
+
+
 def _nothing(views: RunViews, wanted: GroupFilter, counts: RunCounts) -> str:
     if wanted.words and counts.stored:
         return f"No groups match {wanted.words}; there are {totals(counts)}."
     if views.mode == "eval":
         return "No evaluation yet: none has ended so far, or the run was made before evaluations were kept."
     if counts.unstored:
-        return f"No rollouts are stored yet: {counts_text(counts.unstored)}."
+        return f"No rollouts are stored yet: {counts_text(counts.unstored)}{_left_over(views, counts)}."
     return "No rollouts yet: the run has started no group so far."
 
 

@@ -67,7 +67,7 @@ class Environment(ABC):
     """Problems with a verifier.
 
     Args:
-        name: Stands on every rollout; replay capacity is counted by it.
+        name: Stands on every rollout; replay capacity is counted by it. None: the name of the class.
 
     Attributes:
         reports_apart: Whether there is a set of held-out problems for reports alone, mode ``report``, from which no
@@ -76,8 +76,8 @@ class Environment(ABC):
 
     reports_apart: ClassVar[bool] = False
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or type(self).__name__
 
     @abstractmethod
     def sample(

@@ -159,30 +159,41 @@ def mean_by_name(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class ExampleEnvironment(Environment):
     """Draws from two disjoint lists of problems; one half of those held out is for reports alone.
 
+    A subclass gives all its problems as `examples`, or the two lists by `train_examples` and `eval_examples`.
+
     Args:
-        name: Stands on every rollout.
+        name: Stands on every rollout; None: the name of the class.
         template: How prompts are put to the policy.
         system_prompt: Put before every prompt.
+
+    Attributes:
+        examples: All problems, of the class or of an instance. A part of them is held out, by a stable hash of
+            `example_id`: more problems move no other to the other side.
+        eval_fraction: How large a part.
+        least_reported: Fewer different problems for reports are warned of; 0 where it is known.
     """
 
     reports_apart: ClassVar[bool] = True
+    least_reported: ClassVar[int] = 16
+    examples: Sequence[Example] = ()
+    eval_fraction: float = 0.1
 
-    def __init__(self, name: str, template: Template = "auto", system_prompt: str | None = None) -> None:
+    def __init__(self, name: str | None = None, template: Template = "auto", system_prompt: str | None = None) -> None:
         super().__init__(name)
         self._template: Template = template
         self._system_prompt = system_prompt
 
-    @abstractmethod
     def train_examples(self) -> Sequence[Example]:
-        """The training problems; called once."""
+        """The training problems; called once. To be replaced together with `eval_examples`, or neither."""
+        return self._split[0]
 
-    @abstractmethod
     def eval_examples(self) -> Sequence[Example]:
         """The held-out problems, none of them a training problem; called once.
 
         One half is for decisions of a run (mode ``eval``) and one for reports (``report``), by a stable hash. A single
         one has to serve both.
         """
+        return self._split[1]
 
     @abstractmethod
     def play(
@@ -294,6 +305,20 @@ class ExampleEnvironment(Environment):
         return ProblemSet(len(self._pools["train"]), digest.hexdigest()[:32])
 
     @cached_property
+    def _split(self) -> tuple[Sequence[Example], Sequence[Example]]:
+        """Problems for training and held-out ones. To be replaced where both are made at once."""
+        if not self.examples:
+            raise ConfigError(
+                f"environment {self.name!r} ({type(self).__name__}) has no problems: give it "
+                "examples = [Example(…), …], or define both train_examples and eval_examples"
+            )
+        if not 0 < self.eval_fraction < 1:
+            raise ConfigError(
+                f"environment {self.name!r}: eval_fraction is {self.eval_fraction}: it is a number between 0 and 1"
+            )
+        return split_by_hash(self.examples, self.eval_fraction, lambda example: example.example_id)
+
+    @cached_property
     def _pools(self) -> dict[Mode, Sequence[Example]]:
         train, held_out = self.train_examples(), self.eval_examples()
         for mode, examples in (("train", train), ("eval", held_out)):
@@ -308,6 +333,12 @@ class ExampleEnvironment(Environment):
         deciding, reported = held_out, held_out
         if len(held_out) > 1:
             deciding, reported = split_by_rank(held_out, 0.5, lambda e: f"report {e.example_id}")
+        if len(reported) < self.least_reported:
+            logger.warning(
+                "environment %s: what is reported rests on %d of %d held-out problems (the others are for decisions "
+                "of a run), which say little: hold out %d or more, by a larger eval_fraction or more problems",
+                self.name, len(reported), len(held_out), 2 * self.least_reported,
+            )  # fmt: skip
         return {"train": train, "eval": deciding, "report": reported}
 
     def _task(self, inference_ctx: InferenceContext, example: Example, seed: int) -> Task:

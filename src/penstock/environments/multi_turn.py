@@ -298,7 +298,7 @@ class MultiTurnEnvironment(ExampleEnvironment):
     """Problems that take a conversation. `max_output_tokens` covers all of it, what the environment says included.
 
     Args:
-        name: Stands on every rollout.
+        name: Stands on every rollout; None: the name of the class.
         template: How prompts are put to the policy.
         system_prompt: Put before every prompt.
         max_turns: Most turns of the policy.
@@ -315,7 +315,7 @@ class MultiTurnEnvironment(ExampleEnvironment):
 
     def __init__(
         self,
-        name: str,
+        name: str | None = None,
         template: Template = "auto",
         system_prompt: str | None = None,
         max_turns: int = 8,

@@ -73,18 +73,10 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
         if not 0 < eval_fraction < 1:
             raise ConfigError(f"env_args.eval_fraction is {eval_fraction}: it takes a number between 0 and 1")
         self._generator = {"name": name, "level": level, "config": {"seed": 0, **(config or {})}}
-        self._eval_fraction = eval_fraction
+        self.eval_fraction = eval_fraction
         dataset_of(**self._generator)  # a mistake in the arguments is found before the run begins
         path = f"{__name__}.{score_answers.__name__}"
         self._rewards = RewardFunctions([path], None, REWARD_PROCESSES, REWARD_TIMEOUT_S, START_TIMEOUT_S)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._split[0]
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._split[1]
 
     @override
     def score_group(self, example: Example, completions: Sequence[Completion]) -> Scores:
@@ -122,7 +114,7 @@ class ReasoningGymEnvironment(GroupScoredEnvironment):
                     self.name, index, len(dataset), time.monotonic() - began,
                 )  # fmt: skip
                 began = time.monotonic()
-        train, held_out = split_by_hash(list(found.values()), self._eval_fraction, lambda example: str(example.prompt))
+        train, held_out = split_by_hash(list(found.values()), self.eval_fraction, lambda example: str(example.prompt))
         if not train or not held_out:
             raise ConfigError(
                 f"env_args.name {self._generator['name']!r}: all {len(dataset)} problems are one: raise "

@@ -549,12 +549,16 @@ def _checked_weights(functions: Sequence[str], weights: Sequence[float] | None) 
         return [1.0] * len(functions)
     if len(weights) != len(functions):
         raise ConfigError(
-            f"env_args.reward_weights has {len(weights)} numbers for {len(functions)} functions of env_args.reward: "
-            "give one for each"
+            f"env_args.reward_weights has {_counted(len(weights), 'number')} for "
+            f"{_counted(len(functions), 'function')} of env_args.reward: give one for each"
         )
     if not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"env_args.reward_weights is {list(weights)}: weights are finite numbers")
     return weights
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _named(functions: Sequence[str | RewardFunction]) -> list[str]:

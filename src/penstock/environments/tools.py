@@ -7,8 +7,7 @@
         return a * b
 
     class ProductEnvironment(ToolEnvironment):
-        def __init__(self):
-            super().__init__(tools=[multiply])
+        tools = [multiply]
 
 and problems and a `score`, as in every environment. The chat template shows the tools, as JSON schemas made from the
 signatures; a conversation is over with the first turn that calls none. Calls are read in the forms that the templates
@@ -21,10 +20,12 @@ tools that must be fenced in.
 
 import inspect
 import json
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
@@ -33,7 +34,9 @@ from typing_extensions import override
 from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example
 from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
-from penstock.types import Message
+from penstock.types import Message, Mode
+
+logger = logging.getLogger(__name__)
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CALL_END = "</tool_call>"
@@ -111,27 +114,35 @@ class ToolEnvironment(MultiTurnEnvironment):
     """Problems that may be solved with tools.
 
     Args:
-        tools: Functions with annotated arguments; their docstrings tell the policy what they do.
+        tools: Functions with annotated arguments; their docstrings tell the policy what they do. None: those of the
+            class.
         tool_seconds: Longest time of one call; a longer one is an error that the policy is told.
         shown: Whether the chat template shows the tools; where not, or where prompts are plain, `system_prompt` must
             say how to call.
+        name: Stands on every rollout; None: the name of the class.
         conversation: What `MultiTurnEnvironment` takes.
+
+    Attributes:
+        tools: As given, or of the class.
     """
+
+    tools: Sequence[Callable[..., Any]] = ()
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[Callable[..., Any]] | None = None,
         tool_seconds: float = 30.0,
         shown: bool = True,
-        name: str = "tools",
+        name: str | None = None,
         **conversation: Any,
     ) -> None:
         super().__init__(name, **conversation)
-        schemas = [tool_schema(tool) for tool in tools]
+        self.tools = self.tools if tools is None else tools
+        schemas = [tool_schema(tool) for tool in self.tools]
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"tools are {names}: give one or more, by different names")
-        self._tools = {name: validate_call(tool) for name, tool in zip(names, tools, strict=True)}
+        self._tools = {name: validate_call(tool) for name, tool in zip(names, self.tools, strict=True)}
         self._given = {"tools": schemas} if shown else {}
         self._tool_seconds = tool_seconds
 
@@ -176,6 +187,20 @@ class ToolEnvironment(MultiTurnEnvironment):
         if told:
             numbers["tool_errors"] = sum(answer.startswith("error: ") for answer in told) / len(told)
         return numbers
+
+    @cached_property
+    def _pools(self) -> dict[Mode, Sequence[Example]]:
+        """Of these the prompts are first known, and whether anybody is shown the tools."""
+        pools = super()._pools
+        plain = sum(isinstance(self.shaped(example), str) for example in pools["train"])
+        if plain and self._given and self._system_prompt is None:
+            logger.warning(
+                "environment %s: no policy is shown its tools (%s) in %d of %d prompts, which are plain text, and no "
+                "chat template: set template: chat, or say in system_prompt how to call them; shown: false where the "
+                "prompts say it",
+                self.name, ", ".join(self._tools), plain, len(pools["train"]),
+            )  # fmt: skip
+        return pools
 
     def _call(self, call: ToolCall) -> str:
         if call.error:

@@ -93,7 +93,7 @@ class VerifiersEnvironment(MultiTurnEnvironment):
             if limits or key == "max_turns":
                 conversation[key] = min(limits, default=unlimited)
         super().__init__(name or env_id.rpartition("/")[2].partition(".py:")[0], **conversation)
-        self._eval_fraction = eval_fraction
+        self.eval_fraction = eval_fraction
         self._client = _no_client()
         for rubric in _rubrics(self.environment.rubric):
             rubric.funcs = [_watched(function) for function in rubric.funcs]
@@ -101,14 +101,6 @@ class VerifiersEnvironment(MultiTurnEnvironment):
         self._loop_thread = threading.Thread()
         self._starting = threading.Lock()
         atexit.register(self.close)
-
-    @override
-    def train_examples(self) -> Sequence[Example]:
-        return self._split[0]
-
-    @override
-    def eval_examples(self) -> Sequence[Example]:
-        return self._split[1]
 
     @override
     def chat_template_kwargs(self, example: Example) -> Mapping[str, Any]:
@@ -169,7 +161,7 @@ class VerifiersEnvironment(MultiTurnEnvironment):
         rows, held_out_rows = self.environment.build_dataset(), self.environment.build_eval_dataset()
         if rows is None or held_out_rows is None:
             examples = _examples(held_out_rows if rows is None else rows)
-            train, held_out = split_by_hash(examples, self._eval_fraction, _prompt_key)
+            train, held_out = split_by_hash(examples, self.eval_fraction, _prompt_key)
         else:
             held_out = _examples(held_out_rows)
             known = {_prompt_key(example) for example in held_out}

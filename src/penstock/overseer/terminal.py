@@ -393,6 +393,7 @@ class RunSummary:
         kind: Of policy: a control policy's results are mean returns by task, and their "prompts" are episodes.
         no_signal: Of the last stretches of updates from which nothing was learned, how long and what would help.
         metrics: The last update's line of metrics.jsonl; empty where this life of the run made none.
+        warm_start: Whether the run began with one.
     """
 
     run_dir: Path
@@ -410,6 +411,7 @@ class RunSummary:
     kind: Literal["language", "control"] = "language"
     no_signal: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    warm_start: bool = False
 
     def __repr__(self) -> str:
         state = "finished" if self.complete else "stopped"
@@ -461,7 +463,7 @@ def _table(summary: RunSummary) -> Table:
     for lesson_id in summary.after:
         table.add_column(lesson_id)
     stages = {"untrained": summary.untrained, "warm start": summary.before, "trained": summary.after}
-    if summary.untrained == summary.before:
+    if not summary.warm_start:
         del stages["warm start"]
     for stage, results in stages.items():
         known = {lesson_id: interval_text(stats) for lesson_id, stats in results.items()}

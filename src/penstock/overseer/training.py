@@ -69,7 +69,8 @@ def train(
             process takes the run along. The run closes it at its end. A config names it by ``object:…``, and to resume
             the run it must be given again.
         reward: A function, or several, as `reward` of the lesson's environment (`JsonlEnvironment` takes them), or a
-            mapping likewise. Called in this process, from several threads, without a time limit.
+            mapping likewise. Called in this process, from several threads, without a time limit. It takes the place of
+            the lesson's `reward` and `reward_weights`, so each weighs 1.
         overrides: Further changes to the configuration, as of `penstock.load_config`: ``steps=40``,
             ``learner={"optimizer": {"learning_rate": 1e-3}}``, ``asynchronous=False``.
 
@@ -127,6 +128,7 @@ class RunRequest:
             kind="language" if isinstance(config, RunConfig) else "control",
             no_signal=tuple(run.log.progress.stretches),
             metrics=run.newest_metrics,
+            warm_start=isinstance(config, RunConfig) and config.learner.warm_start is not None,
             **run.results,
         )
 

@@ -106,6 +106,7 @@ class RolloutManager:
         initial_model: "Decoder | Path | str",
         seed: int = 0,
         *,
+        weight_step: int = 0,
         start_timeout_s: float = 600.0,
         stop_timeout_s: float = 30.0,
     ) -> Self:
@@ -118,6 +119,7 @@ class RolloutManager:
             tokenizer: The policy's, or a directory that has it, or its name.
             initial_model: The policy, or a checkpoint: a Hugging Face directory or a run's ``checkpoints/step-<n>``.
             seed: As of a run; evaluations of the same seed ask the same.
+            weight_step: Version of the initial model, which stands on what it answers.
             start_timeout_s: Longest wait for the engine's next program while it compiles.
             stop_timeout_s: Longest wait for its thread to end.
 
@@ -143,7 +145,7 @@ class RolloutManager:
             decoder = load_policy(source, seed, codec)
         else:
             decoder = initial_model
-        engine = InferenceEngine(decoder, WeightVersion(0, 0), codec, inference)
+        engine = InferenceEngine(decoder, WeightVersion(0, weight_step), codec, inference)
         shape = shapes_of(decoder)
         manager = cls(
             Curriculum(curriculum),
@@ -407,14 +409,14 @@ class RolloutManager:
             raise PenstockError("this RolloutManager's engine has fixed weights: update_model is for training")
         self._set_weights(version, arrays)
 
-    def shutdown(self) -> None:
-        """Closes the environments and, where it owns one, the engine."""
+    def shutdown(self, close_environments: bool = True) -> None:
+        """Ends the engine where it owns one, and closes the environments unless their owner goes on with them."""
         with self._lock:
             environments, self._environments = self._environments, {}
         with ExitStack() as closing:  # all of them, whatever one raises; the engine last
             if self._stop_engine is not None:
                 closing.callback(self._stop_engine)
-            for environment in environments.values():
+            for environment in environments.values() if close_environments else ():
                 closing.callback(environment.close)
 
 

@@ -56,6 +56,19 @@ def test_names_of_the_users_own_and_what_is_below_them():
     assert argument.key.path == "curriculum.lessons.*.environment.env_args"
 
 
+def test_the_end_of_a_key_finds_all_that_end_so_and_nothing_that_only_sounds_alike():
+    (stops,) = look_up("stop_tokens")
+    assert (stops.key.path, stops.kinds) == ("curriculum.lessons.*.sampling_params.stop_tokens", ("language runs",))
+    assert [each.key.path for each in look_up("temperature")] == [
+        "curriculum.lessons.*.sampling_params.temperature", "curriculum.temperature",
+    ]  # fmt: skip
+    assert look_up("optimizer.learning_rate") == look_up("learner.optimizer.learning_rate")
+    assert {each.key.path for each in look_up("steps")} == {"steps"}  # a whole key is itself alone
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_key("max_output_tokens", load_config("cats"), console)
+    assert "curriculum.lessons.cats.sampling_params.max_output_tokens: 12" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -9,11 +9,13 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.environments import Example, JsonlEnvironment, SingleTurnEnvironment
+from penstock.inference import ScriptedContext
 from penstock.overseer import RunConfig
 from penstock.overseer.config_loading import build_config, named_code
 from penstock.overseer.language.given import take_objects
 from penstock.rundir import RunDirectory, read_events
-from penstock.types import ConfigError
+from penstock.text import Tokenizer
+from penstock.types import ConfigError, Decoding
 from tests.overseer.conftest import TINY, merged, tiny
 from tests.overseer.test_fleet_training import tiny as tiny_control
 
@@ -84,6 +86,16 @@ def test_a_run_plays_in_the_environment_that_it_was_given_and_says_so(run_dir: P
     assert repr(resumed).startswith("RunSummary(finished at step 2/2, cats ") and "\n" not in repr(resumed)
 
 
+def test_an_environment_without_problems_is_refused_before_anything_is_written(run_dir: Path):
+    class Empty(SingleTurnEnvironment):
+        def score(self, example, text, completion):
+            return 1.0
+
+    with pytest.raises(ConfigError, match=r"^environment 'Empty' \(Empty\) has no problems: give it examples = "):
+        penstock.train(tiny(), run_dir, environment=Empty)
+    assert not run_dir.exists()
+
+
 def test_reward_functions_of_a_cell_score_the_rows_of_a_file(run_dir: Path, rows: str, capsys):
     pids = set()
 
@@ -102,6 +114,28 @@ def test_reward_functions_of_a_cell_score_the_rows_of_a_file(run_dir: Path, rows
     assert arguments == {"path": rows, "reward": [name, graded]}
     with pytest.raises(ConfigError, match=r"^env_args.reward 'object:.*longer' was given as .* by reward=…"):
         penstock.train(run_dir=run_dir, resume=True, steps=2, quiet=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_given_functions_weigh_one_each_whatever_those_weighed_that_they_replace(rows: str, n: int):
+    lesson = {"environment": {"env_args": {"reward": ["penstock.environments.rewards.final_answer",
+                                                      "penstock.environments.rewards.exact_match"],
+                                           "reward_weights": [0.25, 0.5]}}}  # fmt: skip
+    config = build_config(RunConfig, merged(of_rows(rows).dump(), {"curriculum": {"lessons": {"cats": lesson}}}))
+
+    def first(completions):
+        return [1.0] * len(completions)
+
+    def second(completions):
+        return [10.0] * len(completions)
+
+    taken = take_objects(config, None, [first, second][:n])
+    groups, _ = taken.environments["cats"].sample(
+        ScriptedContext(Tokenizer.load("penstock"), ["4"]), 1, 2, Decoding(), 0, "train"
+    )
+    assert groups[0].rewards.tolist() == [[1.0, 1.0], [11.0, 11.0]][n - 1]
+    arguments = taken.config.curriculum.lessons["cats"].environment.env_args
+    assert set(arguments) == {"path", "reward"} and len(arguments["reward"]) == n
 
 
 def test_of_several_lessons_it_is_said_which_is_meant(rows: str, tmp_path: Path, monkeypatch):

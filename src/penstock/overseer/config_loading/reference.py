@@ -51,7 +51,7 @@ def look_up(key: str, kinds: Sequence[str] = tuple(KINDS)) -> list[KeyMeaning]:
     """What a key means; one entry for all kinds of which the same is true.
 
     Args:
-        key: Dotted; ``*``, or any name, where names are free.
+        key: Dotted; ``*``, or any name, where names are free. Of one that no kind has, all keys that end so.
         kinds: Look there only; names of `KINDS`.
 
     Raises:
@@ -64,6 +64,11 @@ def look_up(key: str, kinds: Sequence[str] = tuple(KINDS)) -> list[KeyMeaning]:
         entry = _nearest_entry(keys, parts) if is_key(KINDS[kind], parts) else None
         if entry is not None:
             found.setdefault((entry, _keys_of(entry, keys)), []).append(kind)
+    if not found:
+        for kind in kinds:
+            keys = all_keys(KINDS[kind])
+            for entry in (each for each in keys if each.path.endswith(f".{key.strip()}")):
+                found.setdefault((entry, _keys_of(entry, keys)), []).append(kind)
     if not found:
         raise ConfigError(_refusal(key, kinds, parts))
     return [KeyMeaning(entry, tuple(names), below) for (entry, below), names in found.items()]
@@ -83,18 +88,19 @@ def print_key(key: str, config: "RunConfig | FleetRunConfig | None", console: Co
     kinds = tuple(KINDS) if config is None else (_kind_of(config),)
     values = None if config is None else config.dump()
     for entry in look_up(key, kinds):
+        path = entry.key.path if entry.key.path.endswith(f".{key.strip()}") else key
         title = Text(entry.key.path, style="bold")
         console.print(title.append(f"  {', '.join(entry.kinds)}", style="not bold dim"), soft_wrap=True)
         facts = Table(box=None, show_header=False, padding=(0, 1))
         facts.add_row("type", Text(_plain(entry.key.takes)))
         if entry.key.default:
             facts.add_row("default", Text(entry.key.default))
-        for path, value in () if values is None or entry.keys else _values_at(values, key):
-            facts.add_row("here", Text(f"{path}: {json.dumps(value)}" if "*" in key else json.dumps(value)))
+        for name, value in () if values is None or entry.keys else _values_at(values, path):
+            facts.add_row("here", Text(f"{name}: {json.dumps(value)}" if "*" in path else json.dumps(value)))
         facts.add_row("meaning", Text(_plain(entry.key.meaning)))
         console.print(facts)
         if entry.keys:
-            held = None if values is None else next((value for _, value in _values_at(values, key)), None)
+            held = None if values is None else next((value for _, value in _values_at(values, path)), None)
             console.print(_table(entry.keys, held))
 
 

@@ -7,16 +7,19 @@ same prompts with the same seeds after it. Rollouts go to Parquet where a path i
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
 
+from penstock.environments import Environment, load_environment
 from penstock.inference.http_server import model_directory
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.evaluation_report import EvaluationReport, LessonReport
-from penstock.overseer.language.given import GivenEnvironment, GivenObjects, GivenReward, take_objects
+from penstock.overseer.language.generation import version_of
+from penstock.overseer.language.given import GivenEnvironment, GivenReward, take_objects
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_evaluation, write_parquet
 from penstock.rundir.storage import check_place
@@ -59,7 +62,7 @@ def evaluate(
         rollouts_path: Write the rollouts to this Parquet file.
         baseline: A checkpoint to compare with, which answers the same prompts with the same seeds.
         ks: Of pass@k; by default 1, 2, 4, … and `generations`.
-        environment: As of `penstock.train`: objects in place of the lessons' environments.
+        environment: As of `penstock.train`: objects in place of the lessons' environments. They are closed at the end.
         reward: As of `penstock.train`: objects in place of their reward functions.
 
     Raises:
@@ -79,16 +82,25 @@ def evaluate(
                 f"k of pass@k is {k}, and generations is {generations}: of n responses to a prompt k can be 1 to n; "
                 "ask for more responses, or for a smaller k"
             )
-    model_dirs = [model_directory(str(one)) for one in (checkpoint, baseline) if one is not None]
+    sources = [one for one in (checkpoint, baseline) if one is not None]
+    model_dirs = [model_directory(str(one)) for one in sources]
     if rollouts_path is not None:
         check_place(rollouts_path, "--rollouts")
     asked = n if n is not None else config.curriculum.eval_n_examples
     found: list[Found] = []
     seconds: list[float] = []
-    for model_dir, label in zip(model_dirs, (LABEL, BASELINE), strict=False):
-        began = time.perf_counter()
-        found.append(_answers(model_dir, given, chosen, n, generations, label))
-        seconds.append(time.perf_counter() - began)
+    with ExitStack() as at_the_end:  # environments serve checkpoint and baseline
+        environments = dict(given.environments)
+        for environment in environments.values():
+            at_the_end.callback(environment.close)
+        for lesson_id in chosen:
+            if lesson_id not in environments:
+                environments[lesson_id] = load_environment(config.curriculum.lessons[lesson_id].environment.spec)
+                at_the_end.callback(environments[lesson_id].close)
+        for one, label in zip(sources, (LABEL, BASELINE), strict=False):
+            began = time.perf_counter()
+            found.append(_answers(one, config, environments, chosen, n, generations, label))
+            seconds.append(time.perf_counter() - began)
     if rollouts_path is not None:
         _write_rollouts(rollouts_path, found)
 
@@ -110,30 +122,40 @@ def evaluate(
 
 
 def _answers(
-    model_dir: Path, given: GivenObjects, lessons: Sequence[str], n: int | None, generations: int, label: str
+    source: Path | str,
+    config: RunConfig,
+    environments: Mapping[str, Environment],
+    lessons: Sequence[str],
+    n: int | None,
+    generations: int,
+    label: str,
 ) -> Found:
-    config = given.config
+    model_dir, step = model_directory(str(source)), version_of(source)
     tokenizer = Tokenizer.load(model_dir, config.model.chat_template_kwargs)
     decoder = load_policy(PolicyConfig(path=str(model_dir), dtype=config.model.dtype), config.seed, tokenizer)
     limits = config.overseer
-    with RolloutManager.from_configs(
-        given.environments,
+    manager = RolloutManager.from_configs(
+        environments,
         config.curriculum,
         config.inference,
         tokenizer,
         decoder,
         config.seed,
+        weight_step=step,
         start_timeout_s=limits.no_progress_s,
         stop_timeout_s=limits.stop_timeout_s,
-    ) as manager:
-        return {lesson_id: _evaluated(manager, lesson_id, n, generations, label) for lesson_id in lessons}
+    )
+    try:
+        return {lesson_id: _evaluated(manager, lesson_id, n, generations, label, step) for lesson_id in lessons}
+    finally:
+        manager.shutdown(close_environments=False)
 
 
 def _evaluated(
-    manager: RolloutManager, lesson_id: str, n: int | None, generations: int, label: str
+    manager: RolloutManager, lesson_id: str, n: int | None, generations: int, label: str, step: int
 ) -> tuple[RolloutBatchStats, RolloutBatch]:
     try:
-        return manager.evaluate_lesson(lesson_id, n, "report", n_generations=generations, label=label)
+        return manager.evaluate_lesson(lesson_id, n, "report", step, n_generations=generations, label=label)
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(f"lesson {lesson_id!r} has no result: {failure}") from failure
 

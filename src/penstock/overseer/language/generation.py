@@ -19,6 +19,7 @@ from penstock.inference.routing import Server
 from penstock.model.language import PolicyConfig, load_policy
 from penstock.overseer.config import RunConfig
 from penstock.overseer.evaluation_report import LessonReport
+from penstock.overseer.run import step_of
 from penstock.rollout import RolloutManager
 from penstock.rundir import table_from_records, write_parquet
 from penstock.rundir.logs import to_json
@@ -96,12 +97,18 @@ def generate(
             sampling, seed = known[lesson_id].sampling_params, fold(config.seed, "generate", lesson_id)
             prompts = sampling.n_prompts if n is None else n
             batches[lesson_id], _ = manager.sample_batch(
-                lesson_id, prompts, sampling.n_generations_per_prompt, mode, seed, worker_id="generate"
+                lesson_id, prompts, sampling.n_generations_per_prompt, mode, seed, version_of(source), "generate"
             )
     seconds = time.perf_counter() - started
     _write(path, list(batches.values()), mode)
     reports = {name: LessonReport.of(name, batch, known[name].success_threshold) for name, batch in batches.items()}
     return GenerationReport(reports, path, seconds)
+
+
+def version_of(source: Path | str | None) -> int:
+    """The version that a run's checkpoint holds; 0 for any other model."""
+    path = None if source is None else Path(source)
+    return 0 if path is None or not (path / "state.json").is_file() else step_of(path)
 
 
 @contextmanager
@@ -125,6 +132,7 @@ def _manager(source: Path | str | None, config: RunConfig, token: str | None) ->
         tokenizer,
         load_policy(policy, config.seed, tokenizer),
         config.seed,
+        weight_step=version_of(source),
         start_timeout_s=limits.no_progress_s,
         stop_timeout_s=limits.stop_timeout_s,
     ) as manager:

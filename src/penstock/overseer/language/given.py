@@ -50,7 +50,8 @@ def take_objects(
     Args:
         config: Of the run, with the names of what is replaced.
         environment: The environment of the only lesson, or environments by lesson.
-        reward: What the lesson's environment takes as `reward`, or that by lesson.
+        reward: What the lesson's environment takes as `reward`, or that by lesson. Weights of what it replaces are gone
+            with it: each function given weighs 1.
 
     Raises:
         ConfigError: the run is of many processes, the lesson is unknown or not said, or an environment cannot be made.
@@ -70,9 +71,10 @@ def take_objects(
         several = [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
         functions = [_anchored(each) if isinstance(each, str) else each for each in several]
         spec = configs[name].spec
-        environments[name] = _rewarded(spec, functions)
+        others = {key: value for key, value in spec.env_args.items() if key != "reward_weights"}
+        environments[name] = _rewarded(EnvironmentSpec(spec.env_class, others), functions)
         named = [each if isinstance(each, str) else name_of_object(each) for each in functions]
-        configs[name] = EnvironmentConfig(env_class=spec.env_class, env_args={**spec.env_args, "reward": named})
+        configs[name] = EnvironmentConfig(env_class=spec.env_class, env_args={**others, "reward": named})
         words.extend(f"reward {_short(each)}" for each in functions if not isinstance(each, str))
     if words and config.runtime != "local":
         raise ConfigError(

@@ -202,11 +202,12 @@ class LanguageKind:
         """With the environments of the run's lessons, which say what problems there are; given ones are not made again.
 
         Raises:
-            ConfigError: one cannot be made.
+            ConfigError: one cannot be made, or has no problems.
         """
         known = {} if given is None else given.environments
         lessons = config.curriculum.lessons.items()
         made = {name: known[name] if name in known else load_environment(one.environment.spec) for name, one in lessons}
+        problem_rules(config, made)  # a mistake in the problems is found before anything is written
         return cls(made, factories, objects=() if given is None else given.words)
 
     # --- before anything is started ------------------------------------------------------------------------------
