@@ -118,8 +118,8 @@ def test_a_checkpoint_that_is_none(penstock, tmp_path):
 
 
 def test_an_unknown_lesson_is_answered_with_the_known_ones(penstock, tmp_path):
-    done = penstock("eval", str(tmp_path), "--recipe", "arithmetic", "--lesson", "eazy")
-    expect_refusal(done, "lesson 'eazy' is not in the recipe", "easy")
+    done = penstock("eval", str(tmp_path), "--recipe", "arithmetic", "--lesson", "meduim")
+    expect_refusal(done, "lesson 'meduim' is not in the recipe", "medium")
 
 
 def test_a_model_directory_with_a_broken_config(penstock, tmp_path):
