@@ -162,12 +162,10 @@ def test_a_perturbed_weight_on_one_side_stops_the_run_at_start_up(run_dir: Path,
     original = kind.Learner
 
     class Perturbed(original):
-        def __init__(self, decoder, config, total_steps):
+        def __init__(self, decoder, *others):
             norm = decoder.final_norm.at[0].add(0.5)
             super().__init__(
-                type(decoder)(decoder.embedding, decoder.layers, norm, decoder.head, decoder.config),
-                config,
-                total_steps,
+                type(decoder)(decoder.embedding, decoder.layers, norm, decoder.head, decoder.config), *others
             )
 
     monkeypatch.setattr(kind, "Learner", Perturbed)

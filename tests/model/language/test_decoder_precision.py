@@ -10,8 +10,8 @@ import pytest
 
 from penstock.inference.model_runner import ServedWeights, create_cache, decode_step, prefill
 from penstock.learner import LearnerConfig
-from penstock.learner.losses import policy_token_loss
-from penstock.learner.step import ForwardOptions, accumulate, empty_micro_batch, head_outputs, zeros
+from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
+from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
 from penstock.model.language.decoder import product, rounded
 
 OPTIONS = ForwardOptions(remat=True, head_tile_tokens=7)
@@ -37,10 +37,10 @@ def update(decoder: Any) -> Any:
     """A learner's micro-batch: forward and backward pass."""
     loss = LearnerConfig().loss
 
-    def token_loss(*arrays: Any) -> Any:
-        return policy_token_loss(loss, *arrays)
+    def token_loss(inputs: LossInputs) -> TokenLoss:
+        return policy_token_loss(loss, inputs)
 
-    return accumulate(token_loss, OPTIONS, decoder, zeros(decoder), micro_batch())
+    return accumulate(LossOptions(token_loss), OPTIONS, decoder, zeros(decoder), micro_batch())
 
 
 def scores(decoder: Any) -> Any:
