@@ -61,6 +61,7 @@ class Module:
         name: Dotted, from the package on.
         path: Relative to the package.
         tree: Its syntax tree.
+        nodes: All nodes of it, breadth first.
         lines: How many it has.
         code: How many of them are code.
     """
@@ -72,8 +73,9 @@ class Module:
         self.is_package = parts[-1] == "__init__"
         self.name = ".".join(parts[:-1] if self.is_package else parts)
         self.tree = ast.parse(text)
+        self.nodes = list(ast.walk(self.tree))
         self.lines = text.count("\n")
-        self.docstrings = [doc for node in ast.walk(self.tree) if (doc := docstring_of(node)) is not None]
+        self.docstrings = [doc for node in self.nodes if (doc := docstring_of(node)) is not None]
         self.code = count_code(text, self.docstrings)
 
     @property
@@ -282,7 +284,7 @@ def measure(src: Path) -> dict[str, Any]:
         entry["lines"] += module.lines
         entry["code"] += module.code
         noises.update(noise(module))
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, Function):
                 functions.append(((node.end_lineno or 0) - node.lineno + 1, f"{module.path}:{node.name}"))
             elif isinstance(node, ast.ClassDef):
@@ -300,7 +302,7 @@ def measure(src: Path) -> dict[str, Any]:
                 if called in assemblies:
                     assemblies[called].append(f"{module.path}:{node.lineno}")
         if any(isinstance(n, ast.Name | ast.Attribute | ast.arg | ast.keyword | ast.Constant) and "top_k" in names_in(n)
-               for n in ast.walk(module.tree)):  # fmt: skip
+               for n in module.nodes):  # fmt: skip
             spread.append(module.path)
     places: dict[str, set[str]] = collections.defaultdict(set)
     for name, module in classes:
