@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -102,3 +105,15 @@ def test_group_baselines_ignore_a_shift_of_all_rewards(rewards, shift):
         moved = advantage(_group([reward + shift for reward in rewards]))
         np.testing.assert_allclose(moved, advantage(_group(rewards)), atol=2e-5)
         assert abs(float(moved.sum(dtype=np.float64))) < 1e-4
+
+
+def test_the_estimates_are_those_of_others(make_rollout):
+    """verl's, of ragged sequences in two groups (scripts/make_golden_losses.py)."""
+    golden = json.loads((Path(__file__).parents[1] / "learner" / "golden" / "losses.json").read_text("utf-8"))
+    lengths = np.sum(golden["batch"]["mask"], axis=1).astype(int)
+    rollouts = [make_rollout(r, response=int(n)) for r, n in zip(golden["rewards"], lengths, strict=True)]
+    groups = [RolloutGroup("first", tuple(rollouts[:4])), RolloutGroup("second", tuple(rollouts[4:]))]
+    assert golden["groups"] == [0] * 4 + [1] * 4
+    for name, expected in golden["advantages"].items():
+        np.testing.assert_allclose(np.concatenate(compute_advantages(name, groups)), expected, rtol=1e-5, err_msg=name)
+    assert set(golden["advantages"]) == {"rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"}
