@@ -108,7 +108,7 @@ def child(folder: Path) -> None:
     train(config, folder, recipe="first_step", quiet=True)
 
 
-def _started(command: Sequence[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+def started(command: Sequence[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
     """When it was started, and how it ended."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.time()
@@ -123,9 +123,9 @@ def penstock_round(folder: Path) -> tuple[float, list[Part]]:
     """
     from penstock.rundir import read_events, read_metrics, read_status
 
-    began, done = _started([sys.executable, "-m", "benchmarks.first_step", "--child", str(folder)])
+    began, done = started([sys.executable, "-m", "benchmarks.first_step", "--child", str(folder)])
     if done.returncode != 0:
-        raise RuntimeError(f"penstock's run failed: {_last_line(done.stderr)}")
+        raise RuntimeError(f"penstock's run failed: {last_line(done.stderr)}")
     status = read_status(folder / "status.json") or {"ledger": {"trained": 0}}
     trained = status["ledger"]["trained"]
     if trained != GROUPS * SAMPLES:
@@ -143,25 +143,40 @@ def trl_round(python: str) -> tuple[float, str]:
     """
     from benchmarks import steps
 
-    shape = steps.SHAPE
-    sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
-    numbers = [steps.VOCAB, steps.PROMPT_TOKENS, GROUPS, SAMPLES, TOKENS, *(shape[name] for name in sizes)]
+    told = peer(
+        python, trainer="grpo", steps=1, groups=GROUPS, samples=SAMPLES, tokens=TOKENS,
+        prompt_tokens=steps.PROMPT_TOKENS, shape=steps.SHAPE,
+    )  # fmt: skip
+    began, imported, begun, stepped = told["began"], told["imported"], told["begun"], told["steps"][0]
+    words = (
+        f"TRL {told['version']}, {told['parameters']:,} parameters: imports {imported - began:.2f} s, "
+        f"model and trainer {begun - imported:.2f} s, step {stepped - begun:.2f} s"
+    )
+    return stepped - began, words
+
+
+def peer(python: str, **what: Any) -> dict[str, Any]:
+    """What `trl_peer.py` told in a process of its own, and when that `began`.
+
+    Args:
+        python: The interpreter.
+        what: Its `main`'s arguments.
+
+    Raises:
+        RuntimeError: it cannot be run; the reason.
+    """
     try:
-        began, done = _started([python, str(Path(__file__).with_name("trl_peer.py")), *map(str, numbers)])
+        began, done = started([python, str(Path(__file__).with_name("trl_peer.py")), json.dumps(what)])
     except OSError as error:
         raise RuntimeError(f"{python} cannot be run: {error.strerror}") from error
     if done.returncode != 0:
         missing = next((name for name in ("torch", "trl") if f"No module named '{name}'" in done.stderr), None)
-        raise RuntimeError(f"no {missing} for {python}" if missing else f"it failed: {_last_line(done.stderr)}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    words = (
-        f"TRL {told['version']}, {told['parameters']:,} parameters: imports {told['imported'] - began:.2f} s, "
-        f"model and trainer {told['begun'] - told['imported']:.2f} s, step {told['stepped'] - told['begun']:.2f} s"
-    )
-    return told["stepped"] - began, words
+        raise RuntimeError(f"no {missing} for {python}" if missing else f"it failed: {last_line(done.stderr)}")
+    return {"began": began, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Of what a process said."""
     return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 

@@ -1,4 +1,4 @@
-"""An environment of fixed size, for timing: random prompts, responses of exactly so many tokens, a cheap reward."""
+"""An environment for timing: random prompts, responses of so many tokens or of random lengths, a cheap reward."""
 
 import threading
 import time
@@ -18,13 +18,15 @@ class FixedLengthEnvironment(Environment):
     """Draws prompts of random tokens; the reward is the share of even tokens.
 
     Args:
-        vocab_size: Tokens are drawn below it; it is itself the stop token, which is never sampled.
+        vocab_size: Tokens are drawn below it.
         prompt_tokens: Length of the prompts.
+        stop_token: Ends an answer; by default one that is never sampled, so that all have the length allowed.
     """
 
-    def __init__(self, vocab_size: int, prompt_tokens: int) -> None:
+    def __init__(self, vocab_size: int, prompt_tokens: int, stop_token: int | None = None) -> None:
         super().__init__("fixed-length")
         self._vocab_size = vocab_size
+        self._stop_token = vocab_size if stop_token is None else stop_token
         self._prompt_tokens = prompt_tokens
 
     def sample(self, inference_ctx, n_examples, n_generations, decoding, prng_key, mode):
@@ -32,9 +34,9 @@ class FixedLengthEnvironment(Environment):
         seed = as_seed(prng_key)
         rng = generator(fold(seed, mode))
         prompts = [rng.integers(0, self._vocab_size, self._prompt_tokens, np.int32) for _ in range(n_examples)]
-        endless = replace(decoding, stop_token_ids=(self._vocab_size,))
+        decoding = replace(decoding, stop_token_ids=(self._stop_token,))
         began = time.perf_counter()
-        answers = inference_ctx.generate(prompts, n_generations, endless, [fold(seed, i) for i in range(n_examples)])
+        answers = inference_ctx.generate(prompts, n_generations, decoding, [fold(seed, i) for i in range(n_examples)])
         ended = time.perf_counter()
         groups = [
             RolloutGroup(f"{self.name}:{seed}-{i}", tuple(self._rollout(str(seed), completion) for completion in group))

@@ -1,5 +1,6 @@
 """The benchmark of the first step: where seconds go, what it compares, and what it says where there is no peer."""
 
+import json
 import sys
 
 import pytest
@@ -63,14 +64,16 @@ def test_a_peer_that_is_not_there_is_skipped_with_the_reason(python, reason):
 
 def test_both_have_the_shape_that_the_benchmark_of_steps_has(monkeypatch):
     seen = []
-    monkeypatch.setattr(first_step, "_started", lambda command: seen.append(command) or (0.0, _ended()))
+    monkeypatch.setattr(first_step, "started", lambda command: seen.append(command) or (0.0, _ended()))
     assert trl_round("python")[0] == 9.0
-    assert seen[0][2:] == ["8192", "16", "8", "8", "64", "256", "656", "6", "4", "2"]
+    what = json.loads(seen[0][2])
+    assert what.pop("shape") == steps.SHAPE
+    assert what == {"trainer": "grpo", "steps": 1, "groups": 8, "samples": 8, "tokens": 64, "prompt_tokens": 16}
     assert steps.SHAPE["tie_word_embeddings"] is True
 
 
 def _ended():
-    told = '{"version": "1.16.0", "parameters": 6306048, "imported": 4.0, "begun": 5.0, "stepped": 9.0}'
+    told = '{"version": "1.16.0", "parameters": 6306048, "imported": 4.0, "begun": 5.0, "steps": [9.0]}'
     return first_step.subprocess.CompletedProcess([], 0, f"a word of somebody else\n{told}\n", "")
 
 
