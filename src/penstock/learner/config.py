@@ -315,6 +315,11 @@ class LearnerConfig(_Frozen, frozen=True):
         """Whether an update begins with a forward pass for ℓ_p."""
         return self.proximal == "recompute" or (self.proximal == "auto" and self.optimizer_steps > 1)
 
+    @property
+    def needs_every_sequence(self) -> bool:
+        """Whether a sequence has a gradient although its advantage is zero: entropy, or a loss of one's own."""
+        return self.loss.entropy_coefficient > 0 or self.loss.module is not None
+
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
         if self.warm_start is None:  # which ends along a cosine

@@ -47,6 +47,7 @@ class StepOutcome(NamedTuple):
         applied: Of the optimiser.
         gradient_s: Seconds of forward and backward passes.
         apply_s: Seconds of the optimiser step.
+        tokens: Of the sequences that went through the model, prompts included.
         row_tokens: Positions of all rows that went through the model, padding included.
     """
 
@@ -54,21 +55,20 @@ class StepOutcome(NamedTuple):
     applied: AppliedUpdate
     gradient_s: float
     apply_s: float
+    tokens: int
     row_tokens: int
 
 
-def loss_metrics(outcomes: Sequence[StepOutcome], epochs: int = 1) -> dict[str, float]:
-    """``train/…`` numbers that the forward passes gave: the loss is the mean of the steps', the rest are of all tokens.
+def loss_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
+    """``train/…`` numbers that the forward passes gave; the loss is the mean of the steps', and alone without a token.
 
-    Args:
-        outcomes: Of an update's optimiser steps.
-        epochs: So often each token was seen.
+    The others are means over the tokens of all steps.
     """
     sums = jax.tree.map(lambda *parts: sum(parts), *(outcome.sums for outcome in outcomes))
-    tokens = max(float(sums.tokens), 1.0)
-    metrics = {
-        "train/loss": float(sums.loss) / len(outcomes),
-        "train/tokens": float(sums.tokens) / epochs,
+    tokens, metrics = float(sums.tokens), {"train/loss": float(sums.loss) / len(outcomes)}
+    if not tokens:
+        return metrics
+    metrics |= {
         "train/clip_fraction": float(sums.clipped) / tokens,
         "train/correction_fraction": float(sums.bounded) / tokens,
         "train/ratio_mean": float(sums.ratio) / tokens,
@@ -102,6 +102,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     largest = np.array([np.abs(found).max() for found in of_tokens], np.float64)
     metrics = {
         "train/sequences": float(len(advantages)),
+        "train/tokens": float(sum(map(len, of_tokens))),
         "train/groups": float(len(set(batch.group_ids))),
         "train/advantage_mean": float(advantages.mean()),
         "train/advantage_std": float(advantages.std()),
@@ -111,22 +112,23 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
 
 
-def throughput_metrics(tokens: int, outcomes: Sequence[StepOutcome], proximal_s: float | None) -> dict[str, float]:
+def throughput_metrics(outcomes: Sequence[StepOutcome], proximal_s: float | None) -> dict[str, float]:
     """Seconds and tokens.
 
     Args:
-        tokens: Of all sequences of all optimiser steps, prompts included.
-        outcomes: Of these steps.
+        outcomes: Of an update's optimiser steps.
         proximal_s: Forward passes before the first; None where there were none.
     """
+    tokens, row_tokens = sum(each.tokens for each in outcomes), sum(each.row_tokens for each in outcomes)
     gradient_s, apply_s = sum(each.gradient_s for each in outcomes), sum(each.apply_s for each in outcomes)
     scoring = {} if proximal_s is None else {"time/proximal": proximal_s}
+    filled = {"throughput/row_fill": tokens / row_tokens} if row_tokens else {}
     return {
         **scoring,
+        **filled,
         "time/forward_backward": gradient_s,
         "time/apply": apply_s,
         "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + (proximal_s or 0.0), 1e-9),
-        "throughput/row_fill": tokens / sum(each.row_tokens for each in outcomes),
     }
 
 
@@ -180,6 +182,7 @@ class Learner:
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
+        self._every_sequence = config.needs_every_sequence
         self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, _proximal_source(config))
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
@@ -261,12 +264,12 @@ class Learner:
                 outcomes.append(self._optimiser_step(part, beside, rate))
         self._step += 1
         self._count_skipped([outcome.applied for outcome in outcomes])
-        tokens = config.epochs * sum(len(example.tokens) for example in examples)
         return finite_only(
             batch_metrics(batch),
-            loss_metrics(outcomes, config.epochs),
+            loss_metrics(outcomes),
             step_metrics(outcomes, rate),
-            throughput_metrics(tokens, outcomes, proximal_s),
+            throughput_metrics(outcomes, proximal_s),
+            {"train/skipped_sequences": float(sum(not self._is_computed(example) for example in examples))},
         )
 
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
@@ -320,7 +323,7 @@ class Learner:
         self._decoder, warm_start.state, applied = warm_start.apply(
             self._decoder, state, gradients, np.float32(rate), sums.loss
         )
-        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0)
+        outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
         return finite_only(losses, step_metrics([outcome], rate))
@@ -352,14 +355,22 @@ class Learner:
         if not batch.examples:
             raise ConfigError(f"batch {batch.batch_id} holds no examples: replay must never hand out such a one")
 
-    def _proximal(self, examples: Sequence[RLExample]) -> tuple[list[Float32[np.ndarray, " pos"]] | None, float | None]:
-        """ℓ_p of each example's sampled tokens, and the seconds it took; None where the loss does not read it."""
+    def _is_computed(self, example: RLExample) -> bool:
+        """Whether it takes part in the forward passes; one without an advantage need not, and counts all the same."""
+        return self._every_sequence or compiled.has_advantage(example)
+
+    def _proximal(
+        self, examples: Sequence[RLExample]
+    ) -> tuple[list[Float32[np.ndarray, " pos"] | None] | None, float | None]:
+        """ℓ_p of the sampled tokens of each example that is computed, and the seconds; None where it is not read."""
         if not self._config.recomputes_proximal:
             return None, None
         started = time.perf_counter()
         rows = self._config.row_length, self._config.micro_batch_rows
-        logprobs = self._scored(plan_scoring(examples, *rows, every_token=False), self._decoder)
-        return logprobs, time.perf_counter() - started
+        computed = [index for index, example in enumerate(examples) if self._is_computed(example)]
+        plan = plan_scoring([examples[index] for index in computed], *rows, every_token=False)
+        logprobs = dict(zip(computed, self._scored(plan, self._decoder), strict=True))
+        return [logprobs.get(index) for index in range(len(examples))], time.perf_counter() - started
 
     def _scored(self, plan: UpdatePlan, decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
@@ -369,10 +380,10 @@ class Learner:
             rows = np.zeros(micro_batch.tokens.shape, np.float32)
             rows.reshape(-1)[micro_batch.positions[:count]] = logprobs[:count]
             scores.append(rows)
-        return unpack(np.concatenate(scores), plan.placements)
+        return unpack(np.concatenate(scores), plan.placements) if scores else []
 
     def _optimiser_step(
-        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"]] | None, rate: float
+        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"] | None] | None, rate: float
     ) -> StepOutcome:
         config, started = self._config, time.perf_counter()
         plan = plan_update(
@@ -383,6 +394,7 @@ class Learner:
             self._step,
             max_tokens=[self._denominator(example) for example in examples],
             proximal_logprobs=proximal,
+            every_sequence=self._every_sequence,
         )
         gradients, sums = self._gradients(self._accumulate, plan)
         differentiated = time.perf_counter()
@@ -391,7 +403,8 @@ class Learner:
         )
         applied = jax.device_get(applied)
         times = differentiated - started, time.perf_counter() - differentiated
-        return StepOutcome(sums, applied, *times, sum(batch.tokens.size for batch in plan.micro_batches))
+        tokens = sum(placement.stop - placement.start for placement in plan.placements)
+        return StepOutcome(sums, applied, *times, tokens, sum(batch.tokens.size for batch in plan.micro_batches))
 
     def _denominator(self, example: RLExample) -> int:
         """Of a sequence under ``constant`` aggregation; its lesson is the first part of its group's id."""

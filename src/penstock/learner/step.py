@@ -72,7 +72,7 @@ class MicroBatch(NamedTuple):
 
 
 class UpdatePlan(NamedTuple):
-    """All micro-batches of one step, and where each example lies in their rows, end to end."""
+    """All micro-batches of one step, and where each example that has a place lies in their rows, end to end."""
 
     micro_batches: list[MicroBatch]
     placements: list[Placement]
@@ -86,7 +86,8 @@ def plan_update(
     version_step: int,
     *,
     max_tokens: Sequence[int] | None = None,
-    proximal_logprobs: Sequence[Float32[np.ndarray, " _"]] | None = None,
+    proximal_logprobs: Sequence[Float32[np.ndarray, " _"] | None] | None = None,
+    every_sequence: bool = True,
 ) -> UpdatePlan:
     """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
 
@@ -98,6 +99,8 @@ def plan_update(
         version_step: The learner's version.
         max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
         proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
+        every_sequence: Give rows to sequences without any advantage, too; all of them count in the denominators. Where
+            none has an advantage there is no micro-batch.
     """
     sampled = [trainable_tokens(example) for example in examples]
     denominators = max_tokens or [loss.max_tokens or row_length] * len(examples)
@@ -105,7 +108,13 @@ def plan_update(
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
     filled = [_Filling(*each) for each in zip(weights, same, proximal, strict=True)]
-    return _plan(examples, filled, row_length, micro_rows, every_token=False)
+    kept = [i for i, example in enumerate(examples) if every_sequence or has_advantage(example)]
+    return _plan([examples[i] for i in kept], [filled[i] for i in kept], row_length, micro_rows, every_token=False)
+
+
+def has_advantage(example: RLExample) -> bool:
+    """Whether any token under the loss has another advantage than zero."""
+    return bool(example.advantage[example.loss_mask].any())
 
 
 def plan_scoring(
