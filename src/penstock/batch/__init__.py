@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         rloo,
         turn,
         valid_rollouts,
+        with_kl_in_reward,
     )
     from penstock.batch.config import (
         BUILT_IN_MAKERS,
@@ -92,6 +93,7 @@ _EXPORTS = {
     "turn": "advantages",
     "unpack": "packing",
     "valid_rollouts": "advantages",
+    "with_kl_in_reward": "advantages",
 }
 
 __all__ = [
@@ -100,6 +102,7 @@ __all__ = [
     "Placement", "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
     "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker", "pack", "place",
     "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack", "valid_rollouts",
+    "with_kl_in_reward",
 ]  # fmt: skip
 
 

@@ -13,14 +13,15 @@ Not covered: advantages that need values or current log-probabilities (GAE, V-tr
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 
-from penstock.batch.group_pool import PooledGroup
-from penstock.types import AnyRollout, ConfigError, RolloutGroup
+from penstock.batch.examples import assemble_example
+from penstock.batch.group_pool import PooledGroup, group_of
+from penstock.types import AnyRollout, ConfigError, RLExample, Rollout, RolloutGroup
 
 AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "turn"]
 
@@ -154,6 +155,49 @@ def compute_advantages(
     if name == "turn":
         return [turn(group) for group in groups]
     return [ADVANTAGES[name](group) for group in groups]
+
+
+def with_kl_in_reward(
+    name: AdvantageName | GroupAdvantage,
+    rollouts: Sequence[AnyRollout],
+    examples: Sequence[RLExample],
+    coefficient: float,
+) -> list[RLExample]:
+    """Examples whose advantages are of r_i − β Σ_t m_t (ℓ_b − ℓ_ref): a KL to a reference in the reward, by k1.
+
+    ℓ_b stands for the policy: the reward is of a sample, and of what drew it. Each token's share is taken from its
+    `token_rewards`, so that `turn` sees where the penalty fell. Ouyang et al. 2022, https://arxiv.org/abs/2203.02155.
+    Rewards 1 and 0, Σ(ℓ_b − ℓ_ref) of 2 and 0, β = .25: r = .5 and 0, rloo -> [.5, −.5].
+
+    Args:
+        name: As of `compute_advantages`.
+        rollouts: Of a batch of whole groups.
+        examples: Of these rollouts, with `reference_log_probs`.
+        coefficient: β.
+
+    Raises:
+        ConfigError: one's own function gave anything but one finite number for each rollout.
+    """
+    by_id = {example.rollout_ids[0]: example for example in examples}
+    members: dict[str, list[AnyRollout]] = {}
+    for rollout in rollouts:
+        members.setdefault(rollout.group_id, []).append(_penalised(rollout, by_id[rollout.rollout_id], coefficient))
+    groups = [group_of(of_one) for of_one in members.values()]
+    for group, values in zip(groups, compute_advantages(name, groups), strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=True):
+            drawn = by_id[rollout.rollout_id]
+            advantage = np.where(drawn.loss_mask, assemble_example(rollout, value).advantage, np.float32(0))
+            by_id[rollout.rollout_id] = replace(drawn, advantage=advantage)
+    return [by_id[example.rollout_ids[0]] for example in examples]
+
+
+def _penalised(rollout: AnyRollout, example: RLExample, coefficient: float) -> Rollout:
+    assert example.reference_log_probs is not None  # the batch was scored
+    mask, reference = rollout.response_mask, example.reference_log_probs[len(rollout.prompt_tokens) :]
+    penalties = coefficient * np.where(mask, rollout.response_logprobs - reference, 0).astype(np.float64)
+    plain = rollout if isinstance(rollout, Rollout) else rollout.unpacked()
+    rewards = (plain.token_rewards - penalties).astype(np.float32)
+    return replace(plain, token_rewards=rewards, episode_reward=float(plain.episode_reward - penalties.sum()))
 
 
 def _checked(values: np.ndarray, group: RolloutGroup) -> Float32[np.ndarray, " n"]:

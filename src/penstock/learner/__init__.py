@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.learner.config import (
         ControlOptimizerConfig,
         CorrectionConfig,
+        KlConfig,
         LearnerConfig,
         LossConfig,
         OptimizerConfig,
@@ -35,6 +36,7 @@ _EXPORTS = {
     "ControlLearner": "control_learner",
     "ControlOptimizerConfig": "config",
     "CorrectionConfig": "config",
+    "KlConfig": "config",
     "Learner": "learner",
     "LearnerConfig": "config",
     "LossConfig": "config",
@@ -60,11 +62,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "Learner", "LearnerConfig",
-    "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "TokenLoss",
-    "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint",
-    "read_states", "restore_control_learner", "restore_learner", "save_checkpoint", "sequence_weights",
-    "tiled_logprobs", "vtrace",
+    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "KlConfig", "Learner",
+    "LearnerConfig", "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig",
+    "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint",
+    "newest_good_checkpoint", "read_states", "restore_control_learner", "restore_learner", "save_checkpoint",
+    "sequence_weights", "tiled_logprobs", "vtrace",
 ]  # fmt: skip
 
 

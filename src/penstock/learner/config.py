@@ -1,8 +1,8 @@
 """Configuration of the learners, of language policies and of control policies (PPO). Loads neither JAX nor optax.
 
 A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
-config loads as itself. What is not implemented has no field: KL to a reference and value heads of language policies are
-refused as unknown keys. What PPO minimises, and what is masked where, is in docs/learner.md.
+config loads as itself. What is not implemented has no field: value heads of language policies are refused as unknown
+keys. What PPO minimises, and what is masked where, is in docs/learner.md.
 """
 
 import logging
@@ -172,6 +172,79 @@ class LossConfig(_Frozen, frozen=True):
         return made
 
 
+class KlConfig(_Frozen, frozen=True):
+    """KL(policy ‖ reference) of a language policy, from x = ℓ_θ − ℓ_ref at the sampled tokens.
+
+    Attributes:
+        coefficient: β; 0: none, and no reference is loaded.
+        estimator: ``k1`` x; ``k2`` x²/2, whose gradient is that of the KL; ``k3`` expm1(−x) + x. Usual are k3 in the
+            loss, and k1 in the reward, where nothing else can stand.
+        place: ``loss`` adds β · estimate to each token's loss; ``reward`` subtracts β · k1, summed over the sampled
+            tokens, from the rollout's reward before advantages are computed.
+        reference: ``initial``, the weights that reinforcement learning begins with (after a warm start); ``ema``, a
+            moving average of the policy that begins there; or the path of a Hugging Face directory with the policy's
+            shape and vocabulary. None: none, which a coefficient does not allow.
+        sync_every: The policy's weights become the reference after every so many updates; None: never.
+        ema_decay: Of ``ema``: after an update the reference is this · reference + (1 − this) · policy.
+    """
+
+    coefficient: float = Field(default=0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    reference: str | None = Field(default=None, min_length=1)
+    sync_every: int | None = Field(default=None, ge=1)
+    ema_decay: float = Field(default=0.999, gt=0, lt=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_estimator(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("place") == "reward":
+            return {"estimator": "k1"} | given
+        return given
+
+    @model_validator(mode="after")
+    def _sound(self) -> "KlConfig":
+        if self.coefficient and self.reference is None:
+            raise ValueError(
+                f"coefficient is {self.coefficient:g} and reference is null: name one: initial (the weights that "
+                "reinforcement learning begins with), ema, or the path of a Hugging Face directory"
+            )
+        if self.coefficient and self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator is 'k1' and place is 'loss': the expected gradient of k1 is zero; take k2 or k3, or "
+                "place: reward"
+            )
+        if self.coefficient and self.place == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator is {self.estimator!r} and place is 'reward': only k1 is the reward of a KL penalty; leave "
+                "estimator out, or take place: loss"
+            )
+        if not self.coefficient:
+            refuse_idle(self, ("estimator", "place"), "coefficient is 0")
+        if self.reference is None:
+            refuse_idle(self, ("sync_every", "ema_decay"), "there is no reference")
+        elif self.reference == "ema":
+            refuse_idle(self, ("sync_every",), "reference is 'ema', which moves with every update")
+        else:
+            refuse_idle(self, ("ema_decay",), f"reference is {self.reference!r}, and it is of 'ema'")
+        return self
+
+    @property
+    def directory(self) -> str | None:
+        """Where the reference is loaded from; None where it is the run's own, or there is none."""
+        return None if self.reference in (None, "initial", "ema") else self.reference
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss has a term of it."""
+        return self.coefficient > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether rewards are lowered by it before advantages are computed."""
+        return self.coefficient > 0 and self.place == "reward"
+
+
 class OptimizerConfig(_Frozen, frozen=True):
     """AdamW with warm-up and clipping.
 
@@ -258,6 +331,7 @@ class LearnerConfig(_Frozen, frozen=True):
 
     Attributes:
         loss: What is minimised.
+        kl: What keeps the policy near a reference.
         optimizer: AdamW: learning rate and its course, decay, clipping.
         epochs: How often an update goes through its batch.
         minibatches: Optimiser steps per epoch, each on whole groups with denominators of its own; no more than groups
@@ -279,6 +353,7 @@ class LearnerConfig(_Frozen, frozen=True):
     """
 
     loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
@@ -316,12 +391,19 @@ class LearnerConfig(_Frozen, frozen=True):
         return self.proximal == "recompute" or (self.proximal == "auto" and self.optimizer_steps > 1)
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether the loss is given ℓ_ref: for a KL of its own, or since it is a module of one's own."""
+        return self.kl.reference is not None and (self.kl.in_loss or self.loss.module is not None)
+
+    @property
     def needs_every_sequence(self) -> bool:
-        """Whether a sequence has a gradient although its advantage is zero: entropy, or a loss of one's own."""
-        return self.loss.entropy_coefficient > 0 or self.loss.module is not None
+        """Whether a sequence has a gradient although its advantage is zero: a KL, entropy, or a loss of one's own."""
+        return self.kl.in_loss or self.loss.entropy_coefficient > 0 or self.loss.module is not None
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
+        if not self.kl.coefficient and self.loss.module is None:
+            refuse_idle(self.kl, ("reference",), "coefficient is 0, and nothing else reads a reference", at="kl.")
         if self.warm_start is None:  # which ends along a cosine
             _refuse_idle_course(self.optimizer)
         if self.proximal == "behaviour":

@@ -12,6 +12,7 @@ an update that was skipped) is left out, never zero.
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from penstock.learner.optimizer import (
     learning_rate,
     to_named,
 )
+from penstock.learner.reference import ReferenceWeights
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
@@ -59,10 +61,14 @@ class StepOutcome(NamedTuple):
     row_tokens: int
 
 
-def loss_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
+def loss_metrics(outcomes: Sequence[StepOutcome], reference: bool = False) -> dict[str, float]:
     """``train/…`` numbers that the forward passes gave; the loss is the mean of the steps', and alone without a token.
 
     The others are means over the tokens of all steps.
+
+    Args:
+        outcomes: Of an update's optimiser steps.
+        reference: Whether the examples had log-probabilities of a reference.
     """
     sums = jax.tree.map(lambda *parts: sum(parts), *(outcome.sums for outcome in outcomes))
     tokens, metrics = float(sums.tokens), {"train/loss": float(sums.loss) / len(outcomes)}
@@ -74,6 +80,8 @@ def loss_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
         "train/ratio_mean": float(sums.ratio) / tokens,
         "train/entropy": float(sums.entropy) / tokens,
     }
+    if reference:
+        metrics["train/kl_reference"] = float(sums.reference_kl) / tokens
     if sums.stale_tokens:
         metrics["train/staleness_kl"] = float(sums.stale_kl) / float(sums.stale_tokens)
     return metrics
@@ -112,23 +120,22 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
 
 
-def throughput_metrics(outcomes: Sequence[StepOutcome], proximal_s: float | None) -> dict[str, float]:
+def throughput_metrics(outcomes: Sequence[StepOutcome], scoring_s: Mapping[str, float]) -> dict[str, float]:
     """Seconds and tokens.
 
     Args:
         outcomes: Of an update's optimiser steps.
-        proximal_s: Forward passes before the first; None where there were none.
+        scoring_s: Seconds of forward passes before the first, by their metric's name.
     """
     tokens, row_tokens = sum(each.tokens for each in outcomes), sum(each.row_tokens for each in outcomes)
     gradient_s, apply_s = sum(each.gradient_s for each in outcomes), sum(each.apply_s for each in outcomes)
-    scoring = {} if proximal_s is None else {"time/proximal": proximal_s}
     filled = {"throughput/row_fill": tokens / row_tokens} if row_tokens else {}
     return {
-        **scoring,
+        **scoring_s,
         **filled,
         "time/forward_backward": gradient_s,
         "time/apply": apply_s,
-        "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + (proximal_s or 0.0), 1e-9),
+        "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + sum(scoring_s.values()), 1e-9),
     }
 
 
@@ -178,12 +185,15 @@ class Learner:
         self._step = 0
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
+        self._reference = ReferenceWeights(config.kl, decoder)
         self._warm_start = _WarmStart(config)
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
         self._every_sequence = config.needs_every_sequence
-        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, _proximal_source(config))
+        self._accumulate = compiled.policy_accumulator(
+            config.loss, options, frozen, _proximal_source(config), config.kl
+        )
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
 
@@ -231,8 +241,11 @@ class Learner:
             "optimiser step": partial(self._apply.lower, *applied),
             "empty gradient": partial(self._zeros.lower, self._decoder),
         }
-        if self._config.recomputes_proximal:
-            lowered["proximal log-probabilities"] = partial(self._score.lower, self._decoder, batch)
+        proximal = self._config.recomputes_proximal
+        if proximal or self._config.kl.reference is not None:  # one program scores for both
+            lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
+                self._score.lower, self._decoder, batch
+            )
         return _compiling(lowered)
 
     def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
@@ -252,8 +265,10 @@ class Learner:
         """
         self._check_batch(batch, version_step)
         self._warm_start.discard()
-        config, examples = self._config, batch.examples
-        proximal, proximal_s = self._proximal(examples)
+        self._reference.keep(self._decoder)
+        config, scoring_s = self._config, dict[str, float]()
+        examples = self._with_reference(batch.examples, scoring_s)
+        proximal = self._proximal(examples, scoring_s)
         rate = learning_rate(config.optimizer, self._step, self._total_steps)
         rng = generator(fold(self._seed, "minibatches", self._step))
         outcomes: list[StepOutcome] = []
@@ -263,12 +278,13 @@ class Learner:
                 beside = None if proximal is None else [proximal[index] for index in indices]
                 outcomes.append(self._optimiser_step(part, beside, rate))
         self._step += 1
+        self._reference.follow(self._step, self._decoder)
         self._count_skipped([outcome.applied for outcome in outcomes])
         return finite_only(
             batch_metrics(batch),
-            loss_metrics(outcomes),
+            loss_metrics(outcomes, _has_reference(examples)),
             step_metrics(outcomes, rate),
-            throughput_metrics(outcomes, proximal_s),
+            throughput_metrics(outcomes, scoring_s),
             {"train/skipped_sequences": float(sum(not self._is_computed(example) for example in examples))},
         )
 
@@ -287,6 +303,22 @@ class Learner:
         longest = max(len(example.tokens) for example in examples)
         length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
         return self._scored(plan_scoring(examples, length, 1), self._decoder if decoder is None else decoder)
+
+    def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
+        """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
+
+        Args:
+            examples: Of one sequence each, no longer than a row.
+
+        Returns:
+            How often the reference has changed, and float32 [pos] for each example, aligned with its tokens; 0 outside
+            the loss mask.
+
+        Raises:
+            ConfigError: there is no reference.
+        """
+        reference = self._reference.current(self._decoder)
+        return reference.version, self._scored_sampled(examples, reference.decoder) if examples else []
 
     def rounding(self, examples: Sequence[RLExample]) -> Float32[np.ndarray, " tokens"] | None:
         """What the model's dtype alone changes: log-probabilities in it less those in float32, of sampled tokens.
@@ -331,7 +363,8 @@ class Learner:
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
         counters = {"step": self._step, "skipped_in_a_row": self._skipped_in_a_row}
-        return to_named(self._state) | {name: np.array(value, np.int64) for name, value in counters.items()}
+        named = {name: np.array(value, np.int64) for name, value in counters.items()}
+        return to_named(self._state) | self._reference.state_arrays() | named
 
     def restore_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Takes `state_arrays` back; the parameters are those the learner was made with.
@@ -341,8 +374,9 @@ class Learner:
         """
         rest = dict(arrays)
         counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
-        self._state = from_named(self._state, rest, self._config.optimizer.frozen)
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
+        rest = self._reference.restore(rest, self._step, self._decoder)
+        self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
         """Writes a Hugging Face directory with the tokenizer."""
@@ -359,18 +393,33 @@ class Learner:
         """Whether it takes part in the forward passes; one without an advantage need not, and counts all the same."""
         return self._every_sequence or compiled.has_advantage(example)
 
-    def _proximal(
-        self, examples: Sequence[RLExample]
-    ) -> tuple[list[Float32[np.ndarray, " pos"] | None] | None, float | None]:
-        """ℓ_p of the sampled tokens of each example that is computed, and the seconds; None where it is not read."""
-        if not self._config.recomputes_proximal:
-            return None, None
+    def _with_reference(self, examples: Sequence[RLExample], scoring_s: dict[str, float]) -> Sequence[RLExample]:
+        """The examples with ℓ_ref, where the loss reads it; those of a batch that was scored before have it."""
+        if not self._config.reads_reference or _has_reference(examples):
+            return examples
         started = time.perf_counter()
-        rows = self._config.row_length, self._config.micro_batch_rows
+        scored = zip(examples, self.reference_logprobs(examples)[1], strict=True)
+        with_scores = [replace(example, reference_log_probs=logprobs) for example, logprobs in scored]
+        scoring_s["time/reference"] = time.perf_counter() - started
+        return with_scores
+
+    def _proximal(
+        self, examples: Sequence[RLExample], scoring_s: dict[str, float]
+    ) -> list[Float32[np.ndarray, " pos"] | None] | None:
+        """ℓ_p of the sampled tokens of each example that is computed; None where it is not read. Adds the seconds."""
+        if not self._config.recomputes_proximal:
+            return None
+        started = time.perf_counter()
         computed = [index for index, example in enumerate(examples) if self._is_computed(example)]
-        plan = plan_scoring([examples[index] for index in computed], *rows, every_token=False)
-        logprobs = dict(zip(computed, self._scored(plan, self._decoder), strict=True))
-        return [logprobs.get(index) for index in range(len(examples))], time.perf_counter() - started
+        scores = self._scored_sampled([examples[index] for index in computed], self._decoder)
+        logprobs = dict(zip(computed, scores, strict=True))
+        scoring_s["time/proximal"] = time.perf_counter() - started
+        return [logprobs.get(index) for index in range(len(examples))]
+
+    def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
+        """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
+        rows = self._config.row_length, self._config.micro_batch_rows
+        return self._scored(plan_scoring(examples, *rows, every_token=False), decoder)
 
     def _scored(self, plan: UpdatePlan, decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
@@ -455,6 +504,10 @@ class _WarmStart:
 
     def discard(self) -> None:
         self.state = None
+
+
+def _has_reference(examples: Sequence[RLExample]) -> bool:
+    return all(example.reference_log_probs is not None for example in examples)
 
 
 def _compiling(lowered: Mapping[str, Callable[[], Any]]) -> Programs:

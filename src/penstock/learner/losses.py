@@ -1,8 +1,8 @@
-"""The policy loss of one token, composed of small pure functions: L = −sg(w) · surrogate − c_H · H.
+"""The policy loss of one token, composed of small pure functions: L = −sg(w) · surrogate + β · kl − c_H · H.
 
 Notation: ℓ_θ log-probability under the weights being trained, ℓ_b under those that sampled the token (behaviour),
-ℓ_p at the start of the update (proximal), sg stop-gradient; all of softmax(logits / temperature), float32; H the
-entropy of that distribution.
+ℓ_p at the start of the update (proximal), ℓ_ref under a reference, sg stop-gradient; all of
+softmax(logits / temperature), float32; H the entropy of that distribution.
 
 **The same ratio is never applied twice.** The off-policy ratio exp(ℓ_θ − ℓ_b) splits into ρ = exp(ℓ_θ − ℓ_p), which
 the surrogate differentiates and clips, and exp(ℓ_p − ℓ_b), which the correction bounds and never differentiates. Where
@@ -25,11 +25,11 @@ log Σ exp, lives from one pass to the other, and the entropy where its gradient
 read at run time: positions that nobody asks about cost nothing, and a batch with more or fewer of them needs no new
 compilation.
 
-Not covered: KL to a reference, value heads.
+Not covered: value heads; a KL in the reward (`penstock.batch.with_kl_in_reward`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -40,7 +40,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.batch.advantages import ADVANTAGES
-from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
+from penstock.learner.config import Aggregation, CorrectionConfig, KlConfig, LossConfig
 from penstock.model.language.decoder import product
 from penstock.types import ConfigError, RLLossModule, RolloutGroup
 
@@ -59,6 +59,7 @@ class LossInputs(NamedTuple):
         entropy: H of the distribution that the token was drawn from; differentiated where the loss asks for it.
         sequence: Number of the entry's sequence, less than n; what padding has means nothing.
         real: False for padding.
+        reference_logprobs: ℓ_ref, not differentiated; None where the run has no reference (`learner.kl.reference`).
     """
 
     logprobs: Float32[Array, " n"]
@@ -68,6 +69,7 @@ class LossInputs(NamedTuple):
     entropy: Float32[Array, " n"]
     sequence: Int32[Array, " n"]
     real: Bool[Array, " n"]
+    reference_logprobs: Float32[Array, " n"] | None = None
 
     def sequence_sum(self, values: Float32[Array, " n"]) -> Float32[Array, " n"]:
         """At every entry the sum over its sequence's entries."""
@@ -242,6 +244,41 @@ def policy_token_loss(config: LossConfig, inputs: LossInputs) -> TokenLoss:
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * inputs.entropy
     return TokenLoss(loss, clipped, bounded)
+
+
+def kl_estimate(
+    estimator: str, logprobs: Float32[Array, " n"], reference_logprobs: Float32[Array, " n"]
+) -> Float32[Array, " n"]:
+    """An estimate of KL(θ ‖ ref) from tokens that θ sampled, of x = ℓ_θ − ℓ_ref; each has the KL as its mean, but k2.
+
+    ``k1`` x: may be negative, and the expected gradient of a loss of it is 0. ``k2`` x²/2: biased, but its gradient
+    x∇ℓ_θ has the KL's as its mean. ``k3`` expm1(−x) + x: never negative, with little variance; its gradient
+    (1 − e^−x)∇ℓ_θ has that of KL(ref ‖ θ) as its mean; x is within ± `MOST_LOG_RATIO` there. x = ln 2 -> .6931, .2402,
+    .1931.
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html; Shao et al. 2024 (k3 in GRPO), https://arxiv.org/abs/2402.03300.
+    """
+    difference = logprobs - reference_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * jnp.square(difference)
+    bounded = jnp.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
+    return jnp.expm1(-bounded) + bounded
+
+
+def kl_token_loss(config: KlConfig, base: Callable[[LossInputs], TokenLoss], inputs: LossInputs) -> TokenLoss:
+    """A loss with β · kl added at each token, whatever the advantage is; not weighted by the correction.
+
+    Args:
+        config: Coefficient and estimator.
+        base: The loss without it.
+        inputs: With reference log-probabilities.
+    """
+    assert inputs.reference_logprobs is not None  # the config names a reference
+    terms = base(inputs)
+    estimate = kl_estimate(config.estimator, inputs.logprobs, inputs.reference_logprobs)
+    return terms._replace(loss=terms.loss + config.coefficient * estimate)
 
 
 def _correction(config: CorrectionConfig, inputs: LossInputs) -> tuple[Float32[Array, " n"], Bool[Array, " n"] | bool]:

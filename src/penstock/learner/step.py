@@ -20,12 +20,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
-from penstock.learner.config import LossConfig
+from penstock.learner.config import KlConfig, LossConfig
 from penstock.learner.losses import (
     HeadInputs,
     HeadOutputs,
     LossInputs,
     TokenLoss,
+    kl_estimate,
+    kl_token_loss,
     own_token_loss,
     policy_token_loss,
     sequence_weights,
@@ -52,6 +54,7 @@ class MicroBatch(NamedTuple):
         advantage: The rollout's.
         behaviour_logprobs: As the engine recorded them.
         proximal_logprobs: As of the update's beginning; 0 where the loss does not read them.
+        reference_logprobs: Under the reference of a KL; 0 where there is none.
         loss_weight: The sequence's weight in the optimiser step; 0 where not real.
         same_version: Whether the whole sequence was sampled under the learner's present version.
         count: Number of real entries.
@@ -66,6 +69,7 @@ class MicroBatch(NamedTuple):
     advantage: Float32[Array, " k"]
     behaviour_logprobs: Float32[Array, " k"]
     proximal_logprobs: Float32[Array, " k"]
+    reference_logprobs: Float32[Array, " k"]
     loss_weight: Float32[Array, " k"]
     same_version: Bool[Array, " k"]
     count: Int32[Array, ""]
@@ -159,7 +163,7 @@ def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
     real: Any = np.zeros(rows.size, np.float32)
     nowhere: Any = np.zeros(rows.size, np.bool_)
     none: Any = np.array(0, np.int32)
-    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, real, nowhere, none)
+    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, real, real, nowhere, none)
 
 
 class _Filling(NamedTuple):
@@ -208,6 +212,7 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
 
     rows: dict[str, Any] = {name: getattr(packed, name) for name in ("tokens", "position_ids", "segment_ids")}
     count: Any = np.array(len(positions), np.int32)
+    reference = packed.reference_log_probs
     return MicroBatch(
         **rows,
         positions=front(np.arange(wanted.size, dtype=np.int32)),
@@ -216,6 +221,7 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
         advantage=front(packed.advantage),
         behaviour_logprobs=front(packed.generator_log_probs),
         proximal_logprobs=front(beside.proximal_logprobs),
+        reference_logprobs=front(np.zeros(wanted.shape, np.float32) if reference is None else reference),
         loss_weight=front(beside.loss_weight),
         same_version=front(beside.same_version),
         count=count,
@@ -243,11 +249,13 @@ class LossOptions(NamedTuple):
         token_loss: From inputs to the loss of each token.
         proximal: Where ℓ_p comes from.
         entropy_gradient: Whether the loss has a gradient through the entropies.
+        reads_reference: Whether it is given the micro-batch's ℓ_ref.
     """
 
     token_loss: TokenLossFunction
     proximal: ProximalSource = "current"
     entropy_gradient: bool = False
+    reads_reference: bool = False
 
 
 class LossSums(NamedTuple):
@@ -255,6 +263,7 @@ class LossSums(NamedTuple):
 
     `stale_*` are over sequences of which another version than the learner's sampled a part; the KL terms are
     expm1(x) − x with x = ℓ_θ − ℓ_b, an unbiased and never negative estimate of KL(behaviour ‖ learner).
+    `reference_kl` is k3 of the micro-batch's ℓ_ref, and means nothing where there is no reference.
     """
 
     loss: Float32[Array, ""]
@@ -265,6 +274,7 @@ class LossSums(NamedTuple):
     entropy: Float32[Array, ""]
     stale_tokens: Float32[Array, ""]
     stale_kl: Float32[Array, ""]
+    reference_kl: Float32[Array, ""]
 
 
 class GradientSums(NamedTuple):
@@ -274,16 +284,25 @@ class GradientSums(NamedTuple):
     sums: LossSums
 
 
+_NO_KL = KlConfig()
+
+
 @cache
 def policy_accumulator(
-    loss: LossConfig, options: ForwardOptions, frozen: tuple[str, ...] = (), proximal: ProximalSource = "current"
+    loss: LossConfig,
+    options: ForwardOptions,
+    frozen: tuple[str, ...] = (),
+    proximal: ProximalSource = "current",
+    kl: KlConfig = _NO_KL,
 ) -> Any:
     """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
     own = loss.load_module()
-    if own is not None:
-        return _accumulator(LossOptions(partial(own_token_loss, own), proximal, True), options, frozen)
-    token_loss = partial(policy_token_loss, loss)
-    return _accumulator(LossOptions(token_loss, proximal, loss.entropy_coefficient > 0), options, frozen)
+    token_loss = partial(policy_token_loss, loss) if own is None else partial(own_token_loss, own)
+    reads_reference = kl.in_loss or (own is not None and kl.reference is not None)
+    if kl.in_loss:
+        token_loss = partial(kl_token_loss, kl, token_loss)
+    entropy_gradient = own is not None or loss.entropy_coefficient > 0
+    return _accumulator(LossOptions(token_loss, proximal, entropy_gradient, reads_reference), options, frozen)
 
 
 @cache
@@ -351,12 +370,12 @@ def accumulate(
 def _loss(loss: LossOptions, options: ForwardOptions, decoder: Decoder, batch: MicroBatch) -> tuple[Array, LossSums]:
     outputs = head_outputs(decoder, batch, options, loss.entropy_gradient)
     real = jnp.arange(batch.labels.shape[0]) < batch.count
-    terms = loss.token_loss(_inputs(loss.proximal, outputs, batch, real))
+    terms = loss.token_loss(_inputs(loss, outputs, batch, real))
     total = _total(batch.loss_weight * terms.loss, real)
     return total, jax.lax.stop_gradient(_sums(total, terms, outputs, batch, real))
 
 
-def _inputs(source: ProximalSource, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossInputs:
+def _inputs(loss: LossOptions, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossInputs:
     proximal = {
         "current": jax.lax.stop_gradient(outputs.logprobs),
         "stored": batch.proximal_logprobs,
@@ -367,11 +386,12 @@ def _inputs(source: ProximalSource, outputs: HeadOutputs, batch: MicroBatch, rea
     return LossInputs(
         outputs.logprobs,
         batch.behaviour_logprobs,
-        proximal[source],
+        proximal[loss.proximal],
         batch.advantage,
         outputs.entropy,
         sequence=jnp.where(real, batch.positions // row_length * row_length + segment - 1, 0),
         real=real,
+        reference_logprobs=batch.reference_logprobs if loss.reads_reference else None,
     )
 
 
@@ -388,6 +408,7 @@ def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch
         entropy=_total(outputs.entropy, real),
         stale_tokens=_count(stale),
         stale_kl=_total(kl, stale),
+        reference_kl=_total(kl_estimate("k3", outputs.logprobs, batch.reference_logprobs), real),
     )
 
 

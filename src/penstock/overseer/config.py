@@ -275,11 +275,31 @@ class RunConfig(BaseModel):
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
                 "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; leave it out"
             )
+        if self.learner.kl.in_reward:
+            self._check_kl_in_reward()
         if self.learner.minibatches > replay.groups_per_batch:
             raise ValueError(
                 f"learner.minibatches is {self.learner.minibatches}, more than replay.groups_per_batch = "
                 f"{replay.groups_per_batch}: a minibatch has at least one whole group; lower it"
             )
+
+    def _check_kl_in_reward(self) -> None:
+        """It changes rewards once a batch is drawn: advantages must be of what is in the batch."""
+        makers = {"replay.batch_maker": self.replay.batch_maker}
+        makers |= {f"replay.batch_makers.{name}": maker for name, maker in self.replay.batch_makers.items()}
+        for key, maker in makers.items():
+            whole = maker.name == "deadline" or (maker.name == "recency" and maker.unit == "group")
+            if not whole:
+                unit = f"name is {maker.name}" + (f", {key}.unit {maker.unit}" if maker.name == "recency" else "")
+                raise ValueError(
+                    f"{key}.{unit}: its advantages are computed before a batch is drawn, and learner.kl.place: reward "
+                    "lowers rewards after that; take deadline, or recency with unit: group, or learner.kl.place: loss"
+                )
+            if maker.filter_zero_variance:
+                raise ValueError(
+                    f"{key}.filter_zero_variance is true: it leaves out groups whose rewards are equal, but with "
+                    "learner.kl.place: reward they differ all the same; leave it out"
+                )
 
     def dump(self) -> dict[str, Any]:
         """Plain values under the names that YAML uses."""

@@ -7,6 +7,7 @@ bfloat16 in float32):
 
 - *learner's parameters* 2 P b: the present and the next version (never donated: engines read them); 3 P b where an
   update takes several optimiser steps, with what lies between the two;
+- *reference* P b, of a KL; P (b + 4) where a bfloat16 one follows by an average, which is float32;
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
   devices holds are copies throughout, 3 P b with those that are put there;
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
@@ -51,6 +52,7 @@ class MemoryEstimate:
 
     Attributes:
         parameters_bytes: The learner's, of two versions, and those between optimiser steps of an update.
+        reference_bytes: The reference's of a KL, and its average.
         engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
         optimizer_bytes: Both moments, and the float32 master.
@@ -64,6 +66,7 @@ class MemoryEstimate:
     """
 
     parameters_bytes: int
+    reference_bytes: int
     engine_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -125,6 +128,7 @@ def estimate_memory(
     gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
         parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
+        reference_bytes=_reference_bytes(model, learner),
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
         optimizer_bytes=trained * (8 if width == 4 else 12),
@@ -136,6 +140,13 @@ def estimate_memory(
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
         step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
     )
+
+
+def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+    width, reference = _DTYPE_BYTES[model.dtype], learner.kl.reference
+    if reference is None:
+        return 0
+    return model.parameter_count * (width + (4 if reference == "ema" and width < 4 else 0))
 
 
 def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:

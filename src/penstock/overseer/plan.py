@@ -5,6 +5,7 @@ The text is itself a recipe: everything but the config is a comment.
 
 from typing import TYPE_CHECKING
 
+from penstock.learner.config import KlConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
@@ -41,6 +42,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 def _memory_lines(memory: MemoryEstimate) -> list[str]:
     parts = {
         "parameters of the learner": memory.parameters_bytes,
+        **({"parameters of the reference": memory.reference_bytes} if memory.reference_bytes else {}),
         "parameters of the engine": memory.engine_bytes,
         "gradients": memory.gradients_bytes,
         "optimiser state": memory.optimizer_bytes,
@@ -76,10 +78,18 @@ def _component_lines(config: RunConfig) -> list[str]:
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
         f"loss {learner.loss.preset}" + _in_steps(learner.optimizer_steps),
+        **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
         "checkpoints": config.overseer.checkpoints_in_words,
         "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
     return [f"  {name:<18}{what}" for name, what in parts.items()]
+
+
+def _reference(kl: KlConfig) -> str:
+    what = {"initial": "the weights before the first update", "ema": f"average of the policy, decay {kl.ema_decay:g}"}
+    synced = "" if kl.sync_every is None else f", replaced by the policy every {kl.sync_every} updates"
+    reader = f"KL of {kl.coefficient:g} ({kl.estimator}) in the {kl.place}" if kl.coefficient else "for one's own loss"
+    return f"{what.get(str(kl.reference), kl.reference)}{synced}; {reader}"
 
 
 def _in_steps(count: int) -> str:

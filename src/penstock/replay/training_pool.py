@@ -1,9 +1,9 @@
 """The pool of a replay buffer: every group from its delivery to its last use, behind one lock.
 
 The way of a group: ingested (judged, told to the curriculum, filtered) → sealed to a file → added to a batch maker →
-drawn by an update, whose batch file is written before the learner has it → trained. A use is counted when a batch takes
-a rollout. One that has all its uses leaves at once, but meets its fate only when the update of its last batch was
-applied; one with uses left stays, and may be in the next batch too.
+drawn by an update, completed, and written to a batch file before the learner has it → trained. A use is counted when a
+batch takes a rollout. One that has all its uses leaves at once, but meets its fate only when the update of its last
+batch was applied; one with uses left stays, and may be in the next batch too.
 
 Two fronts decide who may deliver and what an update draws: `penstock.replay.ReplayBuffer` takes what arrives,
 `penstock.replay.PacedReplayBuffer` goes by tickets.
@@ -55,6 +55,7 @@ from penstock.types import (
 
 logger = logging.getLogger(__name__)
 MOST_ARRIVED = 64
+Complete = Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class TrainingPool:
         on_gone: Called with the lock held: a group (id) left before its first use, with a fate and for a reason.
         on_filtered: Called with the lock held: a group (id, lesson, a member's reward) left, since it had no signal.
         on_trainable: Called with the lock held: a batch maker has a group (id) now.
+        complete: Given what was drawn, examples and rollouts, before it is written; gives examples and metrics.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class TrainingPool:
         self.on_gone: Callable[[str, Fate, str], None] = _ignore
         self.on_filtered: Callable[[str, str, float], None] = _ignore
         self.on_trainable: Callable[[str], None] = _ignore
+        self.complete: Complete = lambda examples, rollouts: (tuple(examples), {})
         self._rules = rules
         self._uses = config.uses
         self._capacity = config.capacity
@@ -316,19 +319,21 @@ class TrainingPool:
             OSError: the disk refuses it for another reason.
             RunFailed: the disk has been full for too long.
         """
+        rollouts = [rollout for _, rollout in self._in_training[formed.step]]
+        examples, numbers = self.complete(formed.examples, rollouts)
         batch_id = f"batch_{uuid.uuid4().hex}_{int(self._clock() * 1000)}"
         space = self.sealer.space
         while True:
             try:
-                self.store.write_batch(batch_id, formed.examples, formed.step, self.ledger.lineage)
+                self.store.write_batch(batch_id, examples, formed.step, self.ledger.lineage)
                 break
             except OSError as error:
                 space.note(error)
             self.changed.raise_if_over()
             time.sleep(min(space.retry_in_s, RECHECK_S))
         space.note_written()
-        metrics = {**formed.metrics, **self.store.metrics(), "replay/wait_s": wait_s}
-        return TrainingBatch(batch_id, formed.step, formed.examples, formed.group_ids, metrics)
+        metrics = {**formed.metrics, **self.store.metrics(), **numbers, "replay/wait_s": wait_s}
+        return TrainingBatch(batch_id, formed.step, examples, formed.group_ids, metrics)
 
     def finish(self, step: int) -> None:
         """Update `step` was applied: its rollouts were used once more.

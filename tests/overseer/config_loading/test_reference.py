@@ -76,7 +76,7 @@ def test_the_end_of_a_key_finds_all_that_end_so_and_nothing_that_only_sounds_ali
         ("learner.row_lenght", "unknown key learner.row_lenght: did you mean learner.row_length?"),
         (
             "beta",
-            "unknown key beta: language runs: there is no KL term for language policies in this release; "
+            "unknown key beta: language runs: did you mean learner.kl.coefficient?; "
             "control runs: did you mean learner.reference_kl.coefficient?",
         ),
         ("weights.zzz", "unknown key weights.zzz: in weights there are advertise, bfloat16, chunk_bytes, "),

@@ -441,6 +441,7 @@ PATH_KEYS = (
     "replay.batch_makers.*.name",
     "replay.store.url",
     "rollout.storage.path",
+    "learner.kl.reference",
     "learner.reference_kl.reference",
     "inference.tls_cert",
     "inference.tls_key",
@@ -458,7 +459,7 @@ simulator's own arguments that, and what is called ``path`` or ``…_path``."""
 _NAMES_CODE = ("env_class", "id", "name")
 _CODE_FILE = re.compile(r"[^:]*\.py:\w+")
 _URL = re.compile(r"[A-Za-z][\w+.\-]+:")
-_NO_FILE = {"model.tokenizer": "penstock"}
+_NO_FILE = {"model.tokenizer": ("penstock",), "learner.kl.reference": ("initial", "ema")}
 
 
 def _anchored(values: Mapping[str, Any], folder: Path, keys: Sequence[str]) -> dict[str, Any]:
@@ -480,7 +481,7 @@ def _absolute(value: Any, pattern: str, name: str, folder: Path) -> Any:
         return [_absolute(each, pattern, name, folder) for each in value]
     if isinstance(value, dict):
         return {key: _absolute(each, pattern, "", folder) for key, each in value.items()} if own else value
-    if not isinstance(value, str) or not value or value == _NO_FILE.get(pattern):
+    if not isinstance(value, str) or not value or value in _NO_FILE.get(pattern, ()):
         return value
     if _CODE_FILE.fullmatch(value) is None:
         is_path = name == "path" or name.endswith("_path") if own else name not in _NAMES_CODE

@@ -53,12 +53,13 @@ _NAMES = (
     _Name("optim optimizer_name", absent="the optimiser is always AdamW; learner.optimizer has its settings"),
     _Name(
         "beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_beta kl_ctrl kl_penalty kl_loss_type use_kl_loss "
-        "use_kl_in_reward", ("learner.reference_kl.coefficient",),
-        absent="there is no KL term for language policies in this release",
+        "use_kl_in_reward", ("learner.kl.coefficient", "learner.reference_kl.coefficient"),
     ),
     _Name(
-        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha ref_model", ("learner.reference_kl.reference",),
-        absent="there is no reference policy, since there is no KL term for language policies in this release",
+        "sync_ref_model ref_model_sync_steps", ("learner.kl.sync_every", "learner.reference_kl.reference"),
+    ),
+    _Name(
+        "ref_model_mixup_alpha ref_model", ("learner.kl.reference", "learner.reference_kl.reference"),
     ),
     _Name(
         "entropy_coeff entropy_coef ent_coef entropy_bonus",

@@ -12,6 +12,7 @@ from typing import Any, Self, final
 from penstock.environments import Environment, load_environment
 from penstock.learner import Learner, load_checkpoint
 from penstock.learner.checkpoints import read_state
+from penstock.learner.reference import check_reference
 from penstock.model.arrays import digests_of
 from penstock.model.language import load_policy, named_arrays
 from penstock.model.language.config import ModelConfig
@@ -87,6 +88,31 @@ def check_language_resume(config: RunConfig, checkpoint: Path) -> None:
         lambda name: "model.dtype" if name == "dtype" else f"{place}{name}",
         remedy,
     )
+
+
+def check_reference_directory(config: RunConfig, policy: ModelConfig) -> None:
+    """Compares the directory of a KL's reference, where there is one, with the policy.
+
+    Raises:
+        ConfigError: it is not there, or its shape or tokenizer is another.
+    """
+    directory = config.learner.kl.directory
+    if directory is None:
+        return
+    path = Path(directory) / "config.json"
+    try:
+        found = ModelConfig.from_hugging_face(json.loads(path.read_text("utf-8")), policy.dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"learner.kl.reference is {directory}: {path} cannot be read ({error}); give initial, ema, or the path of "
+            "a Hugging Face directory"
+        ) from error
+    check_reference(directory, found, policy)
+    if same_tokenizer(config.model.tokenizer_path, directory) is False:
+        raise ConfigError(
+            f"learner.kl.reference is {directory}: its tokenizer is another than that of "
+            f"{config.model.tokenizer_path}; name a model of the policy's own vocabulary"
+        )
 
 
 TOKENS = "inference/tokens_total"
@@ -220,18 +246,22 @@ class LanguageKind:
         """The model's shape and the tokenizer; weights are loaded by the learner."""
         for environment in self._environments.values():
             environment.close()  # every worker makes its own
-        model_shape(config.model)
+        shape = model_shape(config.model)
         Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
+        check_reference_directory(config, shape)
 
     def begin(self, config: RunConfig) -> RunStart:
         """Decoder and tokenizer."""
         tokenizer = Tokenizer.load(config.model.tokenizer_path, config.model.chat_template_kwargs)
-        return RunStart(load_policy(config.model, config.seed, tokenizer), tokenizer)
+        policy = load_policy(config.model, config.seed, tokenizer)
+        check_reference_directory(config, policy.config)
+        return RunStart(policy, tokenizer)
 
     def resume(self, config: RunConfig, checkpoint: Path) -> RunStart:
         """The checkpoint's decoder and tokenizer."""
         self.check_resume(config, checkpoint)
         loaded = load_checkpoint(checkpoint)
+        check_reference_directory(config, loaded.decoder.config)
         tokenizer = Tokenizer.load(checkpoint / "model", config.model.chat_template_kwargs)
         return RunStart(loaded.decoder, tokenizer, loaded)
 
@@ -317,7 +347,11 @@ class LanguageKind:
         """Warm start and parity probe."""
         preparation = Preparation(ctx, component)
         return LearnerTasks(
-            {"warm_start": preparation.warm_start, "probe": preparation.probe},
+            {
+                "warm_start": preparation.warm_start,
+                "probe": preparation.probe,
+                "reference_logprobs": preparation.reference_logprobs,
+            },
             preparation.on_view,
             preparation.close,
             preparation.before_update,

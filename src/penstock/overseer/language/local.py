@@ -28,7 +28,7 @@ from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.config import RunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.language.evaluator import Evaluator, kept_by
-from penstock.overseer.language.replay import arrived_examples, problem_rules
+from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.results import write_stats
@@ -194,6 +194,7 @@ class LocalReplay(ThreadedComponent):
         buffer = self.opened.buffer
         assert isinstance(buffer, PacedReplayBuffer) and self.opened.issuer is not None  # there are rules for tickets
         self.issuer = self.opened.issuer
+        ReferenceScores(config, ctx.caller("learner-0")).attach(buffer.pool)
         digests = buffer.digests
         self.expect_digests, self.tell_digests = digests.expect_digests, digests.tell_digests
         self.mark_engine = digests.mark_engine

@@ -303,6 +303,10 @@ class Preparation:
         warm_start(self._learner, self._manager(), config.learner.warm_start, config.seed, on_step)
         component.publish_anew()
 
+    def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[np.ndarray]]:
+        """`Learner.reference_logprobs`, for replay, which completes a batch that was drawn."""
+        return self._learner.reference_logprobs(examples)
+
     def probe(self) -> float | None:
         """KL between engines and learner over a few held-out prompts; None where none was measured.
 

@@ -9,13 +9,16 @@ turn: these are others' to end.
 """
 
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 from typing_extensions import override
 
-from penstock.batch import example_from_rollout
+from penstock.batch import AdvantageName, GroupAdvantage, example_from_rollout, with_kl_in_reward
 from penstock.curriculum import CurriculumEvent, CurriculumService, RemoteCurriculum
 from penstock.curriculum.config import PROBLEM_RETRIES
 from penstock.environments import Environment, load_environment
@@ -37,7 +40,18 @@ from penstock.replay import (
     TicketRules,
     TicketService,
 )
-from penstock.types import AnyRollout, ConfigError, RLExample, RolloutGroup, RolloutSink
+from penstock.replay.training_pool import TrainingPool
+from penstock.types import (
+    AnyRollout,
+    Caller,
+    ConfigError,
+    NoProgressError,
+    RetryingCaller,
+    RLExample,
+    RolloutGroup,
+    RolloutSink,
+    RunFailed,
+)
 
 
 class CurriculumRole(ThreadedComponent):
@@ -85,6 +99,88 @@ def owes_progress(metrics: Mapping[str, float], in_hand: int) -> bool:
 
 DIGESTS_SERVED = ("expect_digests", "mark_engine", "tell_digests")
 """Methods of the buffer's digests that others call as they are."""
+
+
+SCORE_S = 600.0
+"""Longest wait for the log-probabilities of a batch under the reference, compiling included."""
+
+
+class ReferenceScores:
+    """Completes drawn batches with ℓ_ref, which the learner computes, and with a KL in the reward where there is one.
+
+    Where a rollout may be in several batches, its scores are kept until it is gone or the reference changes.
+
+    Args:
+        config: The run's; what counts is `learner.kl`, and how often a rollout may be used.
+        learner: Calls the component of that name, which may be in another process.
+    """
+
+    def __init__(self, config: RunConfig, learner: Caller) -> None:
+        self._kl = config.learner.kl
+        loss = config.learner.loss
+        own_loss = loss.load_module() if self._kl.in_reward else None
+        self._advantage: AdvantageName | GroupAdvantage = (
+            loss.advantage if own_loss is None else own_loss.compute_advantages
+        )
+        self._keeps = config.replay.max_samples != 1
+        self._calls = RetryingCaller(learner, "learner-0")
+        self.stop = self._calls.stop
+        self._version = 0
+        self._kept: dict[str, np.ndarray] = {}
+
+    def attach(self, pool: TrainingPool) -> None:
+        """From now on batches of this pool are completed; nothing, where there is no reference."""
+        if self._kl.reference is None:
+            return
+
+        def complete(
+            examples: Sequence[RLExample], rollouts: Sequence[AnyRollout]
+        ) -> tuple[tuple[RLExample, ...], dict[str, float]]:
+            with pool.changed:
+                gone = [name for name in self._kept if pool.waiting.find(name) is None]
+            for name in gone:
+                del self._kept[name]
+            return self.complete(examples, rollouts)
+
+        pool.complete = complete
+
+    def complete(
+        self, examples: Sequence[RLExample], rollouts: Sequence[AnyRollout]
+    ) -> tuple[tuple[RLExample, ...], dict[str, float]]:
+        """The examples of a batch with ℓ_ref, and ``time/reference``; with a KL in the reward, ``train/kl_penalty``.
+
+        Raises:
+            RunFailed: the learner is out of reach.
+            Stopped: `stop` was called.
+        """
+        started = time.perf_counter()
+        scores = self._scores(examples)
+        done = [replace(each, reference_log_probs=scores[each.rollout_ids[0]]) for each in examples]
+        metrics: dict[str, float] = {}
+        if self._kl.in_reward:
+            differences = [(each.generator_log_probs - each.reference_log_probs)[each.loss_mask].sum() for each in done]
+            metrics["train/kl_penalty"] = self._kl.coefficient * float(np.mean(differences))
+            done = with_kl_in_reward(self._advantage, rollouts, done, self._kl.coefficient)
+        return tuple(done), metrics | {"time/reference": time.perf_counter() - started}
+
+    def _scores(self, examples: Sequence[RLExample]) -> dict[str, np.ndarray]:
+        unknown = [each for each in examples if each.rollout_ids[0] not in self._kept]
+        version, found = self._ask(unknown)
+        if version != self._version and len(unknown) < len(examples):  # what is kept is of another reference
+            unknown = list(examples)
+            version, found = self._ask(unknown)
+        kept = self._kept if version == self._version else {}
+        scores = kept | {each.rollout_ids[0]: one for each, one in zip(unknown, found, strict=True)}
+        self._version, self._kept = version, scores if self._keeps else {}
+        return scores
+
+    def _ask(self, examples: Sequence[RLExample]) -> tuple[int, list[np.ndarray]]:
+        try:
+            return self._calls.call("reference_logprobs", examples, timeout_s=SCORE_S)
+        except NoProgressError as error:
+            raise RunFailed(
+                f"a batch could not be scored under the reference (learner.kl.reference): {error}"
+            ) from error
 
 
 class _CountedSink:
@@ -188,6 +284,8 @@ class ReplayRole(ThreadedComponent):
         assert opened.issuer is not None  # there are rules for tickets
         issuer, buffer = opened.issuer, opened.buffer
         storage = MemoryRolloutStorage(config.rollout.storage, self._on_quarantine)
+        self._scores = ReferenceScores(config, ctx.caller("learner-0"))
+        self._scores.attach(buffer.pool)
         self._issuer = issuer
         self._tickets = TicketService(issuer, self._curriculum, replay.synchronous)
         self._service = ReplayService(
@@ -269,6 +367,7 @@ class ReplayRole(ThreadedComponent):
     @override
     def stop(self, timeout_s: float) -> None:
         super().stop(timeout_s)
+        self._scores.stop()
         self._tickets.stop(timeout_s)
         self._service.stop(timeout_s)
         self._replay.stop_prefetch(timeout_s)
