@@ -70,7 +70,7 @@ def by_verl(data: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
 
     def case(
         function: str, settings: dict[str, Any], weights: dict[str, Any] | None = None, aggregation: str = "token",
-        **clips: float,
+        kl: dict[str, Any] | None = None, **clips: float,
     ) -> dict[str, Any]:  # fmt: skip
         chosen = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": NEVER} | clips
         config = ActorConfig(
@@ -86,11 +86,14 @@ def by_verl(data: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
             arguments = (current, data["advantages"], data["mask"], aggregations[aggregation], config, weight)
             if function == "reinforce":
                 return core_algos.compute_policy_loss_reinforce(data["behaviour"], *arguments)[0]
-            return core_algos.get_policy_loss_fn(function)(data["proximal"], *arguments)[0]
+            loss = core_algos.get_policy_loss_fn(function)(data["proximal"], *arguments)[0]
+            if kl is not None:
+                estimate = core_algos.kl_penalty(current, data["reference"], kl["estimator"])
+                loss = loss + kl["coefficient"] * core_algos.agg_loss(estimate, data["mask"], aggregations[aggregation])
+            return loss
 
-        return {"by": f"verl: {function}, {aggregations[aggregation]}", "settings": settings} | with_gradient(
-            loss_of, data["current"]
-        )
+        name = f"verl: {function}, {aggregations[aggregation]}"
+        return {"by": name, "settings": settings, "kl": kl} | with_gradient(loss_of, data["current"])
 
     none = {"correction": {"kind": "none"}}
     truncate = {"kind": "truncate", "cap": 2.0}
@@ -121,6 +124,8 @@ def by_verl(data: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
             "vanilla", {"correction": {"kind": "mask", "low": 0.3, "high": 3.0, "scope": "sequence"}},
             sequence | {"rollout_is_threshold": "0.3_3.0"},
         ),
+        case("vanilla", {"preset": "rloo"} | none, kl={"coefficient": 0.2, "estimator": "k2"}),
+        case("vanilla", {"preset": "rloo"} | none, kl={"coefficient": 0.2, "estimator": "k3"}),
     ]  # fmt: skip
 
 
@@ -158,10 +163,12 @@ def by_trl(data: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         return {
             "by": f"TRL: loss_type {loss_type}, {level}",
             "settings": settings | {"correction": {"kind": "none"}},
+            "kl": {"coefficient": beta, "estimator": "k3"} if beta else None,
         } | found
 
     return [
         case({"preset": "grpo"}, "grpo"),
+        case({"preset": "grpo"}, "grpo", beta=0.3),
         case({"preset": "dr_grpo"}, "dr_grpo"),
         case({"preset": "dapo"}, "dapo", high=0.28),
         case({"preset": "grpo", "dual_clip": 1.3}, "grpo", delta=1.3),
