@@ -71,7 +71,7 @@ def test_placements_are_disjoint_inside_their_rows_and_deterministic(lengths):
         assert p.stop - p.start == length
         used[p.row, p.start : p.stop] += 1
     assert used.max() == 1
-    # First fit: at most one row can be half empty or less, for two such would have shared one.
+    # At most one row can be half empty or less, for two such would have shared one.
     assert (used.sum(axis=1) <= ROW // 2).sum() <= 1
 
 
@@ -80,6 +80,23 @@ def test_the_longest_go_first_and_gaps_are_filled():
     assert [(p.row, p.start, p.stop, p.segment) for p in placements] == [
         (1, 5, 8, 2), (0, 0, 10, 1), (0, 10, 16, 2), (1, 0, 5, 1),
     ]  # fmt: skip
+
+
+def test_the_fullest_row_with_room_is_taken():
+    """9 + 4 leaves 3 of 16, 8 + 6 leaves 2: the 2 goes where it fits exactly."""
+    placements = place([9, 8, 6, 4, 2], 16)
+    assert [(p.row, p.start) for p in placements] == [(0, 0), (1, 0), (0, 9), (1, 8), (1, 12)]
+    assert [(p.row, p.start) for p in place([9, 8, 7, 5, 3], 16)][3:] == [(1, 8), (1, 13)]
+
+
+@pytest.mark.parametrize(("mean", "longest", "row"), [(63, 256, 272), (200, 1000, 1024), (800, 4000, 4096)])
+def test_ragged_rollouts_fill_their_rows(mean, longest, row):
+    rng, fills = np.random.default_rng(0), []
+    for _ in range(20):
+        lengths = np.minimum(rng.geometric(1 / mean, 128), longest) + 16
+        rows = 1 + max(p.row for p in place(lengths.tolist(), row))
+        fills.append(lengths.sum() / (rows * row))
+    assert np.mean(fills) > 0.96 and min(fills) > 0.94
 
 
 def test_a_sequence_longer_than_the_row_is_an_error_not_a_cut():
