@@ -11,7 +11,7 @@ an update that was skipped) is left out, never zero.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ def throughput_metrics(tokens: int, outcomes: Sequence[StepOutcome], proximal_s:
         "time/forward_backward": gradient_s,
         "time/apply": apply_s,
         "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + (proximal_s or 0.0), 1e-9),
-        "throughput/row_fill": tokens / sum(each.row_tokens for each in outcomes),
+        "throughput/row_fill": tokens / max(sum(each.row_tokens for each in outcomes), 1),
     }
 
 
@@ -232,12 +232,14 @@ class Learner:
             lowered["proximal log-probabilities"] = partial(self._score.lower, self._decoder, batch)
         return _compiling(lowered)
 
-    def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
+    def update(self, batch: TrainingBatch, version_step: int, left_out: Collection[str] = ()) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.
 
         Args:
             batch: At least one example.
             version_step: The version that the caller believes the parameters to have.
+            left_out: Ids of rollouts whose loss counts nothing; who shares a minibatch, and every denominator, stays as
+                it is with them.
 
         Returns:
             ``train/…``, ``time/…`` and ``throughput/…`` numbers; see docs/learner.md.
@@ -258,7 +260,7 @@ class Learner:
             for indices in compiled.minibatches_of(examples, config.minibatches, rng):
                 part = [examples[index] for index in indices]
                 beside = None if proximal is None else [proximal[index] for index in indices]
-                outcomes.append(self._optimiser_step(part, beside, rate))
+                outcomes.append(self._optimiser_step(part, beside, rate, left_out))
         self._step += 1
         self._count_skipped([outcome.applied for outcome in outcomes])
         tokens = config.epochs * sum(len(example.tokens) for example in examples)
@@ -372,7 +374,11 @@ class Learner:
         return unpack(np.concatenate(scores), plan.placements)
 
     def _optimiser_step(
-        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"]] | None, rate: float
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"]] | None,
+        rate: float,
+        left_out: Collection[str],
     ) -> StepOutcome:
         config, started = self._config, time.perf_counter()
         plan = plan_update(
@@ -383,6 +389,7 @@ class Learner:
             self._step,
             max_tokens=[self._denominator(example) for example in examples],
             proximal_logprobs=proximal,
+            left_out=left_out,
         )
         gradients, sums = self._gradients(self._accumulate, plan)
         differentiated = time.perf_counter()

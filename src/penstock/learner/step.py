@@ -10,7 +10,7 @@ positions without a loss cost no head: entry k of the per-token arrays belongs t
 All sizes are fixed by the configuration; only `count` varies, and it is data. Micro-batches are NumPy, on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +87,7 @@ def plan_update(
     *,
     max_tokens: Sequence[int] | None = None,
     proximal_logprobs: Sequence[Float32[np.ndarray, " _"]] | None = None,
+    left_out: Collection[str] = (),
 ) -> UpdatePlan:
     """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
 
@@ -98,6 +99,7 @@ def plan_update(
         version_step: The learner's version.
         max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
         proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
+        left_out: Ids of rollouts that the loss's denominators count and no row holds; the placements are of the others.
     """
     sampled = [trainable_tokens(example) for example in examples]
     denominators = max_tokens or [loss.max_tokens or row_length] * len(examples)
@@ -105,7 +107,9 @@ def plan_update(
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
     filled = [_Filling(*each) for each in zip(weights, same, proximal, strict=True)]
-    return _plan(examples, filled, row_length, micro_rows, every_token=False)
+    kept = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in left_out]
+    chosen = [examples[index] for index in kept], [filled[index] for index in kept]
+    return _plan(*chosen, row_length, micro_rows, every_token=False)
 
 
 def plan_scoring(
