@@ -1,4 +1,4 @@
-"""Commands about a run that goes on, or has ended: rollouts, status, scale, replay."""
+"""Commands about a run that goes on, or has ended: rollouts, status, scale, replay, why."""
 
 from pathlib import Path
 from typing import Annotated
@@ -138,6 +138,30 @@ def replay(
     report = replay_updates(run_dir, step, until, changes or (), drop or (), trust)
     print_report(report, json)
     return report.exit_code
+
+
+@commands.command(
+    short_help="Say which rollouts moved an update.",
+    epilog="""\b
+Example: penstock why runs/cats-1 --step 40
+         penstock why runs/cats-1 --step 40 --json""",
+)
+def why(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    step: Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")],
+    json: Annotated[bool, typer.Option("--json", help="Print every rollout of it, as JSON.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Say what each rollout did to an update: its gradient, and how much another the update were without it.
+
+    Sums by staleness, version, lesson and the advantage's sign; the ten that moved it most, with their text. What one
+    did is verified by penstock replay --drop. Nothing is written.
+    """
+    from penstock.overseer.rerun.why import explain_update
+
+    _begin_again(run_dir, trust)
+    print_report(explain_update(run_dir, step, trust), json)
+    return 0
 
 
 def _begin_again(run_dir: Path, trust: bool) -> None:

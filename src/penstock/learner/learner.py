@@ -11,7 +11,7 @@ an update that was skipped) is left out, never zero.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +55,27 @@ class StepOutcome(NamedTuple):
     gradient_s: float
     apply_s: float
     row_tokens: int
+
+
+class PlannedStep(NamedTuple):
+    """An optimiser step that is not applied yet; valid until the next is asked for.
+
+    Attributes:
+        decoder: Parameters before it.
+        state: The optimiser's, before it.
+        rollout_ids: Whom it trains on.
+        gradients: Of the whole step.
+        rate: Learning rate.
+        gradient_of: Given a rollout's id, and first and last + 1 of its positions: the part of `gradients` that its
+            tokens there made, with the step's own denominators; by a backward pass of its own.
+    """
+
+    decoder: Decoder
+    state: OptimizerState
+    rollout_ids: Sequence[str]
+    gradients: Any
+    rate: float
+    gradient_of: Callable[[str, int, int], Any]
 
 
 def loss_metrics(outcomes: Sequence[StepOutcome], epochs: int = 1) -> dict[str, float]:
@@ -271,6 +292,48 @@ class Learner:
             throughput_metrics(tokens, outcomes, proximal_s),
         )
 
+    def planned_steps(self, batch: TrainingBatch, version_step: int) -> Iterator[PlannedStep]:
+        """The optimiser steps of an update, each before it is applied; with the last of them the update is made.
+
+        Args:
+            batch: As of `update`, like what it raises.
+            version_step: The version that the caller believes the parameters to have.
+        """
+        self._check_batch(batch, version_step)
+        config, examples = self._config, batch.examples
+        proximal, _ = self._proximal(examples)
+        rate = learning_rate(config.optimizer, self._step, self._total_steps)
+        rng = generator(fold(self._seed, "minibatches", self._step))
+        for _ in range(config.epochs):
+            for indices in compiled.minibatches_of(examples, config.minibatches, rng):
+                part = [examples[index] for index in indices]
+                beside = None if proximal is None else [proximal[index] for index in indices]
+                rows = config.row_length, config.micro_batch_rows
+                gradients, sums = self._gradients(self._accumulate, self._plan(part, beside, rows))
+                ids = [example.rollout_ids[0] for example in part]
+                gradient_of = partial(self._gradient_of, part, beside)
+                yield PlannedStep(self._decoder, self._state, ids, gradients, rate, gradient_of)
+                self._decoder, self._state, _ = self._apply(
+                    self._decoder, self._state, gradients, np.float32(rate), sums.loss
+                )
+        self._step += 1
+
+    def _gradient_of(
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"]] | None,
+        rollout_id: str,
+        start: int,
+        stop: int,
+    ) -> Any:
+        ids = {example.rollout_ids[0]: len(example.tokens) for example in examples}
+        length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
+        plan = self._plan(examples, proximal, (length, 1), ids.keys() - {rollout_id})
+        (micro_batch,) = plan.micro_batches
+        inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
+        micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
+        return self._accumulate(self._decoder, self._zeros(self._decoder), micro_batch).gradients
+
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
 
@@ -381,16 +444,7 @@ class Learner:
         left_out: Collection[str],
     ) -> StepOutcome:
         config, started = self._config, time.perf_counter()
-        plan = plan_update(
-            examples,
-            config.loss,
-            config.row_length,
-            config.micro_batch_rows,
-            self._step,
-            max_tokens=[self._denominator(example) for example in examples],
-            proximal_logprobs=proximal,
-            left_out=left_out,
-        )
+        plan = self._plan(examples, proximal, (config.row_length, config.micro_batch_rows), left_out)
         gradients, sums = self._gradients(self._accumulate, plan)
         differentiated = time.perf_counter()
         self._decoder, self._state, applied = self._apply(
@@ -399,6 +453,18 @@ class Learner:
         applied = jax.device_get(applied)
         times = differentiated - started, time.perf_counter() - differentiated
         return StepOutcome(sums, applied, *times, sum(batch.tokens.size for batch in plan.micro_batches))
+
+    def _plan(
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"]] | None,
+        rows: tuple[int, int],
+        left_out: Collection[str] = (),
+    ) -> UpdatePlan:
+        """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
+        denominators = [self._denominator(example) for example in examples]
+        beside = {"max_tokens": denominators, "proximal_logprobs": proximal, "left_out": left_out}
+        return plan_update(examples, self._config.loss, *rows, self._step, **beside)
 
     def _denominator(self, example: RLExample) -> int:
         """Of a sequence under ``constant`` aggregation; its lesson is the first part of its group's id."""

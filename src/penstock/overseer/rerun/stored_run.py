@@ -191,11 +191,13 @@ class StoredRun:
         config = load_config(self.directory.config_path, words, recorded=True)
         if not changes:
             return config
-        if self.is_language:
+        if isinstance(config, RunConfig):
             words += _whole_preset(config.learner.loss, changes)
         changed = load_config(self.directory.config_path, [*words, *changes], recorded=True)
-        if changed.learner.row_length < config.learner.row_length if self.is_language else False:
-            raise ConfigError("--set learner.row_length: the run's sequences may be longer; leave it out or raise it")
+        if isinstance(config, RunConfig) and isinstance(changed, RunConfig):
+            least = config.learner.row_length
+            if changed.learner.row_length < least:
+                raise ConfigError(f"--set learner.row_length: the run's sequences are up to {least}: leave it out")
         return changed
 
     def _taken_back(self, time_s: float) -> list[str]:
@@ -210,8 +212,10 @@ class StoredRun:
         known = {key.path: key for key in all_keys(type(self.config))}
         for key, old in kept.items():
             described = known.get(re.sub(r"(?<=lessons\.)[^.]+", "*", key))
-            unset = described is not None and old is None and "null" not in described.takes  # it was no key then
-            words.append(f"{key}={described.default if unset else json.dumps(old)}")
+            value = json.dumps(old)
+            if described is not None and old is None and "null" not in described.takes:  # it was no key then
+                value = described.default
+            words.append(f"{key}={value}")
         return words
 
     @cached_property
