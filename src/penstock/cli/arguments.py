@@ -1,6 +1,7 @@
 """What several commands share: arguments, how they are read, and how a report is printed."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -77,3 +78,28 @@ def refuse_run_directory(path: Path) -> None:
     if steps:
         newest = path / "checkpoints" / f"step-{max(steps)}"
         raise ConfigError(f"{path} is a run directory: give one of its checkpoints, such as {newest}")
+
+
+def recorded_config(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
+    """The config of a run, after the code that it names is said.
+
+    Args:
+        run_dir: A run directory.
+        overrides: Changes to the configuration, as ``key=value`` words.
+        trust: Believe what others may have written there.
+        sections: Those of which code is going to be imported; by default all.
+
+    Raises:
+        ConfigError: it is not valid, or others may have written it.
+    """
+    from penstock.overseer.config_loading import load_recorded_config
+    from penstock.rundir import RunDirectory
+    from penstock.text.safe_text import printable
+
+    directory = RunDirectory(run_dir)
+    config, code = load_recorded_config(directory, overrides, trust, sections)
+    if code:
+        print(printable(f"{directory.config_path} names code that is imported:"), file=sys.stderr)
+    for named in code:
+        print(f"  {printable(str(named))}", file=sys.stderr, flush=True)
+    return config

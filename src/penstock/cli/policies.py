@@ -1,7 +1,6 @@
 """Commands that make a policy or use one: train, eval, generate, serve."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.arguments import Checkpoint, Overrides, Trust, only, print_report, refuse_run_directory
+from penstock.cli.arguments import (
+    Checkpoint,
+    Overrides,
+    Trust,
+    only,
+    print_report,
+    recorded_config,
+    refuse_run_directory,
+)
 
 commands = typer.Typer()
 
@@ -46,7 +53,7 @@ def train(
     names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
     if resume:
         source, directory = _resumed(names, run_dir)
-        config = _recorded(directory, changes, trust)
+        config = recorded_config(directory, changes, trust)
     else:
         source, directory = only(names, "the recipe", "penstock train cats steps=50"), run_dir
         _refuse_trust(trust, "--resume")
@@ -105,7 +112,7 @@ def evaluate(
     if recipe is None:
         from penstock.overseer.config_loading import EVALUATED
 
-        config = _recorded(_run_of(checkpoint), overrides or [], trust, EVALUATED)
+        config = recorded_config(_run_of(checkpoint), overrides or [], trust, EVALUATED)
     else:
         _refuse_trust(trust, "the config of the checkpoint's own run")
         config = load_config(recipe, overrides or [])
@@ -183,7 +190,7 @@ def generate(
     else:
         from penstock.overseer.config_loading import EVALUATED
 
-        config = _recorded(_run_of(Path(source)), words, trust, EVALUATED)
+        config = recorded_config(_run_of(Path(source)), words, trust, EVALUATED)
     if isinstance(config, FleetRunConfig):
         raise ConfigError("penstock generate is for language policies: simulators are played by penstock eval --video")
     from penstock.overseer import generate
@@ -247,21 +254,6 @@ def _run_of(checkpoint: Path) -> Path:
         if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
             return folder.parent
     raise ConfigError(f"{checkpoint} lies in no run directory, whose lessons could be taken: give --recipe")
-
-
-def _recorded(run_dir: Path, overrides: Sequence[str], trust: bool, sections: Sequence[str] | None = None) -> Any:
-    """The config of a run, after the code that it names is said."""
-    from penstock.overseer.config_loading import load_recorded_config
-    from penstock.rundir import RunDirectory
-    from penstock.text.safe_text import printable
-
-    directory = RunDirectory(run_dir)
-    config, code = load_recorded_config(directory, overrides, trust, sections)
-    if code:
-        print(printable(f"{directory.config_path} names code that is imported:"), file=sys.stderr)
-    for named in code:
-        print(f"  {printable(str(named))}", file=sys.stderr, flush=True)
-    return config
 
 
 def _refuse_trust(trust: bool, what: str) -> None:

@@ -1,9 +1,11 @@
-"""Commands about a run that goes on, or has ended: rollouts, status, scale."""
+"""Commands about a run that goes on, or has ended: rollouts, status, scale, replay, why."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from penstock.cli.arguments import Trust, print_report, recorded_config
 
 commands = typer.Typer()
 
@@ -101,3 +103,71 @@ def scale(
     for role, count in wanted.items():
         print(ask_to_scale(run_dir, role, count, timeout))
     return 0
+
+
+@commands.command(
+    short_help="Make updates of a run again.",
+    epilog="""\b
+Example: penstock replay runs/cats-1 --step 40
+         penstock replay runs/cats-1 --step 40 --until 45
+         penstock replay runs/cats-1 --step 40 --set learner.loss.preset=grpo
+         penstock replay runs/cats-1 --step 40 --drop cats-0-117/3""",
+)
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    step: Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")],
+    until: Annotated[int | None, typer.Option(help="And those after it, up to this one.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A learner.… key, from --step on; may be repeated."),
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(metavar="ROLLOUT", help="Leave this rollout out; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Make updates of a run again from its checkpoints and batches, and compare them with what the run recorded.
+
+    Exit code 0: equal bit for bit (or changed by --set and --drop); 1: not equal; 2: they cannot be made again. Nothing
+    is written.
+    """
+    from penstock.overseer.rerun.replay import replay_updates
+
+    _begin_again(run_dir, trust)
+    report = replay_updates(run_dir, step, until, changes or (), drop or (), trust)
+    print_report(report, json)
+    return report.exit_code
+
+
+@commands.command(
+    short_help="Say which rollouts moved an update.",
+    epilog="""\b
+Example: penstock why runs/cats-1 --step 40
+         penstock why runs/cats-1 --step 40 --json""",
+)
+def why(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory; the run may go on, or be dead.")],
+    step: Annotated[int, typer.Option(help="The update that led to this version, as in metrics.jsonl.")],
+    json: Annotated[bool, typer.Option("--json", help="Print every rollout of it, as JSON.")] = False,
+    trust: Trust = False,
+) -> int:
+    """Say what each rollout did to an update: its gradient, and how much another the update were without it.
+
+    Sums by staleness, version, lesson and the advantage's sign; the ten that moved it most, with their text. What one
+    did is verified by penstock replay --drop. Nothing is written.
+    """
+    from penstock.overseer.rerun.why import explain_update
+
+    _begin_again(run_dir, trust)
+    print_report(explain_update(run_dir, step, trust), json)
+    return 0
+
+
+def _begin_again(run_dir: Path, trust: bool) -> None:
+    """Says what code is imported by the run's word, and computes as it did."""
+    from penstock.overseer.rerun.stored_run import check_run_directory, compute_as_recorded
+
+    check_run_directory(run_dir)
+    recorded_config(run_dir, (), trust, ("learner",))
+    compute_as_recorded(run_dir)

@@ -11,7 +11,7 @@ an update that was skipped) is left out, never zero.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,27 @@ class StepOutcome(NamedTuple):
     apply_s: float
     tokens: int
     row_tokens: int
+
+
+class PlannedStep(NamedTuple):
+    """An optimiser step that is not applied yet; valid until the next is asked for.
+
+    Attributes:
+        decoder: Parameters before it.
+        state: The optimiser's, before it.
+        rollout_ids: Whom it trains on.
+        gradients: Of the whole step.
+        rate: Learning rate.
+        gradient_of: Given a rollout's id, and first and last + 1 of its positions: the part of `gradients` that its
+            tokens there made, with the step's own denominators; by a backward pass of its own.
+    """
+
+    decoder: Decoder
+    state: OptimizerState
+    rollout_ids: Sequence[str]
+    gradients: Any
+    rate: float
+    gradient_of: Callable[[str, int, int], Any]
 
 
 def loss_metrics(outcomes: Sequence[StepOutcome], reference: bool = False) -> dict[str, float]:
@@ -190,7 +211,6 @@ class Learner:
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
-        self._every_sequence = config.needs_every_sequence
         self._accumulate = compiled.policy_accumulator(
             config.loss, options, frozen, _proximal_source(config), config.kl
         )
@@ -248,12 +268,14 @@ class Learner:
             )
         return _compiling(lowered)
 
-    def update(self, batch: TrainingBatch, version_step: int) -> dict[str, float]:
+    def update(self, batch: TrainingBatch, version_step: int, left_out: Collection[str] = ()) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.
 
         Args:
             batch: At least one example.
             version_step: The version that the caller believes the parameters to have.
+            left_out: Ids of rollouts whose loss counts nothing; who shares a minibatch, and every denominator, stays as
+                it is with them.
 
         Returns:
             ``train/…``, ``time/…`` and ``throughput/…`` numbers; see docs/learner.md.
@@ -276,7 +298,7 @@ class Learner:
             for indices in compiled.minibatches_of(examples, config.minibatches, rng):
                 part = [examples[index] for index in indices]
                 beside = None if proximal is None else [proximal[index] for index in indices]
-                outcomes.append(self._optimiser_step(part, beside, rate))
+                outcomes.append(self._optimiser_step(part, beside, rate, left_out))
         self._step += 1
         self._reference.follow(self._step, self._decoder)
         self._count_skipped([outcome.applied for outcome in outcomes])
@@ -285,8 +307,51 @@ class Learner:
             loss_metrics(outcomes, _has_reference(examples)),
             step_metrics(outcomes, rate),
             throughput_metrics(outcomes, scoring_s),
-            {"train/skipped_sequences": float(sum(not self._is_computed(example) for example in examples))},
+            {"train/skipped_sequences": float(len(self._uncomputed(examples)))},
         )
+
+    def planned_steps(self, batch: TrainingBatch, version_step: int) -> Iterator[PlannedStep]:
+        """The optimiser steps of an update, each before it is applied; with the last of them the update is made.
+
+        Args:
+            batch: As of `update`, like what it raises.
+            version_step: The version that the caller believes the parameters to have.
+        """
+        self._check_batch(batch, version_step)
+        config, examples = self._config, self._with_reference(batch.examples, {})
+        proximal = self._proximal(examples, {})
+        rate = learning_rate(config.optimizer, self._step, self._total_steps)
+        rng = generator(fold(self._seed, "minibatches", self._step))
+        for _ in range(config.epochs):
+            for indices in compiled.minibatches_of(examples, config.minibatches, rng):
+                part = [examples[index] for index in indices]
+                beside = None if proximal is None else [proximal[index] for index in indices]
+                rows = config.row_length, config.micro_batch_rows
+                plan = self._plan(part, beside, rows, self._uncomputed(part))
+                gradients, sums = self._gradients(self._accumulate, plan)
+                ids = [example.rollout_ids[0] for example in part]
+                gradient_of = partial(self._gradient_of, part, beside)
+                yield PlannedStep(self._decoder, self._state, ids, gradients, rate, gradient_of)
+                self._decoder, self._state, _ = self._apply(
+                    self._decoder, self._state, gradients, np.float32(rate), sums.loss
+                )
+        self._step += 1
+
+    def _gradient_of(
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
+        rollout_id: str,
+        start: int,
+        stop: int,
+    ) -> Any:
+        ids = {example.rollout_ids[0]: len(example.tokens) for example in examples}
+        length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
+        plan = self._plan(examples, proximal, (length, 1), ids.keys() - {rollout_id})
+        (micro_batch,) = plan.micro_batches
+        inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
+        micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
+        return self._accumulate(self._decoder, self._zeros(self._decoder), micro_batch).gradients
 
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
@@ -389,9 +454,11 @@ class Learner:
         if not batch.examples:
             raise ConfigError(f"batch {batch.batch_id} holds no examples: replay must never hand out such a one")
 
-    def _is_computed(self, example: RLExample) -> bool:
-        """Whether it takes part in the forward passes; one without an advantage need not, and counts all the same."""
-        return self._every_sequence or compiled.has_advantage(example)
+    def _uncomputed(self, examples: Sequence[RLExample]) -> set[str]:
+        """Ids of those that take no part in forward passes, without an advantage; they count all the same."""
+        if self._config.needs_every_sequence:
+            return set()
+        return {example.rollout_ids[0] for example in examples if not compiled.has_advantage(example)}
 
     def _with_reference(self, examples: Sequence[RLExample], scoring_s: dict[str, float]) -> Sequence[RLExample]:
         """The examples with ℓ_ref, where the loss reads it; those of a batch that was scored before have it."""
@@ -410,7 +477,8 @@ class Learner:
         if not self._config.recomputes_proximal:
             return None
         started = time.perf_counter()
-        computed = [index for index, example in enumerate(examples) if self._is_computed(example)]
+        without = self._uncomputed(examples)
+        computed = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in without]
         scores = self._scored_sampled([examples[index] for index in computed], self._decoder)
         logprobs = dict(zip(computed, scores, strict=True))
         scoring_s["time/proximal"] = time.perf_counter() - started
@@ -432,19 +500,15 @@ class Learner:
         return unpack(np.concatenate(scores), plan.placements) if scores else []
 
     def _optimiser_step(
-        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"] | None] | None, rate: float
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
+        rate: float,
+        left_out: Collection[str],
     ) -> StepOutcome:
         config, started = self._config, time.perf_counter()
-        plan = plan_update(
-            examples,
-            config.loss,
-            config.row_length,
-            config.micro_batch_rows,
-            self._step,
-            max_tokens=[self._denominator(example) for example in examples],
-            proximal_logprobs=proximal,
-            every_sequence=self._every_sequence,
-        )
+        without = {*left_out, *self._uncomputed(examples)}
+        plan = self._plan(examples, proximal, (config.row_length, config.micro_batch_rows), without)
         gradients, sums = self._gradients(self._accumulate, plan)
         differentiated = time.perf_counter()
         self._decoder, self._state, applied = self._apply(
@@ -454,6 +518,18 @@ class Learner:
         times = differentiated - started, time.perf_counter() - differentiated
         tokens = sum(placement.stop - placement.start for placement in plan.placements)
         return StepOutcome(sums, applied, *times, tokens, sum(batch.tokens.size for batch in plan.micro_batches))
+
+    def _plan(
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
+        rows: tuple[int, int],
+        left_out: Collection[str] = (),
+    ) -> UpdatePlan:
+        """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
+        denominators = [self._denominator(example) for example in examples]
+        beside = {"max_tokens": denominators, "proximal_logprobs": proximal, "left_out": left_out}
+        return plan_update(examples, self._config.loss, *rows, self._step, **beside)
 
     def _denominator(self, example: RLExample) -> int:
         """Of a sequence under ``constant`` aggregation; its lesson is the first part of its group's id."""

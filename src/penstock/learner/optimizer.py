@@ -153,6 +153,19 @@ def apply_gradients(
     return join_frozen(updated, rest), kept, AppliedUpdate(grad_norm, finite, changed)
 
 
+def direction_of(config: OptimizerConfig, parameters: PyTree, state: OptimizerState, gradients: PyTree) -> PyTree:
+    """What an optimiser step subtracts from the float32 parameters, before it is multiplied by the learning rate.
+
+    Args:
+        config: Coefficients, clipping and weight decay of the optimiser.
+        parameters: All of the model's.
+        state: Moments and count before this step.
+        gradients: float32, of the whole step.
+    """
+    master = split_frozen(config.frozen, parameters)[0] if state.master is None else state.master
+    return transformation(config).update(gradients, state.adam, master)[0]
+
+
 def _changed_fraction(before: PyTree, after: PyTree, moves: PyTree) -> Float32[Array, ""]:
     """Of the elements of all arrays that move."""
     changed, size = jnp.zeros((), jnp.float32), 0

@@ -10,7 +10,7 @@ positions without a loss cost no head: entry k of the per-token arrays belongs t
 All sizes are fixed by the configuration; only `count` varies, and it is data. Micro-batches are NumPy, on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -91,7 +91,7 @@ def plan_update(
     *,
     max_tokens: Sequence[int] | None = None,
     proximal_logprobs: Sequence[Float32[np.ndarray, " _"] | None] | None = None,
-    every_sequence: bool = True,
+    left_out: Collection[str] = (),
 ) -> UpdatePlan:
     """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
 
@@ -103,8 +103,8 @@ def plan_update(
         version_step: The learner's version.
         max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
         proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
-        every_sequence: Give rows to sequences without any advantage, too; all of them count in the denominators. Where
-            none has an advantage there is no micro-batch.
+        left_out: Ids of rollouts that the loss's denominators count and no row holds; the placements are of the others.
+            Where none is left there is no micro-batch.
     """
     sampled = [trainable_tokens(example) for example in examples]
     denominators = max_tokens or [loss.max_tokens or row_length] * len(examples)
@@ -112,8 +112,9 @@ def plan_update(
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
     filled = [_Filling(*each) for each in zip(weights, same, proximal, strict=True)]
-    kept = [i for i, example in enumerate(examples) if every_sequence or has_advantage(example)]
-    return _plan([examples[i] for i in kept], [filled[i] for i in kept], row_length, micro_rows, every_token=False)
+    kept = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in left_out]
+    chosen = [examples[index] for index in kept], [filled[index] for index in kept]
+    return _plan(*chosen, row_length, micro_rows, every_token=False)
 
 
 def has_advantage(example: RLExample) -> bool:

@@ -56,8 +56,7 @@ _numbers = count()
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return ThreadPoolExecutor(processors, "compiling")
+    return ThreadPoolExecutor(processors_of_process(), "compiling")
 
 
 def _compile_next() -> None:
@@ -72,6 +71,25 @@ def _compile_next() -> None:
         future.set_exception(error)
     else:
         future.set_result(time.perf_counter() - started)
+
+
+def arithmetic() -> dict[str, str | int]:
+    """What decides, beside packages and programs, how this process rounds.
+
+    A product that more threads share, say, is added up in another order.
+
+    Returns:
+        ``platform`` and ``device`` as JAX names them, ``processors`` (XLA's threads), and ``xla_flags``.
+    """
+    device = jax.devices()[0]
+    processors = int(os.environ.get("PJRT_NPROC") or processors_of_process())
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"platform": device.platform, "device": device.device_kind, "processors": processors, "xla_flags": flags}
+
+
+def processors_of_process() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_cache() -> None:

@@ -13,7 +13,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from penstock.learner import save_checkpoint
-from penstock.model.programs import compile_programs
+from penstock.model.programs import arithmetic, compile_programs
 from penstock.overseer.assembly import save_when_there_is_room
 from penstock.overseer.component import Settings, ThreadedComponent
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
@@ -115,6 +115,7 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._evaluator_state = start.checkpoint.states["evaluator"]
             self._results = start.checkpoint.states["run"]["results"]
         self._learner = self._kind.make_learner(self.config, start)
+        self.ctx.event("arithmetic", self._learner.step, **arithmetic())
         with self._publishing:
             self._open_broadcaster()  # others fetch while it compiles
         self.doing = "compiling"

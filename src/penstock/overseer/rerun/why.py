@@ -1,0 +1,237 @@
+"""`penstock why`: which rollouts moved an update, and by how much.
+
+The update is made again (`penstock.overseer.rerun.replay`), and of each rollout its gradient is compared with the step
+that was taken (`penstock.learner.influence`). Sums by staleness, version, lesson and the advantage's sign say which
+kind of rollout the update was made of; those that moved it most are shown with their text. Nothing is written.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.learner.influence import RolloutInfluence, influences
+from penstock.overseer.config import RunConfig
+from penstock.overseer.rerun.replay import UpdateWalk
+from penstock.overseer.rerun.stored_run import StoredRun
+from penstock.text import Tokenizer
+from penstock.text.safe_text import printable
+from penstock.types import ConfigError, RLExample, RolloutRecord
+
+MOST = 10
+"""Rollouts that are shown with their text."""
+_LONGEST_TEXT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedRollout:
+    """One rollout of an update.
+
+    Attributes:
+        influence: What it did.
+        lesson: Its lesson.
+        version: The oldest version that sampled any of its tokens.
+        staleness: How many versions before the update's that is.
+        advantage: Mean over its sampled tokens.
+        tokens: How many were sampled.
+        reward: Of the episode; None where the rollout's file has expired.
+        prompt: Its text, by the run's tokenizer.
+        response: What followed it, tool answers included.
+        spans: The text of each of `influence.spans`.
+    """
+
+    influence: RolloutInfluence
+    lesson: str
+    version: int
+    staleness: int
+    advantage: float
+    tokens: int
+    reward: float | None
+    prompt: str
+    response: str
+    spans: tuple[str, ...] = ()
+
+    @property
+    def sign(self) -> str:
+        """Of the advantage, in words."""
+        return "zero" if not self.advantage else "positive" if self.advantage > 0 else "negative"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        values = asdict(self)
+        influence = values.pop("influence")
+        spans = [{**span, "text": text} for span, text in zip(influence["spans"], self.spans, strict=True)]
+        return {**influence, **values, "spans": spans}
+
+
+@dataclass(frozen=True, slots=True)
+class KindOfRollouts:
+    """A row of a sum.
+
+    Attributes:
+        value: What they have in common.
+        rollouts: How many there are.
+        gradient_norm: Root of the sum of the squares of theirs.
+        inner_product: The sum of theirs.
+        along: The sum of theirs: their share of the update.
+    """
+
+    value: str
+    rollouts: int
+    gradient_norm: float
+    inner_product: float
+    along: float
+
+
+@dataclass(frozen=True, slots=True)
+class WhyReport:
+    """What an update was made of.
+
+    Attributes:
+        run_dir: Whose update.
+        step: The version that it led to.
+        checkpoint: Where the replay began.
+        rollouts: All, those that moved it most first.
+        sums: By ``staleness``, ``version``, ``lesson`` and ``advantage``.
+    """
+
+    run_dir: Path
+    step: int
+    checkpoint: str
+    rollouts: tuple[ExplainedRollout, ...]
+    sums: Mapping[str, tuple[KindOfRollouts, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "run_dir": str(self.run_dir),
+            "step": self.step,
+            "checkpoint": self.checkpoint,
+            "sums": {name: [asdict(row) for row in rows] for name, rows in self.sums.items()},
+            "rollouts": [rollout.to_json() for rollout in self.rollouts],
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the sums, then those that moved the update most, with their text."""
+        title = f"{self.run_dir}: what moved update {self.step} ({len(self.rollouts)} rollouts)"
+        console.print(Text(title), soft_wrap=True)
+        console.print(self._table_of_sums())
+        for place, rollout in enumerate(self.rollouts[:MOST], 1):
+            for line in _lines(place, rollout):
+                console.print(Text(line), soft_wrap=True)
+
+    def _table_of_sums(self) -> Table:
+        table = Table()
+        for column in ("", "", "rollouts", "|gradient|", "inner product", "share"):
+            table.add_column(column, justify="right" if column else "left")
+        for name, rows in self.sums.items():
+            for row in rows:
+                numbers = [f"{row.gradient_norm:.3g}", f"{row.inner_product:.3g}", f"{row.along:.1%}"]
+                table.add_row(name, Text(printable(row.value)), str(row.rollouts), *numbers)
+            table.add_section()
+        return table
+
+
+def _lines(place: int, rollout: ExplainedRollout) -> list[str]:
+    found = rollout.influence
+    reward = "expired" if rollout.reward is None else f"{rollout.reward:.3g}"
+    lines = [
+        f"{place:2}. {printable(found.rollout_id)}  moved {found.moved:.1%}  share {found.along:.1%}  |gradient| "
+        f"{found.gradient_norm:.3g}  inner product {found.inner_product:.3g}",
+        f"    reward {reward}  advantage {rollout.advantage:+.3g}  {rollout.tokens} tokens  version {rollout.version} "
+        f"({rollout.staleness} old)",
+        f"    {_shortened(rollout.prompt)} → {_shortened(rollout.response)}",
+    ]
+    for span, text in zip(found.spans, rollout.spans, strict=True):
+        numbers = f"|gradient| {span.gradient_norm:.3g}  inner product {span.inner_product:.3g}"
+        lines.append(f"      {span.start}–{span.stop}  {numbers}  {_shortened(text)}")
+    return lines
+
+
+def _shortened(text: str) -> str:
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…"
+
+
+def explain_update(run_dir: Path | str, step: int, trust: bool = False) -> WhyReport:
+    """Says of each rollout of an update what it did to it.
+
+    Args:
+        run_dir: A run directory of a language policy; the run may go on.
+        step: The update, named by the version that it led to, as in metrics.jsonl.
+        trust: Believe what others than the user may have written into the run directory.
+
+    Raises:
+        ConfigError: no run, no such update, or a run of a control policy.
+        CheckpointError: no checkpoint before `step` is left.
+    """
+    run = StoredRun(run_dir, trust)
+    if not isinstance(run.config, RunConfig):
+        raise ConfigError(f"{run_dir} trains a control policy: rollouts of language policies alone are explained")
+    checkpoint = run.checkpoint_before(step)
+    walk = UpdateWalk(run, checkpoint, (step, step))
+    *before, update = walk.updates
+    for each in before:
+        walk.make(each)
+    batch = walk.prepare(update)
+    config = run.config_at(update)
+    found = influences(walk.learner, config.learner.optimizer, batch, update.stored.version.step)
+    tokenizer = Tokenizer.load(run.checkpoints[checkpoint] / "model")
+    records = run.records(update.stored.rollout_ids)
+    examples = {example.rollout_ids[0]: example for example in batch.examples}
+    explained = [
+        _explained(one, examples[one.rollout_id], records.get(one.rollout_id), update.step - 1, tokenizer)
+        for one in found
+    ]
+    explained.sort(key=lambda rollout: -rollout.influence.moved)
+    sums = {
+        "staleness": _sums(explained, lambda rollout: rollout.staleness),
+        "version": _sums(explained, lambda rollout: rollout.version),
+        "lesson": _sums(explained, lambda rollout: rollout.lesson),
+        "advantage": _sums(explained, lambda rollout: rollout.sign),
+    }
+    return WhyReport(run.directory.path, step, f"step-{checkpoint}", tuple(explained), sums)
+
+
+def _explained(
+    influence: RolloutInfluence,
+    example: RLExample,
+    record: RolloutRecord | None,
+    version_step: int,
+    tokenizer: Tokenizer,
+) -> ExplainedRollout:
+    first = int(example.loss_mask.argmax()) if record is None else len(record.rollout.prompt_tokens)
+    version = int(example.weight_steps[example.loss_mask].min())
+    return ExplainedRollout(
+        influence,
+        influence.rollout_id.rsplit("-", 2)[0] if record is None else record.rollout.lesson_id,
+        version,
+        version_step - version,
+        float(example.advantage[example.loss_mask].mean(dtype=float)),
+        int(example.loss_mask.sum()),
+        None if record is None else record.rollout.episode_reward,
+        tokenizer.decode(example.tokens[:first], skip_special_tokens=False),
+        tokenizer.decode(example.tokens[first:], skip_special_tokens=False),
+        tuple(
+            tokenizer.decode(example.tokens[span.start : span.stop], skip_special_tokens=False)
+            for span in influence.spans
+        ),
+    )
+
+
+def _sums(
+    rollouts: Sequence[ExplainedRollout], key: Callable[[ExplainedRollout], int | str]
+) -> tuple[KindOfRollouts, ...]:
+    """One row per value, in their order."""
+    rows: list[KindOfRollouts] = []
+    for value in sorted({key(rollout) for rollout in rollouts}, key=lambda value: (isinstance(value, str), value)):
+        members = [rollout.influence for rollout in rollouts if key(rollout) == value]
+        norm = math.sqrt(sum(member.gradient_norm**2 for member in members))
+        inner, along = (sum(getattr(member, name) for member in members) for name in ("inner_product", "along"))
+        rows.append(KindOfRollouts(str(value), len(members), norm, inner, along))
+    return tuple(rows)
