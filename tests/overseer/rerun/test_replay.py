@@ -41,7 +41,9 @@ def test_five_updates_are_equal_bit_for_bit_with_the_weights_of_their_checkpoint
     assert contents(runs / name) == before
     assert report.checkpoint == "step-0" and [update.step for update in report.on_the_way] == [1]
     assert [update.step for update in report.updates] == [2, 3, 4, 5, 6] and report.exit_code == 0
-    assert all(update.different == [] and len(update.recomputed) >= 17 for update in report.updates)
+    assert all(update.different == [] for update in report.updates)
+    compared = [len(update.recomputed) for update in report.updates]
+    assert min(compared) >= 14 and max(compared) >= 17  # the fewest where no sequence had an advantage
     recorded = {row["step"]: row for row in read_metrics(runs / name / "metrics.jsonl") if "train/loss" in row}
     for update in report.updates:
         assert update.recomputed["train/grad_norm"] == recorded[update.step]["train/grad_norm"]
