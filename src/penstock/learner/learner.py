@@ -24,6 +24,7 @@ from jaxtyping import Array, Float32
 from penstock.batch import unpack
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
@@ -77,6 +78,9 @@ def loss_metrics(outcomes: Sequence[StepOutcome], epochs: int = 1, reference: bo
         "train/ratio_mean": float(sums.ratio) / tokens,
         "train/entropy": float(sums.entropy) / tokens,
     }
+    if sums.value_loss:
+        metrics["train/value_loss"] = float(sums.value_loss) / len(outcomes)
+        metrics["train/value_clip_fraction"] = float(sums.value_clipped) / tokens
     if reference:
         metrics["train/kl_reference"] = float(sums.reference_kl) / tokens
     if sums.stale_tokens:
@@ -187,9 +191,10 @@ class Learner:
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
-        self._accumulate = compiled.policy_accumulator(
-            config.loss, options, frozen, _proximal_source(config), config.kl
-        )
+        self._critic = Critic(config, decoder.config.hidden_size)
+        sources = _proximal_source(config), config.kl, config.critic
+        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, *sources)
+        self._value = compiled.value_scorer(options)
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
 
@@ -229,14 +234,18 @@ class Learner:
         """Those of `update`, the longest first."""
         row_length = self._config.row_length
         batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
-        so_far = jax.eval_shape(self._zeros, self._decoder)
+        critic = self._critic.head
+        so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
         lowered = {
-            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch),
+            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch, critic=critic),
             "optimiser step": partial(self._apply.lower, *applied),
-            "empty gradient": partial(self._zeros.lower, self._decoder),
+            "empty gradient": partial(self._zeros.lower, self._decoder, critic=critic),
         }
+        if critic is not None:
+            lowered["values"] = partial(self._value.lower, self._decoder, critic, batch)
+            lowered["optimiser step of values"] = partial(self._critic.lower, so_far.critic)
         proximal = self._config.recomputes_proximal
         if proximal or self._config.kl.reference is not None:  # one program scores for both
             lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
@@ -265,6 +274,7 @@ class Learner:
         config, scoring_s = self._config, dict[str, float]()
         examples = self._with_reference(batch.examples, scoring_s)
         proximal = self._proximal(examples, scoring_s)
+        examples, targets, value_metrics = self._with_values(examples, scoring_s)
         rate = learning_rate(config.optimizer, self._step, self._total_steps)
         rng = generator(fold(self._seed, "minibatches", self._step))
         outcomes: list[StepOutcome] = []
@@ -272,13 +282,15 @@ class Learner:
             for indices in compiled.minibatches_of(examples, config.minibatches, rng):
                 part = [examples[index] for index in indices]
                 beside = None if proximal is None else [proximal[index] for index in indices]
-                outcomes.append(self._optimiser_step(part, beside, rate))
+                wanted = None if targets is None else [targets[index] for index in indices]
+                outcomes.append(self._optimiser_step(part, beside, rate, wanted))
         self._step += 1
         self._reference.follow(self._step, self._decoder)
         self._count_skipped([outcome.applied for outcome in outcomes])
         tokens = config.epochs * sum(len(example.tokens) for example in examples)
         return finite_only(
-            batch_metrics(batch),
+            batch_metrics(replace(batch, examples=tuple(examples))),
+            value_metrics,
             loss_metrics(outcomes, config.epochs, _has_reference(examples)),
             step_metrics(outcomes, rate),
             throughput_metrics(tokens, outcomes, scoring_s),
@@ -298,7 +310,8 @@ class Learner:
             return []
         longest = max(len(example.tokens) for example in examples)
         length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
-        return self._scored(plan_scoring(examples, length, 1), self._decoder if decoder is None else decoder)
+        scoring = partial(self._score, self._decoder if decoder is None else decoder)
+        return self._scored(plan_scoring(examples, length, 1), scoring)
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -346,7 +359,7 @@ class Learner:
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
         plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
-        gradients, sums = self._gradients(warm_start.accumulate, plan)
+        (gradients, _), sums = self._gradients(warm_start.accumulate, plan)
         rate = warm_start.learning_rate()
         self._decoder, warm_start.state, applied = warm_start.apply(
             self._decoder, state, gradients, np.float32(rate), sums.loss
@@ -360,7 +373,7 @@ class Learner:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
         counters = {"step": self._step, "skipped_in_a_row": self._skipped_in_a_row}
         named = {name: np.array(value, np.int64) for name, value in counters.items()}
-        return to_named(self._state) | self._reference.state_arrays() | named
+        return to_named(self._state) | self._reference.state_arrays() | self._critic.state_arrays() | named
 
     def restore_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Takes `state_arrays` back; the parameters are those the learner was made with.
@@ -371,7 +384,7 @@ class Learner:
         rest = dict(arrays)
         counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
-        rest = self._reference.restore(rest, self._step, self._decoder)
+        rest = self._critic.restore(self._reference.restore(rest, self._step, self._decoder))
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
@@ -406,23 +419,41 @@ class Learner:
         scoring_s["time/proximal"] = time.perf_counter() - started
         return logprobs
 
+    def _with_values(
+        self, examples: Sequence[RLExample], scoring_s: dict[str, float]
+    ) -> tuple[Sequence[RLExample], list[ValueTargets] | None, dict[str, float]]:
+        """The examples with advantages over a value head's values, where there is one, and what it learns."""
+        head = self._critic.head
+        if head is None:
+            return examples, None, {}
+        started = time.perf_counter()
+        rows = self._config.row_length, self._config.micro_batch_rows
+        plan = plan_scoring(examples, *rows, every_token=False)
+        values = self._scored(plan, partial(self._value, self._decoder, head))
+        scoring_s["time/values"] = time.perf_counter() - started
+        return self._critic.advantages(examples, values)
+
     def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
         rows = self._config.row_length, self._config.micro_batch_rows
-        return self._scored(plan_scoring(examples, *rows, every_token=False), decoder)
+        return self._scored(plan_scoring(examples, *rows, every_token=False), partial(self._score, decoder))
 
-    def _scored(self, plan: UpdatePlan, decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
+    def _scored(self, plan: UpdatePlan, scoring: Callable[[Any], Any]) -> list[Float32[np.ndarray, " pos"]]:
+        """What is scored at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
         scores = []
         for micro_batch in plan.micro_batches:
-            logprobs, count = np.asarray(self._score(decoder, micro_batch)), int(micro_batch.count)
+            found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
             rows = np.zeros(micro_batch.tokens.shape, np.float32)
-            rows.reshape(-1)[micro_batch.positions[:count]] = logprobs[:count]
+            rows.reshape(-1)[micro_batch.positions[:count]] = found[:count]
             scores.append(rows)
         return unpack(np.concatenate(scores), plan.placements)
 
     def _optimiser_step(
-        self, examples: Sequence[RLExample], proximal: Sequence[Float32[np.ndarray, " _"]] | None, rate: float
+        self,
+        examples: Sequence[RLExample],
+        proximal: Sequence[Float32[np.ndarray, " _"]] | None,
+        rate: float,
+        targets: Sequence[ValueTargets] | None,
     ) -> StepOutcome:
         config, started = self._config, time.perf_counter()
         plan = plan_update(
@@ -433,13 +464,15 @@ class Learner:
             self._step,
             max_tokens=[self._denominator(example) for example in examples],
             proximal_logprobs=proximal,
+            value_targets=targets,
         )
-        gradients, sums = self._gradients(self._accumulate, plan)
+        (gradients, of_critic), sums = self._gradients(self._accumulate, plan, self._critic.head)
         differentiated = time.perf_counter()
         self._decoder, self._state, applied = self._apply(
             self._decoder, self._state, gradients, np.float32(rate), sums.loss
         )
         applied = jax.device_get(applied)
+        self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
         times = differentiated - started, time.perf_counter() - differentiated
         return StepOutcome(sums, applied, *times, sum(batch.tokens.size for batch in plan.micro_batches))
 
@@ -451,13 +484,15 @@ class Learner:
         lesson = example.rollout_ids[0].rpartition("/")[0].rsplit("-", 2)[0]
         return limits.get(lesson) or max(limits.values())
 
-    def _gradients(self, accumulate: Any, plan: UpdatePlan) -> tuple[Any, compiled.LossSums]:
-        """Gradient (on the device) and sums (on the host) of all micro-batches."""
-        so_far = self._zeros(self._decoder)
+    def _gradients(
+        self, accumulate: Any, plan: UpdatePlan, critic: ValueHead | None = None
+    ) -> tuple[tuple[Any, Any], compiled.LossSums]:
+        """Gradients of the policy and a value head (on the device), and sums (on the host), of all micro-batches."""
+        so_far = self._zeros(self._decoder, critic=critic)
         for micro_batch in plan.micro_batches:
-            so_far = accumulate(self._decoder, so_far, micro_batch)
+            so_far = accumulate(self._decoder, so_far, micro_batch, critic=critic)
             so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
-        return so_far.gradients, jax.device_get(so_far.sums)
+        return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
 
     def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:
         self._skipped_in_a_row = 0 if all(each.finite for each in applied) else self._skipped_in_a_row + 1
