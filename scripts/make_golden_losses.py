@@ -101,6 +101,7 @@ def by_verl(data: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     return [
         case("vanilla", {"preset": "rloo"} | none),
         case("vanilla", {"preset": "reinforce_pp"} | none),
+        case("vanilla", {"preset": "ppo"} | none),
         case("vanilla", {"preset": "grpo"} | none, aggregation="sequence"),
         case("vanilla", {"preset": "dr_grpo"} | none, aggregation="constant"),
         case("vanilla", {"preset": "dapo"} | none, clip_ratio_high=0.28),
@@ -204,6 +205,27 @@ def advantages(data: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     }
 
 
+def of_values(data: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """GAE of verl, whitened, and its clipped value loss at values that have moved since."""
+    mask, discount, gae_lambda, clip = data["mask"], 0.97, 0.9, 0.2
+    rewards = torch.zeros_like(mask)
+    rewards[:, 0] = 0.3
+    rewards[torch.arange(len(LENGTHS)), mask.cumsum(1).argmax(1)] += REWARDS
+    found, returns = core_algos.compute_gae_advantage_return(rewards, data["values"], mask, discount, gae_lambda)
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return core_algos.compute_value_loss(values, returns, data["values"], mask, clip)[0]
+
+    rounded = {"rewards": rewards, "advantages": found * mask, "returns": returns * mask}
+    return {
+        "discount": discount,
+        "gae_lambda": gae_lambda,
+        "clip": clip,
+        **{name: [[float(f"{x:.7g}") for x in row] for row in values.tolist()] for name, values in rounded.items()},
+        "loss": with_gradient(loss, data["new_values"]),
+    }
+
+
 def main() -> None:
     data = batch()
     found = {
@@ -213,6 +235,7 @@ def main() -> None:
         "rewards": REWARDS.tolist(),
         "max_tokens": MAX_TOKENS,
         "advantages": advantages(data),
+        "values": of_values(data),
         "losses": by_verl(data) + by_trl(data),
     }
     OUT.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from penstock.learner import LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
+from penstock.learner import CriticConfig, LearnerConfig, LossConfig, OptimizerConfig, WarmStartConfig
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,7 @@ from penstock.learner import LearnerConfig, LossConfig, OptimizerConfig, WarmSta
         ("gspo", "grpo", "sequence", 3e-4, 4e-4, "ppo", "sequence"),
         ("cispo", "grpo", "token", 0.2, 4.0, "cispo", "token"),
         ("reinforce_pp", "reinforce_pp", "token", 0.2, 0.2, "ppo", "token"),
+        ("ppo", "gae", "token", 0.2, 0.2, "ppo", "token"),
     ],
 )
 def test_presets_fill_in_the_loss(preset, advantage, aggregation, low, high, surrogate, ratio):
@@ -51,7 +52,7 @@ def test_a_dumped_config_loads_as_itself():
 @pytest.mark.parametrize(
     "given",
     [
-        {"preset": "ppo"},
+        {"preset": "critic"},
         {"kl_beta": 0.1},
         {"entropy_bonus": 0.1},
         {"correction": {"scope": "batch"}},
@@ -59,7 +60,7 @@ def test_a_dumped_config_loads_as_itself():
         {"correction": {"veto": 1.0}},
         {"correction": {"kind": "mask", "low": 2.0, "high": 1.0}},
         {"correction": {"cap": 0}},
-        {"advantage": "gae"},
+        {"advantage": "vtrace"},
         {"clip_epsilon_low": 0},
         {"clip_epsilon_high": 0},
         {"dual_clip": 1.1},
@@ -103,6 +104,10 @@ def test_against_the_behaviour_a_correction_or_a_surrogate_without_a_ratio_is_re
         LearnerConfig(proximal="behaviour", loss=LossConfig(surrogate="reinforce"))
 
 
-def test_ppo_says_what_it_lacks_and_what_to_take_instead():
-    with pytest.raises(ValidationError, match="needs a value head, and language policies have none yet: take 'rloo'"):
-        LossConfig(preset="ppo")
+def test_ppo_has_a_value_head_and_keys_of_one_are_refused_where_there_is_none():
+    config = LearnerConfig(loss=LossConfig(preset="ppo"), critic=CriticConfig(clip=None, learning_rate=1e-3))
+    assert config.has_critic and config.needs_every_sequence
+    assert LearnerConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ValidationError, match="critic.clip is null, which has no effect: loss.advantage is 'rloo'"):
+        LearnerConfig(critic=CriticConfig(clip=None))
+    assert not LearnerConfig(loss=LossConfig(preset="ppo", advantage="rloo")).has_critic

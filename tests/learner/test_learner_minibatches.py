@@ -81,7 +81,7 @@ def test_the_first_step_is_that_of_a_learner_whose_batch_is_the_first_minibatch(
     """Each step has denominators of its own: over the sequences of its minibatch alone."""
     learner, seen = Learner(decoder, config, 10, seed=3), []
     step = learner._optimiser_step
-    learner._optimiser_step = lambda *arguments: seen.append((arguments[0], step(*arguments))) or seen[-1][1]
+    learner._optimiser_step = lambda *arguments: seen.append((arguments[0].examples, step(*arguments))) or seen[-1][1]
     learner.update(make_batch(grouped), 0)
     part, outcome = seen[0]
     assert 0 < len(part) < len(grouped)

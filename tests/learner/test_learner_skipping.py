@@ -32,7 +32,7 @@ def learners(decoder, config):
 def test_the_gradient_is_that_of_all_sequences(decoder, config, solved, aggregation):
     loss, rows, learner = LossConfig(aggregation=aggregation), (24, 2), Learner(decoder, config, 10)
     plans = [plan_update(solved, loss, *rows, 0, left_out=without) for without in (learner._uncomputed(solved), ())]
-    gradients = [jax.tree.leaves(learner._gradients(learner._accumulate, plan)[0]) for plan in plans]
+    gradients = [jax.tree.leaves(learner._gradients(learner._accumulate, plan.micro_batches)[0]) for plan in plans]
     for ours, theirs in zip(*gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
     assert max(float(np.abs(leaf).max()) for leaf in gradients[0]) > 1e-3

@@ -73,7 +73,7 @@ def finite_differences(function, at, step=1e-5):
 
 GOLDEN = {
     "rloo": 1.028164, "grpo": 0.347391, "dr_grpo": 0.514082, "dapo": 1.014831, "gspo": 0.384374, "cispo": -1.344333,
-    "reinforce_pp": 1.028164,
+    "reinforce_pp": 1.028164, "ppo": 1.028164,
 }  # fmt: skip
 """By hand: rloo's tokens are −1.2 (clipped), 2 · 1.6 (clipped, truncated), .818731 · 2.210342, 1.105171 · 3.297443,
 −1.349859 · .495025 and −1.221403 · .504924, 6.168983 in all, over 6; gspo's ratios e^.3, e^.066667 and e^−.0001."""

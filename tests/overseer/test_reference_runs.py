@@ -11,6 +11,7 @@ import pytest
 
 from penstock.model.language import Decoder, ModelConfig, save_decoder
 from penstock.overseer import train
+from penstock.overseer.assembly import make_batch_makers
 from penstock.overseer.config_loading import load_config
 from penstock.overseer.estimate import estimate_memory, model_shape
 from penstock.overseer.language.replay import ReferenceScores
@@ -233,3 +234,44 @@ def test_the_plan_and_the_estimate_count_the_reference():
     )
     assert reference_bytes(half, "learner.kl.reference=initial") == 2
     assert reference_bytes(half, "learner.kl.reference=ema") == 6
+
+
+# --- with a value head ------------------------------------------------------------------------------------------------
+
+
+def with_values(steps: int):
+    changes = {
+        "steps": steps,
+        "replay": {"staleness_budget": 0},
+        "overseer": {"checkpoint_every": 1},
+        "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 1}}}},
+        "learner": {"loss": {"preset": "ppo"}, "epochs": 2, "kl": IN_REWARD, "critic": {"learning_rate": 0.01}},
+    }
+    return tiny(changes)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_value_head_needs_no_group_and_resumes_the_same(tmp_path: Path):
+    train(with_values(4), tmp_path / "straight", quiet=True)
+    train(with_values(2), tmp_path / "resumed", quiet=True)
+    train(with_values(4), tmp_path / "resumed", resume=True, quiet=True)
+    rows = [updates(tmp_path / name) for name in ("straight", "resumed")]
+    for name in ("train/loss", "train/value_loss", "train/value_mean", "train/grad_norm", "train/kl_penalty"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
+    files = RunFiles.list_now(RunDirectory(tmp_path / "straight"))
+    for examples in batches(tmp_path / "straight").values():
+        records = files.read_rollouts([each.rollout_ids[0] for each in examples])
+        for each in examples:
+            strayed = (each.generator_log_probs - each.reference_log_probs)[each.loss_mask]
+            first = records[each.rollout_ids[0]].rollout.episode_reward - 0.25 * strayed.sum()
+            assert each.advantage[each.loss_mask][0] == pytest.approx(first, abs=1e-5), "the reward still to come"
+
+
+def test_groups_without_variance_are_not_filtered_where_a_value_head_learns_from_them():
+    with pytest.raises(ConfigError, match=r"filter_zero_variance is true.*gae compares with a value head"):
+        tiny({"learner": {"loss": {"preset": "ppo"}}, "replay": {"batch_maker": {"filter_zero_variance": True}}})
+    with pytest.raises(ConfigError, match=r"the grpo batch maker measures advantages by rloo, but 'gae' is asked for"):
+        make_batch_makers(
+            tiny({"learner": {"loss": {"preset": "ppo"}}, "replay": {"batch_maker": {"name": "grpo"}}}), []
+        )
+    assert "loss ppo with a value head" in describe_plan(load_config("cats", ["learner.loss.preset=ppo"]))

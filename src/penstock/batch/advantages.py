@@ -8,7 +8,7 @@ added: equal rewards give exactly 0.
 A `Baseline` of a problem counts every rollout that was ever added under its key, those included that were filtered,
 used or discarded since: they are answers of the same policy to the same problem, whatever became of them.
 
-Not covered: advantages that need values or current log-probabilities (GAE, V-trace).
+Not covered: values and current log-probabilities, which the learner has (`penstock.learner.critic`, V-trace).
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from penstock.batch.examples import assemble_example
 from penstock.batch.group_pool import PooledGroup, group_of
 from penstock.types import AnyRollout, ConfigError, RLExample, Rollout, RolloutGroup
 
-AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "turn"]
+AdvantageName = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "turn", "gae"]
 
 GroupAdvantage = Callable[[RolloutGroup], np.ndarray]
 """A group's rollouts to float32 [n], one advantage each."""
@@ -94,6 +94,22 @@ def turn(group: RolloutGroup) -> list[Float32[np.ndarray, " _"]]:
     return advantages
 
 
+def rewards_to_go(group: RolloutGroup) -> list[Float32[np.ndarray, " _"]]:
+    """Of ``gae``: at each sampled token the rewards from it on; the learner, which has values, makes advantages of it.
+
+    What falls before the first sampled token counts to that one. Token rewards 1, 0, 2 under the mask [no, yes, yes] ->
+    [0, 3, 2]. An invalid rollout has 0.
+    """
+    found: list[np.ndarray] = []
+    for rollout, valid in zip(group.rollouts, valid_rollouts(group), strict=True):
+        mask = rollout.response_mask
+        later = np.cumsum(rollout.token_rewards[::-1].astype(np.float64))[::-1] * valid
+        if valid:
+            later[int(mask.argmax())] = rollout.episode_reward
+        found.append(np.where(mask, later, 0).astype(np.float32))
+    return found
+
+
 def _turn_of_token(response_mask: Bool[np.ndarray, " r"]) -> Int[np.ndarray, " r"]:
     """To which of the policy's turns, from 0 on, each token counts; what stands before the first counts to it."""
     begins = response_mask & ~np.concatenate([np.zeros(1, np.bool_), response_mask[:-1]])
@@ -143,7 +159,7 @@ def compute_advantages(
     """The advantages of a batch, by name or by one's own function: for each group, in order, one for each rollout.
 
     Returns:
-        Of each group float32 [n]; under ``turn`` n arrays, float32 [r], one number per response token.
+        Of each group float32 [n]; under ``turn`` and ``gae`` n arrays, float32 [r], one number per response token.
 
     Raises:
         ConfigError: one's own function gave anything but one finite number for each rollout.
@@ -154,6 +170,8 @@ def compute_advantages(
         return reinforce_pp(groups, baseline=name == "reinforce_pp_baseline")
     if name == "turn":
         return [turn(group) for group in groups]
+    if name == "gae":
+        return [rewards_to_go(group) for group in groups]
     return [ADVANTAGES[name](group) for group in groups]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.learner.config import (
         ControlOptimizerConfig,
         CorrectionConfig,
-        KlConfig,
         LearnerConfig,
         LossConfig,
         OptimizerConfig,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.control_losses import gae, vtrace
     from penstock.learner.learner import Learner
+    from penstock.learner.loss_terms import CriticConfig, KlConfig
     from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
 
 _EXPORTS = {
@@ -36,7 +36,8 @@ _EXPORTS = {
     "ControlLearner": "control_learner",
     "ControlOptimizerConfig": "config",
     "CorrectionConfig": "config",
-    "KlConfig": "config",
+    "CriticConfig": "loss_terms",
+    "KlConfig": "loss_terms",
     "Learner": "learner",
     "LearnerConfig": "config",
     "LossConfig": "config",
@@ -62,9 +63,9 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "KlConfig", "Learner",
-    "LearnerConfig", "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig", "ReferenceKlConfig",
-    "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint",
+    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "CriticConfig", "KlConfig",
+    "Learner", "LearnerConfig", "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig",
+    "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint",
     "newest_good_checkpoint", "read_states", "restore_control_learner", "restore_learner", "save_checkpoint",
     "sequence_weights", "tiled_logprobs", "vtrace",
 ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Configuration of the learners, of language policies and of control policies (PPO). Loads neither JAX nor optax.
 
 A loss preset fills in every field that was not given, so a dumped config shows the whole loss, and a dumped
-config loads as itself. What is not implemented has no field: value heads of language policies are refused as unknown
-keys. What PPO minimises, and what is masked where, is in docs/learner.md.
+config loads as itself. What PPO minimises, and what is masked where, is in docs/learner.md.
 """
 
 import logging
@@ -12,11 +11,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.learner.loss_terms import CriticConfig, KlConfig
 from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
 from penstock.types.importing import load_attribute
 
-Preset = Literal["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp"]
+Preset = Literal["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp", "ppo"]
 Surrogate = Literal["ppo", "reinforce", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 
@@ -34,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"advantage": "grpo", "surrogate": "cispo", "aggregation": "token", "clip_epsilon_high": 4.0},
     "reinforce_pp": {"advantage": "reinforce_pp", "aggregation": "token"},
+    "ppo": {"advantage": "gae", "aggregation": "token"},
 }
 """What each preset changes of the defaults below; docs/learner.md has the table with sources."""
 
@@ -82,7 +83,8 @@ class LossConfig(_Frozen, frozen=True):
     Attributes:
         preset: Fills in what is not given.
         advantage: From rewards; the batch maker computes it. ``turn`` asks in which turn of a conversation reward fell,
-            the others for the episode's sum.
+            ``gae`` at which token, and compares with a value head's (`learner.critic`); the others ask for the
+            episode's sum.
         ratio: What the surrogate clips: exp(ℓ_θ − ℓ_p) of each ``token``, or its geometric mean over a ``sequence``.
         surrogate: Of the policy gradient.
         aggregation: From tokens to the loss of one optimiser step.
@@ -118,11 +120,6 @@ class LossConfig(_Frozen, frozen=True):
         if not isinstance(given, dict):
             return given
         preset = given.get("preset", "rloo")
-        if preset == "ppo":
-            raise ValueError(
-                "preset is 'ppo', which needs a value head, and language policies have none yet: take 'rloo', which "
-                "has the same surrogate over a baseline of the group, or another"
-            )
         return PRESETS.get(preset, {}) | given if isinstance(preset, str) else given
 
     @model_validator(mode="after")
@@ -170,79 +167,6 @@ class LossConfig(_Frozen, frozen=True):
                 "loss; docs/learner.md shows one of ten lines"
             )
         return made
-
-
-class KlConfig(_Frozen, frozen=True):
-    """KL(policy ‖ reference) of a language policy, from x = ℓ_θ − ℓ_ref at the sampled tokens.
-
-    Attributes:
-        coefficient: β; 0: none, and no reference is loaded.
-        estimator: ``k1`` x; ``k2`` x²/2, whose gradient is that of the KL; ``k3`` expm1(−x) + x. Usual are k3 in the
-            loss, and k1 in the reward, where nothing else can stand.
-        place: ``loss`` adds β · estimate to each token's loss; ``reward`` subtracts β · k1, summed over the sampled
-            tokens, from the rollout's reward before advantages are computed.
-        reference: ``initial``, the weights that reinforcement learning begins with (after a warm start); ``ema``, a
-            moving average of the policy that begins there; or the path of a Hugging Face directory with the policy's
-            shape and vocabulary. None: none, which a coefficient does not allow.
-        sync_every: The policy's weights become the reference after every so many updates; None: never.
-        ema_decay: Of ``ema``: after an update the reference is this · reference + (1 − this) · policy.
-    """
-
-    coefficient: float = Field(default=0.0, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    place: Literal["loss", "reward"] = "loss"
-    reference: str | None = Field(default=None, min_length=1)
-    sync_every: int | None = Field(default=None, ge=1)
-    ema_decay: float = Field(default=0.999, gt=0, lt=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_estimator(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("place") == "reward":
-            return {"estimator": "k1"} | given
-        return given
-
-    @model_validator(mode="after")
-    def _sound(self) -> "KlConfig":
-        if self.coefficient and self.reference is None:
-            raise ValueError(
-                f"coefficient is {self.coefficient:g} and reference is null: name one: initial (the weights that "
-                "reinforcement learning begins with), ema, or the path of a Hugging Face directory"
-            )
-        if self.coefficient and self.place == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "estimator is 'k1' and place is 'loss': the expected gradient of k1 is zero; take k2 or k3, or "
-                "place: reward"
-            )
-        if self.coefficient and self.place == "reward" and self.estimator != "k1":
-            raise ValueError(
-                f"estimator is {self.estimator!r} and place is 'reward': only k1 is the reward of a KL penalty; leave "
-                "estimator out, or take place: loss"
-            )
-        if not self.coefficient:
-            refuse_idle(self, ("estimator", "place"), "coefficient is 0")
-        if self.reference is None:
-            refuse_idle(self, ("sync_every", "ema_decay"), "there is no reference")
-        elif self.reference == "ema":
-            refuse_idle(self, ("sync_every",), "reference is 'ema', which moves with every update")
-        else:
-            refuse_idle(self, ("ema_decay",), f"reference is {self.reference!r}, and it is of 'ema'")
-        return self
-
-    @property
-    def directory(self) -> str | None:
-        """Where the reference is loaded from; None where it is the run's own, or there is none."""
-        return None if self.reference in (None, "initial", "ema") else self.reference
-
-    @property
-    def in_loss(self) -> bool:
-        """Whether the loss has a term of it."""
-        return self.coefficient > 0 and self.place == "loss"
-
-    @property
-    def in_reward(self) -> bool:
-        """Whether rewards are lowered by it before advantages are computed."""
-        return self.coefficient > 0 and self.place == "reward"
 
 
 class OptimizerConfig(_Frozen, frozen=True):
@@ -332,6 +256,7 @@ class LearnerConfig(_Frozen, frozen=True):
     Attributes:
         loss: What is minimised.
         kl: What keeps the policy near a reference.
+        critic: The value head of `loss.advantage: gae`.
         optimizer: AdamW: learning rate and its course, decay, clipping.
         epochs: How often an update goes through its batch.
         minibatches: Optimiser steps per epoch, each on whole groups with denominators of its own; no more than groups
@@ -354,6 +279,7 @@ class LearnerConfig(_Frozen, frozen=True):
 
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     epochs: int = Field(default=1, ge=1)
     minibatches: int = Field(default=1, ge=1)
@@ -397,11 +323,23 @@ class LearnerConfig(_Frozen, frozen=True):
 
     @property
     def needs_every_sequence(self) -> bool:
-        """Whether a sequence has a gradient although its advantage is zero: a KL, entropy, or a loss of one's own."""
-        return self.kl.in_loss or self.loss.entropy_coefficient > 0 or self.loss.module is not None
+        """Whether a sequence has a gradient at advantage zero: of a KL, entropy, values, or a loss of one's own."""
+        has_term = self.kl.in_loss or self.loss.entropy_coefficient > 0 or self.has_critic
+        return has_term or self.loss.module is not None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether there is a value head."""
+        return self.loss.advantage == "gae"
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
+        if not self.has_critic:
+            keys, why = (
+                tuple(CriticConfig.model_fields),
+                f"loss.advantage is {self.loss.advantage!r}, which asks no value",
+            )
+            refuse_idle(self.critic, keys, why, at="critic.")
         if not self.kl.coefficient and self.loss.module is None:
             refuse_idle(self.kl, ("reference",), "coefficient is 0, and nothing else reads a reference", at="kl.")
         if self.warm_start is None:  # which ends along a cosine

@@ -34,7 +34,7 @@ from penstock.learner.control_step import (
     minibatch_columns,
     stack_fragments,
 )
-from penstock.learner.learner import finite_only
+from penstock.learner.metrics import finite_only
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
 from penstock.model.control import (
     ControlPolicy,

@@ -4,14 +4,10 @@ It holds the parameters, the optimiser's state and the step; what is drawn (whic
 seed and step alone. An update is `epochs` · `minibatches` optimiser steps, and one new version. Each step adds the
 gradients of micro-batches of one fixed shape, waiting for each, so that an engine on the same device gets its turns.
 Parameters that were handed out are never donated: `decoder` stays valid for whoever holds it. One thread at a time.
-
-A metric that is undefined for a batch (the drift of older rollouts where there are none) or not finite (the loss of
-an update that was skipped) is left out, never zero.
 """
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +15,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int64
 
 from penstock.batch import unpack
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner.critic import Critic, ValueHead, ValueTargets
+from penstock.learner.metrics import (
+    StepOutcome,
+    batch_metrics,
+    finite_only,
+    loss_metrics,
+    step_metrics,
+    throughput_metrics,
+)
 from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
@@ -41,24 +46,24 @@ from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
 
 
-class StepOutcome(NamedTuple):
-    """What one optimiser step came to, fetched from the device.
+class _Minibatch(NamedTuple):
+    """What an optimiser step is made of.
 
     Attributes:
-        sums: Of the forward passes.
-        applied: Of the optimiser.
-        gradient_s: Seconds of forward and backward passes.
-        apply_s: Seconds of the optimiser step.
-        tokens: Of the sequences that went through the model, prompts included.
-        row_tokens: Positions of all rows that went through the model, padding included.
+        examples: Its own.
+        proximal: ℓ_p of each, of those that are computed; None where it is not read.
+        targets: What a value head learns of each; None without one.
     """
 
-    sums: LossSums
-    applied: AppliedUpdate
-    gradient_s: float
-    apply_s: float
-    tokens: int
-    row_tokens: int
+    examples: Sequence[RLExample]
+    proximal: Sequence[Float32[np.ndarray, " _"] | None] | None
+    targets: Sequence[ValueTargets] | None
+
+    def chosen(self, indices: Int64[np.ndarray, " n"]) -> "_Minibatch":
+        """These only."""
+        proximal = None if self.proximal is None else [self.proximal[index] for index in indices]
+        targets = None if self.targets is None else [self.targets[index] for index in indices]
+        return _Minibatch([self.examples[index] for index in indices], proximal, targets)
 
 
 class PlannedStep(NamedTuple):
@@ -80,89 +85,6 @@ class PlannedStep(NamedTuple):
     gradients: Any
     rate: float
     gradient_of: Callable[[str, int, int], Any]
-
-
-def loss_metrics(outcomes: Sequence[StepOutcome], reference: bool = False) -> dict[str, float]:
-    """``train/…`` numbers that the forward passes gave; the loss is the mean of the steps', and alone without a token.
-
-    The others are means over the tokens of all steps.
-
-    Args:
-        outcomes: Of an update's optimiser steps.
-        reference: Whether the examples had log-probabilities of a reference.
-    """
-    sums = jax.tree.map(lambda *parts: sum(parts), *(outcome.sums for outcome in outcomes))
-    tokens, metrics = float(sums.tokens), {"train/loss": float(sums.loss) / len(outcomes)}
-    if not tokens:
-        return metrics
-    metrics |= {
-        "train/clip_fraction": float(sums.clipped) / tokens,
-        "train/correction_fraction": float(sums.bounded) / tokens,
-        "train/ratio_mean": float(sums.ratio) / tokens,
-        "train/entropy": float(sums.entropy) / tokens,
-    }
-    if reference:
-        metrics["train/kl_reference"] = float(sums.reference_kl) / tokens
-    if sums.stale_tokens:
-        metrics["train/staleness_kl"] = float(sums.stale_kl) / float(sums.stale_tokens)
-    return metrics
-
-
-def step_metrics(outcomes: Sequence[StepOutcome], rate: float) -> dict[str, float]:
-    """``train/…`` numbers of the optimiser steps: means over them, and how many there were."""
-    applied = [outcome.applied for outcome in outcomes]
-    return {
-        "train/grad_norm": _mean(each.grad_norm for each in applied),
-        "train/changed_fraction": _mean(each.changed_fraction for each in applied),
-        "train/learning_rate": rate,
-        "train/non_finite": _mean(not each.finite for each in applied),
-        "train/optimizer_steps": float(len(outcomes)),
-    }
-
-
-def _mean(values: Iterable[Any]) -> float:
-    return float(np.mean([float(value) for value in values]))
-
-
-def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Advantages per sequence, and the rewards where the batch's own metrics have them."""
-    of_tokens = [example.advantage[example.loss_mask] for example in batch.examples]
-    advantages = np.array([found.mean(dtype=np.float64) for found in of_tokens])
-    largest = np.array([np.abs(found).max() for found in of_tokens], np.float64)
-    metrics = {
-        "train/sequences": float(len(advantages)),
-        "train/tokens": float(sum(map(len, of_tokens))),
-        "train/groups": float(len(set(batch.group_ids))),
-        "train/advantage_mean": float(advantages.mean()),
-        "train/advantage_std": float(advantages.std()),
-        "train/advantage_max": float(largest.max()),
-        "train/advantage_zero_fraction": float((largest == 0).mean()),
-    }
-    return metrics | {name: value for name, value in batch.metrics.items() if name.startswith("train/")}
-
-
-def throughput_metrics(outcomes: Sequence[StepOutcome], scoring_s: Mapping[str, float]) -> dict[str, float]:
-    """Seconds and tokens.
-
-    Args:
-        outcomes: Of an update's optimiser steps.
-        scoring_s: Seconds of forward passes before the first, by their metric's name.
-    """
-    tokens, row_tokens = sum(each.tokens for each in outcomes), sum(each.row_tokens for each in outcomes)
-    gradient_s, apply_s = sum(each.gradient_s for each in outcomes), sum(each.apply_s for each in outcomes)
-    filled = {"throughput/row_fill": tokens / row_tokens} if row_tokens else {}
-    return {
-        **scoring_s,
-        **filled,
-        "time/forward_backward": gradient_s,
-        "time/apply": apply_s,
-        "throughput/learner_tokens_per_s": tokens / max(gradient_s + apply_s + sum(scoring_s.values()), 1e-9),
-    }
-
-
-def finite_only(*metrics: Mapping[str, float]) -> dict[str, float]:
-    """All of them, without what JSON has no number for."""
-    return {name: value for part in metrics for name, value in part.items() if math.isfinite(value)}
 
 
 def scored_lengths(row_length: int) -> tuple[int, ...]:
@@ -211,9 +133,10 @@ class Learner:
         options = _forward_options(config)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
-        self._accumulate = compiled.policy_accumulator(
-            config.loss, options, frozen, _proximal_source(config), config.kl
-        )
+        self._critic = Critic(config, decoder.config.hidden_size)
+        sources = _proximal_source(config), config.kl, config.critic
+        self._accumulate = compiled.policy_accumulator(config.loss, options, frozen, *sources)
+        self._value = compiled.value_scorer(options)
         self._apply = applier(config.optimizer)
         self._score = compiled.scorer(options)
 
@@ -253,14 +176,18 @@ class Learner:
         """Those of `update`, the longest first."""
         row_length = self._config.row_length
         batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
-        so_far = jax.eval_shape(self._zeros, self._decoder)
+        critic = self._critic.head
+        so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
         lowered = {
-            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch),
+            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch, critic=critic),
             "optimiser step": partial(self._apply.lower, *applied),
-            "empty gradient": partial(self._zeros.lower, self._decoder),
+            "empty gradient": partial(self._zeros.lower, self._decoder, critic=critic),
         }
+        if critic is not None:
+            lowered["values"] = partial(self._value.lower, self._decoder, critic, batch)
+            lowered["optimiser step of values"] = partial(self._critic.lower, so_far.critic)
         proximal = self._config.recomputes_proximal
         if proximal or self._config.kl.reference is not None:  # one program scores for both
             lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
@@ -285,29 +212,19 @@ class Learner:
             ConfigError: an example is longer than a row.
             NonFiniteError: too many updates in a row had a loss or gradient that was not finite.
         """
-        self._check_batch(batch, version_step)
-        self._warm_start.discard()
-        self._reference.keep(self._decoder)
-        config, scoring_s = self._config, dict[str, float]()
-        examples = self._with_reference(batch.examples, scoring_s)
-        proximal = self._proximal(examples, scoring_s)
-        rate = learning_rate(config.optimizer, self._step, self._total_steps)
-        rng = generator(fold(self._seed, "minibatches", self._step))
-        outcomes: list[StepOutcome] = []
-        for _ in range(config.epochs):
-            for indices in compiled.minibatches_of(examples, config.minibatches, rng):
-                part = [examples[index] for index in indices]
-                beside = None if proximal is None else [proximal[index] for index in indices]
-                outcomes.append(self._optimiser_step(part, beside, rate, left_out))
-        self._step += 1
-        self._reference.follow(self._step, self._decoder)
+        rate, outcomes, scoring_s = self._rate(), list[StepOutcome](), dict[str, float]()
+        whole, value_metrics = self._prepared(batch, version_step, scoring_s)
+        for minibatch in self._minibatches(whole):
+            outcomes.append(self._optimiser_step(minibatch, rate, left_out))
+        self._end_update()
         self._count_skipped([outcome.applied for outcome in outcomes])
         return finite_only(
-            batch_metrics(batch),
-            loss_metrics(outcomes, _has_reference(examples)),
+            batch_metrics(replace(batch, examples=tuple(whole.examples))),
+            value_metrics,
+            loss_metrics(outcomes, _has_reference(whole.examples)),
             step_metrics(outcomes, rate),
             throughput_metrics(outcomes, scoring_s),
-            {"train/skipped_sequences": float(len(self._uncomputed(examples)))},
+            {"train/skipped_sequences": float(len(self._uncomputed(whole.examples)))},
         )
 
     def planned_steps(self, batch: TrainingBatch, version_step: int) -> Iterator[PlannedStep]:
@@ -317,41 +234,24 @@ class Learner:
             batch: As of `update`, like what it raises.
             version_step: The version that the caller believes the parameters to have.
         """
-        self._check_batch(batch, version_step)
-        config, examples = self._config, self._with_reference(batch.examples, {})
-        proximal = self._proximal(examples, {})
-        rate = learning_rate(config.optimizer, self._step, self._total_steps)
-        rng = generator(fold(self._seed, "minibatches", self._step))
-        for _ in range(config.epochs):
-            for indices in compiled.minibatches_of(examples, config.minibatches, rng):
-                part = [examples[index] for index in indices]
-                beside = None if proximal is None else [proximal[index] for index in indices]
-                rows = config.row_length, config.micro_batch_rows
-                plan = self._plan(part, beside, rows, self._uncomputed(part))
-                gradients, sums = self._gradients(self._accumulate, plan)
-                ids = [example.rollout_ids[0] for example in part]
-                gradient_of = partial(self._gradient_of, part, beside)
-                yield PlannedStep(self._decoder, self._state, ids, gradients, rate, gradient_of)
-                self._decoder, self._state, _ = self._apply(
-                    self._decoder, self._state, gradients, np.float32(rate), sums.loss
-                )
-        self._step += 1
+        rate, (whole, _) = self._rate(), self._prepared(batch, version_step, {})
+        for minibatch in self._minibatches(whole):
+            plan = self._planned(minibatch, ())
+            (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
+            ids = [example.rollout_ids[0] for example in minibatch.examples]
+            gradient_of = partial(self._gradient_of, minibatch)
+            yield PlannedStep(self._decoder, self._state, ids, gradients, rate, gradient_of)
+            self._applied(gradients, of_critic, rate, sums)
+        self._end_update()
 
-    def _gradient_of(
-        self,
-        examples: Sequence[RLExample],
-        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
-        rollout_id: str,
-        start: int,
-        stop: int,
-    ) -> Any:
-        ids = {example.rollout_ids[0]: len(example.tokens) for example in examples}
+    def _gradient_of(self, minibatch: _Minibatch, rollout_id: str, start: int, stop: int) -> Any:
+        ids = {example.rollout_ids[0]: len(example.tokens) for example in minibatch.examples}
         length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
-        plan = self._plan(examples, proximal, (length, 1), ids.keys() - {rollout_id})
-        (micro_batch,) = plan.micro_batches
+        (micro_batch,) = self._plan(minibatch, (length, 1), ids.keys() - {rollout_id}).micro_batches
         inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
         micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
-        return self._accumulate(self._decoder, self._zeros(self._decoder), micro_batch).gradients
+        (gradients, _), _ = self._gradients(self._accumulate, [micro_batch], self._critic.head)
+        return gradients
 
     def score(self, examples: Sequence[RLExample], decoder: Decoder | None = None) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of every token, by the loss's own forward pass over single rows, as short as they can be.
@@ -367,7 +267,8 @@ class Learner:
             return []
         longest = max(len(example.tokens) for example in examples)
         length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
-        return self._scored(plan_scoring(examples, length, 1), self._decoder if decoder is None else decoder)
+        scoring = partial(self._score, self._decoder if decoder is None else decoder)
+        return self._scored(plan_scoring(examples, length, 1), scoring)
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -415,7 +316,7 @@ class Learner:
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
         plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
-        gradients, sums = self._gradients(warm_start.accumulate, plan)
+        (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
         self._decoder, warm_start.state, applied = warm_start.apply(
             self._decoder, state, gradients, np.float32(rate), sums.loss
@@ -429,7 +330,7 @@ class Learner:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
         counters = {"step": self._step, "skipped_in_a_row": self._skipped_in_a_row}
         named = {name: np.array(value, np.int64) for name, value in counters.items()}
-        return to_named(self._state) | self._reference.state_arrays() | named
+        return to_named(self._state) | self._reference.state_arrays() | self._critic.state_arrays() | named
 
     def restore_arrays(self, arrays: dict[str, np.ndarray]) -> None:
         """Takes `state_arrays` back; the parameters are those the learner was made with.
@@ -440,7 +341,7 @@ class Learner:
         rest = dict(arrays)
         counters = [rest.pop(name, np.array(0)) for name in ("step", "skipped_in_a_row")]
         self._step, self._skipped_in_a_row = (int(counter) for counter in counters)
-        rest = self._reference.restore(rest, self._step, self._decoder)
+        rest = self._critic.restore(self._reference.restore(rest, self._step, self._decoder))
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
@@ -484,52 +385,97 @@ class Learner:
         scoring_s["time/proximal"] = time.perf_counter() - started
         return [logprobs.get(index) for index in range(len(examples))]
 
+    def _with_values(
+        self, examples: Sequence[RLExample], scoring_s: dict[str, float]
+    ) -> tuple[Sequence[RLExample], list[ValueTargets] | None, dict[str, float]]:
+        """The examples with advantages over a value head's values, where there is one, and what it learns."""
+        head = self._critic.head
+        if head is None:
+            return examples, None, {}
+        started = time.perf_counter()
+        rows = self._config.row_length, self._config.micro_batch_rows
+        plan = plan_scoring(examples, *rows, every_token=False)
+        values = self._scored(plan, partial(self._value, self._decoder, head))
+        scoring_s["time/values"] = time.perf_counter() - started
+        return self._critic.advantages(examples, values)
+
     def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
         rows = self._config.row_length, self._config.micro_batch_rows
-        return self._scored(plan_scoring(examples, *rows, every_token=False), decoder)
+        return self._scored(plan_scoring(examples, *rows, every_token=False), partial(self._score, decoder))
 
-    def _scored(self, plan: UpdatePlan, decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
+    def _scored(self, plan: UpdatePlan, scoring: Callable[[Any], Any]) -> list[Float32[np.ndarray, " pos"]]:
+        """What is scored at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
         scores = []
         for micro_batch in plan.micro_batches:
-            logprobs, count = np.asarray(self._score(decoder, micro_batch)), int(micro_batch.count)
+            found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
             rows = np.zeros(micro_batch.tokens.shape, np.float32)
-            rows.reshape(-1)[micro_batch.positions[:count]] = logprobs[:count]
+            rows.reshape(-1)[micro_batch.positions[:count]] = found[:count]
             scores.append(rows)
         return unpack(np.concatenate(scores), plan.placements) if scores else []
 
-    def _optimiser_step(
-        self,
-        examples: Sequence[RLExample],
-        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
-        rate: float,
-        left_out: Collection[str],
-    ) -> StepOutcome:
-        config, started = self._config, time.perf_counter()
-        without = {*left_out, *self._uncomputed(examples)}
-        plan = self._plan(examples, proximal, (config.row_length, config.micro_batch_rows), without)
-        gradients, sums = self._gradients(self._accumulate, plan)
+    def _rate(self) -> float:
+        return learning_rate(self._config.optimizer, self._step, self._total_steps)
+
+    def _prepared(
+        self, batch: TrainingBatch, version_step: int, scoring_s: dict[str, float]
+    ) -> tuple[_Minibatch, dict[str, float]]:
+        """All that forward passes of their own tell of a batch, and the value head's metrics; as `update` begins."""
+        self._check_batch(batch, version_step)
+        self._warm_start.discard()
+        self._reference.keep(self._decoder)
+        examples = self._with_reference(batch.examples, scoring_s)
+        proximal = self._proximal(examples, scoring_s)
+        examples, targets, metrics = self._with_values(examples, scoring_s)
+        return _Minibatch(examples, proximal, targets), metrics
+
+    def _minibatches(self, whole: _Minibatch) -> Iterator[_Minibatch]:
+        """Of every optimiser step of an update, drawn by seed and step."""
+        rng = generator(fold(self._seed, "minibatches", self._step))
+        for _ in range(self._config.epochs):
+            for indices in compiled.minibatches_of(whole.examples, self._config.minibatches, rng):
+                yield whole.chosen(indices)
+
+    def _end_update(self) -> None:
+        self._step += 1
+        self._reference.follow(self._step, self._decoder)
+
+    def _optimiser_step(self, minibatch: _Minibatch, rate: float, left_out: Collection[str]) -> StepOutcome:
+        started = time.perf_counter()
+        plan = self._planned(minibatch, left_out)
+        (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
         differentiated = time.perf_counter()
-        self._decoder, self._state, applied = self._apply(
-            self._decoder, self._state, gradients, np.float32(rate), sums.loss
-        )
-        applied = jax.device_get(applied)
+        applied = self._applied(gradients, of_critic, rate, sums)
         times = differentiated - started, time.perf_counter() - differentiated
         tokens = sum(placement.stop - placement.start for placement in plan.placements)
         return StepOutcome(sums, applied, *times, tokens, sum(batch.tokens.size for batch in plan.micro_batches))
 
-    def _plan(
-        self,
-        examples: Sequence[RLExample],
-        proximal: Sequence[Float32[np.ndarray, " _"] | None] | None,
-        rows: tuple[int, int],
-        left_out: Collection[str] = (),
-    ) -> UpdatePlan:
+    def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
+        """What the optimiser made of a step's gradients; parameters and states are new afterwards."""
+        self._decoder, self._state, applied = self._apply(
+            self._decoder, self._state, gradients, np.float32(rate), sums.loss
+        )
+        applied = jax.device_get(applied)
+        self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
+        return applied
+
+    def _planned(self, minibatch: _Minibatch, left_out: Collection[str]) -> UpdatePlan:
+        """Micro-batches of an update's shape, without those that need no forward pass."""
+        rows = self._config.row_length, self._config.micro_batch_rows
+        return self._plan(minibatch, rows, {*left_out, *self._uncomputed(minibatch.examples)})
+
+    def _plan(self, minibatch: _Minibatch, rows: tuple[int, int], left_out: Collection[str]) -> UpdatePlan:
         """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
-        denominators = [self._denominator(example) for example in examples]
-        beside = {"max_tokens": denominators, "proximal_logprobs": proximal, "left_out": left_out}
-        return plan_update(examples, self._config.loss, *rows, self._step, **beside)
+        return plan_update(
+            minibatch.examples,
+            self._config.loss,
+            *rows,
+            self._step,
+            max_tokens=[self._denominator(example) for example in minibatch.examples],
+            proximal_logprobs=minibatch.proximal,
+            value_targets=minibatch.targets,
+            left_out=left_out,
+        )
 
     def _denominator(self, example: RLExample) -> int:
         """Of a sequence under ``constant`` aggregation; its lesson is the first part of its group's id."""
@@ -539,13 +485,15 @@ class Learner:
         lesson = example.rollout_ids[0].rpartition("/")[0].rsplit("-", 2)[0]
         return limits.get(lesson) or max(limits.values())
 
-    def _gradients(self, accumulate: Any, plan: UpdatePlan) -> tuple[Any, compiled.LossSums]:
-        """Gradient (on the device) and sums (on the host) of all micro-batches."""
-        so_far = self._zeros(self._decoder)
-        for micro_batch in plan.micro_batches:
-            so_far = accumulate(self._decoder, so_far, micro_batch)
+    def _gradients(
+        self, accumulate: Any, micro_batches: Sequence[compiled.MicroBatch], critic: ValueHead | None = None
+    ) -> tuple[tuple[Any, Any], compiled.LossSums]:
+        """Gradients of the policy and a value head (on the device), and sums (on the host), of all micro-batches."""
+        so_far = self._zeros(self._decoder, critic=critic)
+        for micro_batch in micro_batches:
+            so_far = accumulate(self._decoder, so_far, micro_batch, critic=critic)
             so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
-        return so_far.gradients, jax.device_get(so_far.sums)
+        return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
 
     def _count_skipped(self, applied: Sequence[AppliedUpdate]) -> None:
         self._skipped_in_a_row = 0 if all(each.finite for each in applied) else self._skipped_in_a_row + 1

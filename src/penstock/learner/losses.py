@@ -25,7 +25,7 @@ log Σ exp, lives from one pass to the other, and the entropy where its gradient
 read at run time: positions that nobody asks about cost nothing, and a batch with more or fewer of them needs no new
 compilation.
 
-Not covered: value heads; a KL in the reward (`penstock.batch.with_kl_in_reward`).
+Not covered: values (`penstock.learner.critic`); a KL in the reward (`penstock.batch.with_kl_in_reward`).
 """
 
 import math
@@ -40,7 +40,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.batch.advantages import ADVANTAGES
-from penstock.learner.config import Aggregation, CorrectionConfig, KlConfig, LossConfig
+from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
+from penstock.learner.loss_terms import KlConfig
 from penstock.model.language.decoder import product
 from penstock.types import ConfigError, RLLossModule, RolloutGroup
 

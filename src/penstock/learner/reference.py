@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.learner.config import KlConfig
+from penstock.learner.loss_terms import KlConfig
 from penstock.model.language import Decoder, ModelConfig, load_decoder, named_arrays, with_named_arrays
 from penstock.types import CheckpointError, ConfigError, WeightsError
 

@@ -20,7 +20,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
 from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
-from penstock.learner.config import KlConfig, LossConfig
+from penstock.learner.config import LossConfig
+from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
+from penstock.learner.loss_terms import CriticConfig, KlConfig
 from penstock.learner.losses import (
     HeadInputs,
     HeadOutputs,
@@ -55,6 +57,8 @@ class MicroBatch(NamedTuple):
         behaviour_logprobs: As the engine recorded them.
         proximal_logprobs: As of the update's beginning; 0 where the loss does not read them.
         reference_logprobs: Under the reference of a KL; 0 where there is none.
+        values: V of the state before the token, at the update's beginning; 0 without a value head.
+        returns: What V should be there; likewise.
         loss_weight: The sequence's weight in the optimiser step; 0 where not real.
         same_version: Whether the whole sequence was sampled under the learner's present version.
         count: Number of real entries.
@@ -70,6 +74,8 @@ class MicroBatch(NamedTuple):
     behaviour_logprobs: Float32[Array, " k"]
     proximal_logprobs: Float32[Array, " k"]
     reference_logprobs: Float32[Array, " k"]
+    values: Float32[Array, " k"]
+    returns: Float32[Array, " k"]
     loss_weight: Float32[Array, " k"]
     same_version: Bool[Array, " k"]
     count: Int32[Array, ""]
@@ -91,6 +97,7 @@ def plan_update(
     *,
     max_tokens: Sequence[int] | None = None,
     proximal_logprobs: Sequence[Float32[np.ndarray, " _"] | None] | None = None,
+    value_targets: Sequence[ValueTargets] | None = None,
     left_out: Collection[str] = (),
 ) -> UpdatePlan:
     """Micro-batches of an optimiser step: the entries are the tokens under the loss mask.
@@ -103,6 +110,7 @@ def plan_update(
         version_step: The learner's version.
         max_tokens: Of each example its denominator under ``constant`` aggregation; None: the loss's, or `row_length`.
         proximal_logprobs: ℓ_p of each example's tokens; None where the loss does not read them.
+        value_targets: Of each example; None where there is no value head.
         left_out: Ids of rollouts that the loss's denominators count and no row holds; the placements are of the others.
             Where none is left there is no micro-batch.
     """
@@ -111,7 +119,11 @@ def plan_update(
     weights = sequence_weights(sampled, loss.aggregation, denominators)
     same = [bool((e.weight_steps[e.loss_mask] == version_step).all()) for e in examples]
     proximal = [None] * len(examples) if proximal_logprobs is None else proximal_logprobs
-    filled = [_Filling(*each) for each in zip(weights, same, proximal, strict=True)]
+    targets: Sequence[ValueTargets | None] = [None] * len(examples) if value_targets is None else value_targets
+    filled = [
+        _Filling(weight, own, before, wanted and wanted.values, wanted and wanted.returns)
+        for weight, own, before, wanted in zip(weights, same, proximal, targets, strict=True)
+    ]
     kept = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in left_out]
     chosen = [examples[index] for index in kept], [filled[index] for index in kept]
     return _plan(*chosen, row_length, micro_rows, every_token=False)
@@ -133,7 +145,7 @@ def plan_scoring(
         micro_rows: Rows per micro-batch, R.
         every_token: The entries are all tokens but each sequence's first; else those under the loss mask.
     """
-    return _plan(examples, [_Filling(0.0, False, None)] * len(examples), row_length, micro_rows, every_token)
+    return _plan(examples, [_Filling(0.0, False)] * len(examples), row_length, micro_rows, every_token)
 
 
 def minibatches_of(
@@ -164,7 +176,9 @@ def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
     real: Any = np.zeros(rows.size, np.float32)
     nowhere: Any = np.zeros(rows.size, np.bool_)
     none: Any = np.array(0, np.int32)
-    return MicroBatch(rows, rows, rows, whole, whole, real + 1, real, real, real, real, real, nowhere, none)
+    of_entries = dict.fromkeys(MicroBatch._fields[3:], real)
+    fixed = {"labels": whole, "positions": whole, "temperature": real + 1, "same_version": nowhere, "count": none}
+    return MicroBatch(rows, rows, rows, **(of_entries | fixed))
 
 
 class _Filling(NamedTuple):
@@ -172,7 +186,9 @@ class _Filling(NamedTuple):
 
     loss_weight: float | np.float32
     same_version: bool
-    proximal_logprobs: np.ndarray | None
+    proximal_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
 
 class _Rows(NamedTuple):
@@ -181,6 +197,8 @@ class _Rows(NamedTuple):
     loss_weight: Float32[np.ndarray, "rows pos"]
     same_version: Bool[np.ndarray, "rows pos"]
     proximal_logprobs: Float32[np.ndarray, "rows pos"]
+    values: Float32[np.ndarray, "rows pos"]
+    returns: Float32[np.ndarray, "rows pos"]
 
 
 def _plan(
@@ -189,7 +207,8 @@ def _plan(
     placements = place([len(example.tokens) for example in examples], row_length)
     rows = pack(examples, row_length)
     shape = len(rows), row_length
-    beside = _Rows(np.zeros(shape, np.float32), np.zeros(shape, np.bool_), np.zeros(shape, np.float32))
+    dtypes = {"same_version": np.bool_}
+    beside = _Rows(*(np.zeros(shape, dtypes.get(name, np.float32)) for name in _Rows._fields))
     for placement, filling in zip(placements, filled, strict=True):
         for row_values, value in zip(beside, filling, strict=True):
             if value is not None:
@@ -223,6 +242,8 @@ def _gather(packed: PackedBatch, wanted: Bool[np.ndarray, "rows pos"], beside: _
         behaviour_logprobs=front(packed.generator_log_probs),
         proximal_logprobs=front(beside.proximal_logprobs),
         reference_logprobs=front(np.zeros(wanted.shape, np.float32) if reference is None else reference),
+        values=front(beside.values),
+        returns=front(beside.returns),
         loss_weight=front(beside.loss_weight),
         same_version=front(beside.same_version),
         count=count,
@@ -243,6 +264,9 @@ class ForwardOptions(NamedTuple):
     head_tile_tokens: int
 
 
+_NO_KL, _NO_CRITIC = KlConfig(), CriticConfig()
+
+
 class LossOptions(NamedTuple):
     """What a token's loss is made of.
 
@@ -251,12 +275,14 @@ class LossOptions(NamedTuple):
         proximal: Where ℓ_p comes from.
         entropy_gradient: Whether the loss has a gradient through the entropies.
         reads_reference: Whether it is given the micro-batch's ℓ_ref.
+        critic: Of the value head, where there is one.
     """
 
     token_loss: TokenLossFunction
     proximal: ProximalSource = "current"
     entropy_gradient: bool = False
     reads_reference: bool = False
+    critic: CriticConfig = _NO_CRITIC
 
 
 class LossSums(NamedTuple):
@@ -264,6 +290,7 @@ class LossSums(NamedTuple):
 
     `stale_*` are over sequences of which another version than the learner's sampled a part; the KL terms are
     expm1(x) − x with x = ℓ_θ − ℓ_b, an unbiased and never negative estimate of KL(behaviour ‖ learner).
+    `value_loss` is weighed like `loss`, of which it is a part; it is 0 without a value head.
     `reference_kl` is k3 of the micro-batch's ℓ_ref, and means nothing where there is no reference.
     """
 
@@ -276,16 +303,16 @@ class LossSums(NamedTuple):
     stale_tokens: Float32[Array, ""]
     stale_kl: Float32[Array, ""]
     reference_kl: Float32[Array, ""]
+    value_loss: Float32[Array, ""]
+    value_clipped: Float32[Array, ""]
 
 
 class GradientSums(NamedTuple):
-    """Gradient and sums over the micro-batches so far; donated from one to the next."""
+    """Gradients, also of the value head, and sums over the micro-batches so far; donated from one to the next."""
 
     gradients: PyTree
     sums: LossSums
-
-
-_NO_KL = KlConfig()
+    critic: ValueHead | None = None
 
 
 @cache
@@ -295,15 +322,19 @@ def policy_accumulator(
     frozen: tuple[str, ...] = (),
     proximal: ProximalSource = "current",
     kl: KlConfig = _NO_KL,
+    critic: CriticConfig = _NO_CRITIC,
 ) -> Any:
-    """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated."""
+    """Compiled (decoder, so_far, micro_batch) -> so_far for the policy loss; `so_far` is donated.
+
+    A value head is given by name, as ``critic``.
+    """
     own = loss.load_module()
     token_loss = partial(policy_token_loss, loss) if own is None else partial(own_token_loss, own)
     reads_reference = kl.in_loss or (own is not None and kl.reference is not None)
     if kl.in_loss:
         token_loss = partial(kl_token_loss, kl, token_loss)
     entropy_gradient = own is not None or loss.entropy_coefficient > 0
-    return _accumulator(LossOptions(token_loss, proximal, entropy_gradient, reads_reference), options, frozen)
+    return _accumulator(LossOptions(token_loss, proximal, entropy_gradient, reads_reference, critic), options, frozen)
 
 
 @cache
@@ -327,8 +358,18 @@ def scorer(options: ForwardOptions) -> Any:
 
 
 @cache
+def value_scorer(options: ForwardOptions) -> Any:
+    """Compiled (decoder, value head, micro_batch) -> V of the state before each entry's token, float32 [k]."""
+
+    def score(decoder: Decoder, head: ValueHead, batch: MicroBatch) -> Array:
+        return head(entry_states(decoder, batch, options))
+
+    return jax.jit(score)
+
+
+@cache
 def zeros_maker(frozen: tuple[str, ...] = ()) -> Any:
-    """Compiled decoder -> what to start accumulating from."""
+    """Compiled decoder -> what to start accumulating from; a value head is given by name, as ``critic``."""
     return jax.jit(partial(zeros, frozen=frozen))
 
 
@@ -336,17 +377,27 @@ def head_outputs(
     decoder: Decoder, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool = False
 ) -> HeadOutputs:
     """Log-probability and entropy at every entry of a micro-batch: body on rows, head on entries."""
+    return _of_states(decoder, entry_states(decoder, batch, options), batch, options, entropy_gradient)
+
+
+def entry_states(decoder: Decoder, batch: MicroBatch, options: ForwardOptions) -> Array:
+    """[k, hidden] of the states that predicted the entries' tokens; of padding entries, any state."""
     hidden = decoder.hidden_states(batch.tokens, batch.position_ids, batch.segment_ids, options.remat)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    before = jnp.maximum(batch.positions - 1, 0)  # the state that predicted the token; padding entries have 0
+    return hidden.reshape(-1, hidden.shape[-1])[jnp.maximum(batch.positions - 1, 0)]
+
+
+def _of_states(
+    decoder: Decoder, states: Array, batch: MicroBatch, options: ForwardOptions, entropy_gradient: bool
+) -> HeadOutputs:
     inputs = HeadInputs(batch.labels, batch.temperature, batch.count)
-    return tiled_logprobs(flat[before], decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient)
+    return tiled_logprobs(states, decoder.output_matrix, inputs, options.head_tile_tokens, entropy_gradient)
 
 
-def zeros(decoder: Decoder, frozen: Sequence[str] = ()) -> GradientSums:
+def zeros(decoder: Decoder, frozen: Sequence[str] = (), critic: ValueHead | None = None) -> GradientSums:
     """Before the first micro-batch; arrays that are frozen have no gradient."""
     gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), split_frozen(frozen, decoder)[0])
-    return GradientSums(gradients, LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields)))
+    sums = LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields))
+    return GradientSums(gradients, sums, jax.tree.map(jnp.zeros_like, critic))
 
 
 def accumulate(
@@ -356,24 +407,35 @@ def accumulate(
     so_far: GradientSums,
     batch: MicroBatch,
     frozen: Sequence[str] = (),
+    critic: ValueHead | None = None,
 ) -> GradientSums:
-    """Adds one micro-batch's gradient and sums; of arrays that are frozen there is none."""
+    """Adds one micro-batch's gradients and sums; of arrays that are frozen there is none."""
     trained, rest = split_frozen(frozen, decoder)
 
-    def loss_of(part: Decoder) -> tuple[Array, LossSums]:
-        return _loss(loss, options, join_frozen(part, rest), batch)
+    def loss_of(part: Decoder, head: ValueHead | None) -> tuple[Array, LossSums]:
+        return _loss(loss, options, join_frozen(part, rest), head, batch)
 
-    gradients, sums = jax.grad(loss_of, has_aux=True)(trained)
+    (gradients, of_head), sums = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(trained, critic)
     added = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), so_far.gradients, gradients)
-    return GradientSums(added, jax.tree.map(jnp.add, so_far.sums, sums))
+    critics = jax.tree.map(jnp.add, so_far.critic, of_head)
+    return GradientSums(added, jax.tree.map(jnp.add, so_far.sums, sums), critics)
 
 
-def _loss(loss: LossOptions, options: ForwardOptions, decoder: Decoder, batch: MicroBatch) -> tuple[Array, LossSums]:
-    outputs = head_outputs(decoder, batch, options, loss.entropy_gradient)
+def _loss(
+    loss: LossOptions, options: ForwardOptions, decoder: Decoder, head: ValueHead | None, batch: MicroBatch
+) -> tuple[Array, LossSums]:
+    states = entry_states(decoder, batch, options)
+    outputs = _of_states(decoder, states, batch, options, loss.entropy_gradient)
     real = jnp.arange(batch.labels.shape[0]) < batch.count
     terms = loss.token_loss(_inputs(loss, outputs, batch, real))
     total = _total(batch.loss_weight * terms.loss, real)
-    return total, jax.lax.stop_gradient(_sums(total, terms, outputs, batch, real))
+    value_loss = value_clipped = jnp.zeros((), jnp.float32)
+    if head is not None:
+        of_values, clipped = value_token_loss(head(states), batch.values, batch.returns, loss.critic.clip)
+        value_loss, value_clipped = _total(batch.loss_weight * of_values, real), _count(real & clipped)
+        total = total + loss.critic.coefficient * value_loss
+    sums = _sums(total, terms, outputs, batch, real)._replace(value_loss=value_loss, value_clipped=value_clipped)
+    return total, jax.lax.stop_gradient(sums)
 
 
 def _inputs(loss: LossOptions, outputs: HeadOutputs, batch: MicroBatch, real: Array) -> LossInputs:
@@ -410,6 +472,8 @@ def _sums(loss: Array, terms: TokenLoss, outputs: HeadOutputs, batch: MicroBatch
         stale_tokens=_count(stale),
         stale_kl=_total(kl, stale),
         reference_kl=_total(kl_estimate("k3", outputs.logprobs, batch.reference_logprobs), real),
+        value_loss=jnp.zeros((), jnp.float32),
+        value_clipped=jnp.zeros((), jnp.float32),
     )
 
 

@@ -189,7 +189,7 @@ class RunConfig(BaseModel):
             _check_trainable(lesson_id, lesson.sampling_params, self.learner)
             generations = lesson.sampling_params.n_generations_per_prompt
             loss = self.learner.loss
-            if generations < 2 and loss.advantage != "reinforce_pp" and loss.module is None:
+            if generations < 2 and loss.advantage not in ("reinforce_pp", "gae") and loss.module is None:
                 raise ValueError(
                     f"curriculum.lessons.{lesson_id}.sampling_params.n_generations_per_prompt is {generations}: the "
                     f"baseline of {self.learner.loss.advantage} needs the other answers of a group; set 2 or more"
@@ -269,6 +269,11 @@ class RunConfig(BaseModel):
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
                 "but learner.loss.advantage: turn learns from where in them that was; leave it out"
+            )
+        if self.learner.has_critic and replay.batch_maker.filter_zero_variance:
+            raise ValueError(
+                "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
+                "learner.loss.advantage: gae compares with a value head and learns from them; leave it out"
             )
         if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
             raise ValueError(

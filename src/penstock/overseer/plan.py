@@ -5,7 +5,7 @@ The text is itself a recipe: everything but the config is a comment.
 
 from typing import TYPE_CHECKING
 
-from penstock.learner.config import KlConfig
+from penstock.learner.loss_terms import KlConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
@@ -77,7 +77,8 @@ def _component_lines(config: RunConfig) -> list[str]:
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
         "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
-        f"loss {learner.loss.preset}" + _in_steps(learner.optimizer_steps),
+        f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
+        + _in_steps(learner.optimizer_steps),
         **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
         "checkpoints": config.overseer.checkpoints_in_words,
         "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
