@@ -176,7 +176,7 @@ def empty_micro_batch(row_length: int, micro_rows: int) -> MicroBatch:
     real: Any = np.zeros(rows.size, np.float32)
     nowhere: Any = np.zeros(rows.size, np.bool_)
     none: Any = np.array(0, np.int32)
-    of_entries = dict.fromkeys(MicroBatch._fields[3:], real)
+    of_entries: dict[str, Any] = dict.fromkeys(MicroBatch._fields[3:], real)
     fixed = {"labels": whole, "positions": whole, "temperature": real + 1, "same_version": nowhere, "count": none}
     return MicroBatch(rows, rows, rows, **(of_entries | fixed))
 
