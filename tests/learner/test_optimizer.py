@@ -146,3 +146,21 @@ def test_frozen_arrays_stay_and_their_gradients_count_for_nothing():
 def test_frozen_arrays_that_the_model_does_not_have_are_bad_input():
     with pytest.raises(ConfigError, match=r"learner.optimizer.frozen.*'head.\*'"):
         initial_state(OptimizerConfig(frozen=("head.*",)), {"embedding": jnp.ones(2)})
+
+
+def test_wsd_stays_at_the_peak_and_falls_over_its_share() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule="wsd", decay_fraction=0.4, final_fraction=0.2)
+    rates = [learning_rate(config, step, 10) for step in range(11)]
+    np.testing.assert_allclose(rates, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_wsd_falls_over_what_a_long_warm_up_leaves() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=3, schedule="wsd", decay_fraction=1.0, final_fraction=0.0)
+    rates = [learning_rate(config, step, 6) for step in range(6)]
+    np.testing.assert_allclose(rates, [1 / 3, 2 / 3, 1, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_a_share_of_decay_without_wsd_is_refused(schedule: str) -> None:
+    with pytest.raises(ValueError, match=f"decay_fraction is 0.5, which has no effect: schedule is '{schedule}'"):
+        OptimizerConfig.model_validate({"schedule": schedule, "decay_fraction": 0.5})

@@ -175,8 +175,10 @@ class OptimizerConfig(_Frozen, frozen=True):
     Attributes:
         learning_rate: Peak; 0 trains nothing (a control).
         warmup_steps: Updates over which it rises linearly; the first one already has 1 / warmup_steps of it.
-        schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update.
-        final_fraction: Share of the peak that is left at the end (cosine, linear).
+        schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update; ``wsd`` stays constant
+            and falls linearly over the last `decay_fraction` of the updates.
+        final_fraction: Share of the peak that is left at the end (cosine, linear, wsd).
+        decay_fraction: Share of the run's updates that ``wsd`` falls over.
         weight_decay: Decoupled; norms and biases are spared.
         beta1: Decay of the gradient's mean.
         beta2: Decay of its square's mean.
@@ -188,14 +190,21 @@ class OptimizerConfig(_Frozen, frozen=True):
 
     learning_rate: float = Field(default=1e-5, ge=0)
     warmup_steps: int = Field(default=5, ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     final_fraction: float = Field(default=0.1, ge=0, le=1)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     frozen: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _decay_acts(self) -> "OptimizerConfig":
+        if self.schedule != "wsd":
+            refuse_idle(self, ("decay_fraction",), f"schedule is {self.schedule!r}, and it is of 'wsd'")
+        return self
 
 
 class WarmStartConfig(_Frozen, frozen=True):

@@ -61,15 +61,19 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     """The learning rate of update `step` (from 0) of `total_steps`.
 
     Linear warm-up, (step + 1) / warmup_steps of the peak; then constant, or from the peak down to
-    `final_fraction` of it at the last update, along a line or half a cosine; that floor beyond.
+    `final_fraction` of it at the last update, along a line or half a cosine; that floor beyond. ``wsd`` stays at the
+    peak and takes the line over the last `decay_fraction` of the updates (Hu et al. 2024,
+    https://arxiv.org/abs/2404.06395), or over what the warm-up leaves of them.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
-    remaining = max(total_steps - 1 - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / remaining, 1.0)
-    left = 1.0 - progress if config.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    begin = config.warmup_steps
+    if config.schedule == "wsd":
+        begin = max(begin, total_steps - 1 - max(round(config.decay_fraction * total_steps), 1))
+    progress = min(max(step - begin, 0) / max(total_steps - 1 - begin, 1), 1.0)
+    left = (1.0 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1.0 - progress
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * left)
 
 
