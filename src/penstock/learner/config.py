@@ -175,8 +175,8 @@ class OptimizerConfig(_Frozen, frozen=True):
     Attributes:
         learning_rate: Peak; 0 trains nothing (a control).
         warmup_steps: Updates over which it rises linearly; the first one already has 1 / warmup_steps of it.
-        schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update; ``wsd`` stays constant
-            and falls linearly over the last `decay_fraction` of the updates.
+        schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update; ``wsd`` stays
+            constant and falls linearly over the last `decay_fraction` of the updates.
         final_fraction: Share of the peak that is left at the end (cosine, linear, wsd).
         decay_fraction: Share of the run's updates that ``wsd`` falls over.
         weight_decay: Decoupled; norms and biases are spared.
