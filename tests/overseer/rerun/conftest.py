@@ -16,6 +16,7 @@ SEVERAL = {
     "learner": {"epochs": 2, "minibatches": 2, "loss": {"preset": "grpo"}},
     "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 6}}}},
 }
+KL_IN_REWARD = {"coefficient": 0.05, "place": "reward", "reference": "ema"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +30,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``sync``, ``async``, ``several``, ``resumed`` and ``control``, of 6 updates each."""
+    """``sync``, ``async``, ``several``, ``values``, ``kl``, ``resumed`` and ``control``, of 6 updates each."""
     folder = tmp_path_factory.mktemp("runs")
     six = merged(merged(KEPT, QUIETLY), {"steps": 6})
     train(tiny(six), folder / "sync", quiet=True)
     train(tiny(merged(six, {"async": True})), folder / "async", quiet=True)
     train(tiny(merged(six, SEVERAL)), folder / "several", quiet=True)
+    train(tiny(merged(six, {"learner": {"epochs": 2, "loss": {"preset": "ppo"}}})), folder / "values", quiet=True)
+    train(tiny(merged(six, {"learner": {"kl": KL_IN_REWARD}})), folder / "kl", quiet=True)
     often = merged(six, {"overseer": {"keep_every": 2}})
     train(tiny(merged(often, {"steps": 5})), folder / "resumed", quiet=True)
     for step in (4, 5):

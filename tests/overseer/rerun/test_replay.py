@@ -34,7 +34,7 @@ def signalled(run_dir: Path) -> int:
     return next(step for step in range(2, 7) if any(advantages(run_dir, step).values()))
 
 
-@pytest.mark.parametrize("name", ["sync", "async", "several", "control"])
+@pytest.mark.parametrize("name", ["sync", "async", "several", "values", "kl", "control"])
 def test_five_updates_are_equal_bit_for_bit_with_the_weights_of_their_checkpoints(runs: Path, name: str):
     before = contents(runs / name)
     report = replay_updates(runs / name, 2, 6)
@@ -95,6 +95,14 @@ def test_another_loss_has_its_own_advantages_on_the_same_rollouts(runs: Path, pr
     if preset == "grpo":
         expected = np.abs(own - own.mean()).max() / (own.std(ddof=1) + 1e-6)
         assert update.recomputed["train/advantage_max"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_another_estimator_is_of_the_rewards_less_the_kl(runs: Path):
+    """Without it every group of equal rewards would have no advantage, and be skipped."""
+    for changes in (["learner.loss.preset=dr_grpo"], ["learner.kl.coefficient=0.2"]):
+        update = replay_updates(runs / "kl", 4, changes=changes).updates[0]
+        assert update.stored["train/advantage_max"] != update.recomputed["train/advantage_max"] > 0
+        assert update.stored["train/skipped_sequences"] == update.recomputed["train/skipped_sequences"] == 0
 
 
 def test_the_preset_that_it_was_changes_nothing(runs: Path):

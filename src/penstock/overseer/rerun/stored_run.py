@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.batch import compute_advantages
+from penstock.batch import compute_advantages, with_kl_in_reward
 from penstock.batch.examples import assemble_example
-from penstock.learner import Checkpoint, LossConfig, load_checkpoint
+from penstock.learner import Checkpoint, LearnerConfig, LossConfig, load_checkpoint
 from penstock.learner.checkpoints import find_checkpoints
 from penstock.learner.config import PRESETS
 from penstock.model.programs import arithmetic, compile_programs
@@ -259,7 +259,7 @@ class StoredRun:
     def _with_advantages(self, update: StoredUpdate, config: RunConfig, examples: list[RLExample]) -> list[RLExample]:
         recorded = self.config_at(update)
         assert isinstance(recorded, RunConfig)
-        if _estimator(config.learner.loss) == _estimator(recorded.learner.loss):
+        if _estimator(config.learner) == _estimator(recorded.learner):
             return examples
         makers = [recorded.replay.batch_maker, *recorded.replay.batch_makers.values()]
         for maker in makers:
@@ -283,7 +283,16 @@ class StoredRun:
             members.setdefault(rollout_id.rpartition("/")[0], []).append(records[rollout_id].rollout)
         groups = [RolloutGroup(records[m[0].rollout_id].group_key, tuple(m), name) for name, m in members.items()]
         own = config.learner.loss.load_module()
-        values = compute_advantages(config.learner.loss.advantage if own is None else own.compute_advantages, groups)
+        estimator = config.learner.loss.advantage if own is None else own.compute_advantages
+        if config.learner.kl.in_reward:
+            if any(example.reference_log_probs is None for example in examples):
+                raise ConfigError(
+                    f"--set learner.kl.place=reward: update {update.step} has no reference log-probabilities stored, "
+                    "since its run had no KL to a reference: set learner.kl.place=loss"
+                )
+            members_of_all = [rollout for group in groups for rollout in group.rollouts]
+            return with_kl_in_reward(estimator, members_of_all, examples, config.learner.kl.coefficient)
+        values = compute_advantages(estimator, groups)
         by_id = {
             rollout.rollout_id: assemble_example(rollout, value)
             for group, advantages in zip(groups, values, strict=True)
@@ -396,8 +405,9 @@ def without_fragments(batch: TrainingBatch[Any], left_out: Collection[str]) -> T
     return replace(batch, examples=tuple(masked(example) for example in batch.examples))
 
 
-def _estimator(loss: LossConfig) -> tuple[str, str | None]:
-    return loss.advantage, loss.module
+def _estimator(learner: LearnerConfig) -> tuple[str, str | None, float]:
+    """What advantages follow from, but the rewards."""
+    return learner.loss.advantage, learner.loss.module, learner.kl.coefficient if learner.kl.in_reward else 0.0
 
 
 def _whole_preset(loss: LossConfig, changes: Sequence[str]) -> list[str]:
