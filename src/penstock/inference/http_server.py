@@ -23,7 +23,8 @@ from penstock.inference.access import (
 from penstock.inference.config import ServeConfig, ServedEngineConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
-from penstock.model.language import PolicyConfig, load_policy
+from penstock.model.language import load_policy
+from penstock.model.language.lora import is_adapter
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
 
@@ -189,8 +190,9 @@ def serve(
     """
     ending = stop or threading.Event()
     path = model_directory(checkpoint)
-    tokenizer = Tokenizer.load(path, config.model.chat_template_kwargs)
-    decoder = load_policy(PolicyConfig(path=str(path), dtype=config.model.dtype), 0, tokenizer)
+    policy = config.model.policy(path)
+    tokenizer = Tokenizer.load(policy.tokenizer_path, policy.chat_template_kwargs)
+    decoder = load_policy(policy, 0, tokenizer)
     max_seq_len = min(config.engine.max_seq_len, decoder.config.max_position_embeddings)
     engine_config = ServedEngineConfig.model_validate(config.engine.model_dump() | {"max_seq_len": max_seq_len})
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
@@ -224,16 +226,19 @@ def _run_until(
 
 
 def model_directory(checkpoint: str) -> Path:
-    """The Hugging Face directory of a checkpoint: itself, or ``model/`` inside a training checkpoint.
+    """The directory of a checkpoint's model or adapter: itself, or ``model/`` inside a training checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
     root = Path(checkpoint)
-    found = next((path for path in (root, root / "model") if (path / "config.json").is_file()), None)
+    places = (root, root / "model")
+    found = next((path for path in places if (path / "config.json").is_file() or is_adapter(path)), None)
     if found is None:
-        raise CheckpointError(f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory")
-    if b'"penstock.control_policy"' in (found / "config.json").read_bytes():
+        raise CheckpointError(
+            f"{checkpoint!r} holds no config.json, nor does its model/: give a checkpoint directory, or an adapter's"
+        )
+    if not is_adapter(found) and b'"penstock.control_policy"' in (found / "config.json").read_bytes():
         raise CheckpointError(
             f"{checkpoint!r} holds a control policy, which acts in simulators: give a language policy's checkpoint, or "
             "a recipe with a fleet to penstock eval"

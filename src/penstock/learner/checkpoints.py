@@ -207,7 +207,11 @@ class Checkpoint:
         from penstock.model.language import load_decoder
 
         try:
-            return load_decoder(self.path / "model", cast(Dtype, self.header["dtype"]))
+            return load_decoder(
+                self.path / "model",
+                cast(Dtype, self.header["dtype"]),
+                adapter_dtype=cast(Dtype | None, self.header.get("adapter_dtype")),
+            )
         except _UNREADABLE as error:
             raise _cannot_be_read(self.path, error) from error
 
@@ -307,6 +311,8 @@ def _checked_header(state: Mapping[str, Any]) -> dict[str, str]:
         dtype = state["dtype"]
         found = repr(dtype) if isinstance(dtype, str) else f"a {type(dtype).__name__}"
         raise ValueError(f"dtype in state.json is {found:.50}, not one of {', '.join(get_args(Dtype))}")
+    if state.get("adapter_dtype") in get_args(Dtype):
+        header["adapter_dtype"] = str(state["adapter_dtype"])
     return header
 
 

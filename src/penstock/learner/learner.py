@@ -9,6 +9,7 @@ Parameters that were handed out are never donated: `decoder` stays valid for who
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,10 @@ from penstock.learner.optimizer import (
 )
 from penstock.learner.reference import ReferenceWeights
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
-from penstock.model.language import Decoder, named_arrays, save_decoder
-from penstock.model.language.hugging_face import PolicyTokenizer
+from penstock.model.language import Decoder, ModelConfig, named_arrays, save_decoder
+from penstock.model.language.adapter import base_digest
+from penstock.model.language.config import ADAPTER
+from penstock.model.language.hugging_face import PolicyTokenizer, save_adapter
 from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
 
@@ -121,7 +124,8 @@ class Learner:
         max_output_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self._decoder = decoder
-        self._config = config
+        self._config = config = _with_still(config, decoder.config)
+        self._base_digest = ""
         self._total_steps = total_steps
         self._seed = seed
         self._max_output_tokens = max_output_tokens or {}
@@ -149,6 +153,11 @@ class Learner:
     def step(self) -> int:
         """The version of the current parameters: how many updates are behind them."""
         return self._step
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the optimiser; its `frozen` is all that does not train, the base of an adapter, too."""
+        return self._config.optimizer
 
     def named_arrays(self) -> dict[str, Array]:
         """The current parameters by name, as weights travel."""
@@ -345,9 +354,17 @@ class Learner:
         self._state = from_named(self._state, rest, self._config.optimizer.frozen)
 
     def write_model(self, folder: Path, codec: PolicyTokenizer) -> dict[str, str]:
-        """Writes a Hugging Face directory with the tokenizer."""
-        save_decoder(self._decoder, folder, codec)
-        return {"policy": "language", "dtype": self._decoder.config.dtype}
+        """Writes a Hugging Face directory with the tokenizer; of a policy that is an adapter, one as PEFT has it."""
+        decoder, config = self._decoder, self._decoder.config
+        header = {"policy": "language", "dtype": config.dtype}
+        if config.lora is None:
+            save_decoder(decoder, folder, codec)
+            return header
+        if not self._base_digest:  # it never changes
+            arrays = self.named_arrays().items()
+            self._base_digest = base_digest({name: each for name, each in arrays if not name.startswith(ADAPTER)})
+        save_adapter(decoder, folder, codec, self._base_digest)
+        return header | {"adapter_dtype": str(config.lora.dtype)}
 
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
         if version_step != self._step:
@@ -528,6 +545,24 @@ class _WarmStart:
 
     def discard(self) -> None:
         self.state = None
+
+
+def _with_still(config: LearnerConfig, model: ModelConfig) -> LearnerConfig:
+    """With all arrays frozen that never train.
+
+    Raises:
+        ConfigError: `frozen` names some of them as if they did.
+    """
+    frozen, still = config.optimizer.frozen, model.still
+    adapter = [name for name in model.parameter_shapes() if name.startswith(ADAPTER)]
+    idle = [pattern for pattern in frozen if still and not any(fnmatchcase(name, pattern) for name in adapter)]
+    if idle:
+        raise ConfigError(
+            f"learner.optimizer.frozen has {idle}, and beside an adapter all but the adapter stays as it is: name some "
+            f"of {', '.join(adapter)}, or leave it out"
+        )
+    optimizer = config.optimizer.model_copy(update={"frozen": (*frozen, *still)})
+    return config.model_copy(update={"optimizer": optimizer}) if still else config
 
 
 def _has_reference(examples: Sequence[RLExample]) -> bool:

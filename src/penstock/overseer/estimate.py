@@ -28,7 +28,6 @@ split over holds an equal part of its parameters and cache each. The process its
 adds `PROCESS_BYTES`.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass, fields
@@ -37,8 +36,8 @@ from pathlib import Path
 
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import LearnerConfig
-from penstock.model.language.config import ModelConfig, PolicyConfig
-from penstock.types import ConfigError
+from penstock.model.language.config import ModelConfig, PolicyConfig, read_shape
+from penstock.types import CheckpointError, ConfigError
 
 PROCESS_BYTES = 700 * 2**20
 """Measured after start-up of a CPU run with a tiny model."""
@@ -94,15 +93,13 @@ def model_shape(policy: PolicyConfig) -> ModelConfig:
         from penstock.text import Tokenizer
 
         return policy.init.model(Tokenizer.load(policy.tokenizer_path).vocab_size, policy.dtype)
-    path = Path(str(policy.directory)) / "config.json"
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        return read_shape(str(policy.directory), policy.dtype, policy.base, policy.lora)
+    except CheckpointError as error:
         raise ConfigError(
-            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {path} cannot be read ({error}): give "
-            "a Hugging Face model directory, or a run's checkpoint as model.initial_checkpoint"
+            f"{policy.source_key} is {policy.initial_checkpoint or policy.path}: {error}: give a Hugging Face model "
+            "directory, or a run's checkpoint as model.initial_checkpoint"
         ) from error
-    return ModelConfig.from_hugging_face(content, policy.dtype)
 
 
 def computes_on_cpu() -> bool:
