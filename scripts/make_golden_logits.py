@@ -4,8 +4,9 @@
     /tmp/golden/bin/python scripts/make_golden_logits.py
 
 For each family: a tiny checkpoint as transformers saves it, and the float32 logits that transformers computes from it
-for sequences of different lengths; for some an adapter beside it, as PEFT saves it, and the logits with that. Every parameter is drawn at random, biases and norm weights included, since a
-parameter left at zero or one could be ignored or misplaced without any test noticing.
+for sequences of different lengths; for some an adapter beside it, as PEFT saves it, and the logits with that. Every
+parameter is drawn at random, biases and norm weights included, since a parameter left at zero or one could be ignored
+or misplaced without any test noticing.
 """
 
 import json

@@ -9,7 +9,6 @@ Parameters that were handed out are never donated: `decoder` stays valid for who
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,14 +33,17 @@ from penstock.learner.optimizer import (
     AppliedUpdate,
     OptimizerState,
     applier,
+    beside_base,
     from_named,
     initial_state,
+    join_frozen,
     learning_rate,
+    split_frozen,
     to_named,
 )
 from penstock.learner.reference import ReferenceWeights
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
-from penstock.model.language import Decoder, ModelConfig, named_arrays, save_decoder
+from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.adapter import base_digest
 from penstock.model.language.config import ADAPTER
 from penstock.model.language.hugging_face import PolicyTokenizer, save_adapter
@@ -124,7 +126,8 @@ class Learner:
         max_output_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self._decoder = decoder
-        self._config = config = _with_still(config, decoder.config)
+        own = beside_base(config.optimizer, decoder.config)
+        self._config = config = config.model_copy(update={"optimizer": own})
         self._base_digest = ""
         self._total_steps = total_steps
         self._seed = seed
@@ -188,7 +191,8 @@ class Learner:
         critic = self._critic.head
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
-        applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
+        trained, _ = split_frozen(self.optimizer.frozen, self._decoder)
+        applied = trained, self._state, so_far.gradients, scalar, so_far.sums.loss
         lowered = {
             "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch, critic=critic),
             "optimiser step": partial(self._apply.lower, *applied),
@@ -327,9 +331,7 @@ class Learner:
         plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
         (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
-        self._decoder, warm_start.state, applied = warm_start.apply(
-            self._decoder, state, gradients, np.float32(rate), sums.loss
-        )
+        warm_start.state, applied = self._step_by(warm_start.apply, state, gradients, rate, sums.loss)
         outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
@@ -469,12 +471,19 @@ class Learner:
 
     def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
         """What the optimiser made of a step's gradients; parameters and states are new afterwards."""
-        self._decoder, self._state, applied = self._apply(
-            self._decoder, self._state, gradients, np.float32(rate), sums.loss
-        )
+        self._state, applied = self._step_by(self._apply, self._state, gradients, rate, sums.loss)
         applied = jax.device_get(applied)
         self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
         return applied
+
+    def _step_by(
+        self, apply: Any, state: OptimizerState, gradients: Any, rate: float, loss: Any
+    ) -> tuple[OptimizerState, AppliedUpdate]:
+        """Replaces what trains; arrays that are frozen stay the very same, and are not copied either."""
+        trained, rest = split_frozen(self.optimizer.frozen, self._decoder)
+        trained, state, applied = apply(trained, state, gradients, np.float32(rate), loss)
+        self._decoder = join_frozen(trained, rest)
+        return state, applied
 
     def _planned(self, minibatch: _Minibatch, left_out: Collection[str]) -> UpdatePlan:
         """Micro-batches of an update's shape, without those that need no forward pass."""
@@ -545,24 +554,6 @@ class _WarmStart:
 
     def discard(self) -> None:
         self.state = None
-
-
-def _with_still(config: LearnerConfig, model: ModelConfig) -> LearnerConfig:
-    """With all arrays frozen that never train.
-
-    Raises:
-        ConfigError: `frozen` names some of them as if they did.
-    """
-    frozen, still = config.optimizer.frozen, model.still
-    adapter = [name for name in model.parameter_shapes() if name.startswith(ADAPTER)]
-    idle = [pattern for pattern in frozen if still and not any(fnmatchcase(name, pattern) for name in adapter)]
-    if idle:
-        raise ConfigError(
-            f"learner.optimizer.frozen has {idle}, and beside an adapter all but the adapter stays as it is: name some "
-            f"of {', '.join(adapter)}, or leave it out"
-        )
-    optimizer = config.optimizer.model_copy(update={"frozen": (*frozen, *still)})
-    return config.model_copy(update={"optimizer": optimizer}) if still else config
 
 
 def _has_reference(examples: Sequence[RLExample]) -> bool:
