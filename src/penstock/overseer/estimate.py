@@ -6,23 +6,28 @@ length T in a micro-batch (N = R T tokens), and c bytes of what is computed with
 bfloat16 in float32):
 
 - *learner's parameters* 2 P b: the present and the next version (never donated: engines read them); 3 P b where an
-  update takes several optimiser steps, with what lies between the two;
-- *reference* P b, of a KL; P (b + 4) where a bfloat16 one follows by an average, which is float32;
+  update takes several optimiser steps, with what lies between the two; beside an adapter of A parameters P b + 2 A b;
+- *reference* P b, of a KL; P (b + 4) where a bfloat16 one follows by an average, which is float32; A for P beside an
+  adapter, unless it is a directory's;
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
-  devices holds are copies throughout, 3 P b with those that are put there;
+  devices holds are copies throughout, 3 P b with those that are put there; beside an adapter 2 A b, since it reads the
+  learner's base (over several devices P b more);
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
-- *optimiser* 8 P: AdamW's moments in float32; 12 P with the float32 master of a bfloat16 model;
+- *optimiser* 8 P: AdamW's moments in float32; 12 P with the float32 master of a bfloat16 model; of an adapter 8 A or
+  12 A, by its own dtype, and its gradients likewise;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention* R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; and of the
   largest prefill, r prompts of length t, H r t² (4 + c) + 8 r t i;
+- *adapter's products*, of outputs w in all: 8 N w, 6 N w where bfloat16 is computed in float32;
 - *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
   without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
-- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
+- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache in the engine;
 - *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
 
-Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
+Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill, and the gradient
+of an adapter, within 20%),
 tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
 split over holds an equal part of its parameters and cache each. The process itself (Python, JAX, compiled programs)
 adds `PROCESS_BYTES`.
@@ -36,7 +41,7 @@ from pathlib import Path
 
 from penstock.inference.config import EngineConfig
 from penstock.learner.config import LearnerConfig
-from penstock.model.language.config import ModelConfig, PolicyConfig, read_shape
+from penstock.model.language.config import ADAPTER, ModelConfig, PolicyConfig, read_shape
 from penstock.types import CheckpointError, ConfigError
 
 PROCESS_BYTES = 700 * 2**20
@@ -118,37 +123,76 @@ def estimate_memory(
         learner: Rows of a micro-batch.
         on_cpu: Where XLA computes bfloat16 in float32.
     """
-    count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
-    trained = trained_count(model, learner)
+    width = _DTYPE_BYTES[model.dtype]
+    trained, own = trained_count(model, learner), _DTYPE_BYTES[_trained_dtype(model)]
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
-        parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
+        parameters_bytes=base_bytes(model) + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
         reference_bytes=_reference_bytes(model, learner),
-        engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
-        gradients_bytes=trained * (4 + width),
-        optimizer_bytes=trained * (8 if width == 4 else 12),
+        engine_bytes=_engine_bytes(model, engine),
+        gradients_bytes=trained * (4 + own),
+        optimizer_bytes=trained * (8 if own == 4 else 12),
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
         vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
-        step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
+        step_bytes=max(0, round(trained * _step_width(model)) - sum(gradient.values())),
     )
 
 
 def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
-    width, reference = _DTYPE_BYTES[model.dtype], learner.kl.reference
+    reference, moving = learner.kl.reference, moving_bytes(model)
     if reference is None:
         return 0
-    return model.parameter_count * (width + (4 if reference == "ema" and width < 4 else 0))
+    if learner.kl.directory is not None:
+        return base_bytes(model) + moving
+    average = reference == "ema" and _trained_dtype(model) == "bfloat16"
+    return 3 * moving if average else moving
+
+
+def _adapter_count(model: ModelConfig) -> int:
+    shapes = model.parameter_shapes().items()
+    return sum(math.prod(shape) for name, shape in shapes if name.startswith(ADAPTER))
+
+
+def _trained_dtype(model: ModelConfig) -> str:
+    return model.dtype if model.lora is None else model.lora.dtype or model.dtype
+
+
+def base_bytes(model: ModelConfig) -> int:
+    """Of the parameters that every version shares: all but an adapter's; none where there is no adapter."""
+    return (model.parameter_count - _adapter_count(model)) * _DTYPE_BYTES[model.dtype] if model.lora is not None else 0
+
+
+def moving_bytes(model: ModelConfig) -> int:
+    """Of the parameters that each version has of its own."""
+    count = model.parameter_count if model.lora is None else _adapter_count(model)
+    return count * _DTYPE_BYTES[_trained_dtype(model)]
+
+
+def _engine_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    several = engine.model_parallel != 1
+    if model.lora is None:
+        return (3 if several else 2) * moving_bytes(model)
+    return 2 * moving_bytes(model) + (base_bytes(model) if several else 0)
+
+
+def _adapter_activations(model: ModelConfig, tokens: int, upcast: bool) -> int:
+    """What an adapter adds to the products of one layer, float32, and its gradient; measured where bfloat16 is not."""
+    if model.lora is None:
+        return 0
+    shapes = model.parameter_shapes()
+    added = sum(shapes[f"{ADAPTER}{name}.b"][-1] for name in model.lora.matrices)
+    return (6 if upcast else 8) * tokens * added
 
 
 def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
     """Number of parameters that are not frozen."""
-    frozen = learner.optimizer.frozen
+    frozen = (*learner.optimizer.frozen, *model.still)
     shapes = model.parameter_shapes().items()
     return sum(math.prod(shape) for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen))
 
@@ -156,12 +200,14 @@ def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
 def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
     """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose."""
     rows, length, count = learner.micro_batch_rows, learner.row_length, model.parameter_count
-    head = 8 * model.vocab_size * model.hidden_size
+    apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
+    head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
     layers = {
-        "gradient": trained_count(model, learner) * _DTYPE_BYTES[model.dtype],
+        "gradient": trained_count(model, learner) * _DTYPE_BYTES[_trained_dtype(model)],
         "attention": attention_bytes(model, rows, length, on_cpu),
-        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
-        "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,
+        "activations": activation_bytes(model, rows, length, learner.remat, on_cpu)
+        + _adapter_activations(model, rows * length, upcast),
+        "copies": 4 * count + head if upcast and not apart else 0,
     }
     tile = 12 * model.vocab_size * min(learner.head_tile_tokens, rows * length)
     scoring = head + tile + _kept_bytes(model, rows * length, learner.remat)
@@ -170,7 +216,12 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
 
 def step_temporaries(model: ModelConfig) -> int:
     """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
-    return round(model.parameter_count * (10 if model.dtype == "float32" else 7.6))
+    return round(model.parameter_count * _step_width(model))
+
+
+def _step_width(model: ModelConfig) -> float:
+    """Bytes for each parameter that trains."""
+    return 10 if _trained_dtype(model) == "float32" else 7.6
 
 
 def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
