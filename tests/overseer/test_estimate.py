@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.adapted import adapted
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache, to_device
@@ -29,6 +28,7 @@ from penstock.overseer.estimate import (
     step_temporaries,
     trained_count,
 )
+from tests.adapted import adapted
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,

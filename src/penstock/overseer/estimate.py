@@ -23,7 +23,8 @@ bfloat16 in float32):
   without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
-- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache in the engine;
+- *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner, none beside an adapter; of head and cache
+  in the engine;
 - *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill, and the gradient

@@ -6,8 +6,8 @@ The text is itself a recipe: everything but the config is a comment.
 from typing import TYPE_CHECKING
 
 from penstock.learner.loss_terms import KlConfig
-from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.model.language.config import ModelConfig
+from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import (
     MemoryEstimate,
     base_bytes,
