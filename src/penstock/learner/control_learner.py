@@ -13,6 +13,7 @@ A metric that is undefined for a batch or not finite is left out, never zero.
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
+from penstock.learner.checkpoints import LearnerSnapshot
 from penstock.learner.config import PpoConfig, ReferenceKlConfig
 from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_step import (
@@ -346,6 +348,12 @@ class ControlLearner:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""
         save_control_policy(folder, self._policy, self._policy.config, self._policy.spaces)
         return {"policy": "control", "dtype": self._policy.config.dtype}
+
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        now = copy(self)
+        now._policy = jax.device_get(self._policy)
+        return LearnerSnapshot.of(self.state_arrays(), now.write_model)
 
     @property
     def _optimise(self) -> Any:

@@ -8,6 +8,7 @@ Parameters that were handed out are never donated: `decoder` stays valid for who
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float32, Int64
 
 from penstock.batch import unpack
 from penstock.learner import step as compiled
+from penstock.learner.checkpoints import LearnerSnapshot
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
@@ -348,6 +350,12 @@ class Learner:
         """Writes a Hugging Face directory with the tokenizer."""
         save_decoder(self._decoder, folder, codec)
         return {"policy": "language", "dtype": self._decoder.config.dtype}
+
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        now = copy(self)
+        now._decoder = jax.device_get(self._decoder)
+        return LearnerSnapshot.of(self.state_arrays(), now.write_model)
 
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
         if version_step != self._step:

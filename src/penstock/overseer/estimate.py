@@ -20,6 +20,8 @@ bfloat16 in float32):
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
+- *snapshot*: P b, the optimiser's and the reference's bytes once more, on the host, where a checkpoint is written while
+  training goes on;
 - *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
@@ -63,6 +65,7 @@ class MemoryEstimate:
         copies_bytes: In float32, on CPUs of a bfloat16 model.
         step_bytes: What the optimiser step takes beyond the memory of the gradient.
         process_bytes: Everything else.
+        snapshot_bytes: What a checkpoint is written from beside the training; 0 at staleness zero.
     """
 
     parameters_bytes: int
@@ -77,6 +80,7 @@ class MemoryEstimate:
     copies_bytes: int
     step_bytes: int
     process_bytes: int = PROCESS_BYTES
+    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -111,7 +115,7 @@ def computes_on_cpu() -> bool:
 
 
 def estimate_memory(
-    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True
+    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True, snapshots: bool = False
 ) -> MemoryEstimate:
     """The memory of a training run in one process.
 
@@ -120,18 +124,20 @@ def estimate_memory(
         engine: Slots and lengths.
         learner: Rows of a micro-batch.
         on_cpu: Where XLA computes bfloat16 in float32.
+        snapshots: Whether checkpoints are written while training goes on.
     """
     count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
     trained = trained_count(model, learner)
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
+    reference, optimizer = _reference_bytes(model, learner), trained * (8 if width == 4 else 12)
     return MemoryEstimate(
         parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
-        reference_bytes=_reference_bytes(model, learner),
+        reference_bytes=reference,
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
-        optimizer_bytes=trained * (8 if width == 4 else 12),
+        optimizer_bytes=optimizer,
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
@@ -139,6 +145,7 @@ def estimate_memory(
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
         step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
+        snapshot_bytes=count * width + optimizer + reference if snapshots else 0,
     )
 
 

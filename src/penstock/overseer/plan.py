@@ -25,7 +25,8 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)
-    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu())
+    beside = not config.replay.synchronous
+    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu(), snapshots=beside)
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
@@ -52,6 +53,7 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
         "scores over the vocabulary": memory.vocabulary_bytes,
         "float32 copies on a CPU": memory.copies_bytes,
         "the optimiser step": memory.step_bytes,
+        **({"a checkpoint being written": memory.snapshot_bytes} if memory.snapshot_bytes else {}),
         "the process itself": memory.process_bytes,
         "total": memory.total_bytes,
     }

@@ -320,7 +320,11 @@ class Run:
         step = yield from until(self.learner_step)
         rows = yield from self.until_stopped(self.tasks.task("evaluator-0", "evaluate", step, when))
         results = read_stats(rows)
-        self.log.evaluation(when, step, results, self._kind.metrics_of(results))
+        metrics, best = self._kind.metrics_of(results), self.config.overseer.keep_best
+        warmed = when == "untrained" and getattr(self.config.learner, "warm_start", None) is not None
+        if best is not None and not warmed:  # no checkpoint has the weights from before a warm start
+            yield from self.tasks.call("learner-0", "note_evaluation", step, metrics.get(best))
+        self.log.evaluation(when, step, results, metrics)
         if when == "after":
             require_results(results, self.tasks.settings.directory.path)
         return results
