@@ -251,10 +251,9 @@ def test_a_kill_while_a_checkpoint_is_written_beside_the_training_leaves_the_one
     with child(kind, run_dir, "in a checkpoint beside the training") as process:
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == -signal.SIGKILL, err
-    (left,) = (run_dir / "checkpoints").glob(".tmp-step-6-*")
-    assert (left / "manifest.json").is_file() and latest_checkpoint(
-        run_dir / "checkpoints"
-    ) == run_dir / "checkpoints" / "step-3"
+    folder = run_dir / "checkpoints"
+    (left,) = folder.glob(".tmp-step-6-*")
+    assert (left / "manifest.json").is_file() and latest_checkpoint(folder) == folder / "step-3"
     assert len(list((run_dir / "batches").glob("*.parquet"))) >= 8
     config = (tiny if kind == "language" else tiny_control)({"steps": 9})
     assert train(config, run_dir, resume=True, quiet=True).complete

@@ -320,10 +320,10 @@ class SavedLearner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """A learner at one update boundary, on the host: it stays so, whatever is trained meanwhile. A `SavedLearner`.
+    """A learner at one update boundary: it stays so, whatever is trained meanwhile. Implements `SavedLearner`.
 
-    Optimiser state is donated at every step, so what is kept of it is a copy; parameters are replaced, never changed:
-    on a CPU they are the learner's own arrays, from an accelerator copies.
+    Optimiser state is donated at every step, so what is kept of it is a copy on the host. Parameters are replaced and
+    never donated: they are the device's own arrays, which live until this is gone.
 
     Attributes:
         arrays: Optimiser state and counters by name; nobody else has them.

@@ -351,9 +351,7 @@ class ControlLearner:
 
     def snapshot(self) -> LearnerSnapshot:
         """All that a checkpoint needs, as it is now."""
-        now = copy(self)
-        now._policy = jax.device_get(self._policy)
-        return LearnerSnapshot.of(self.state_arrays(), now.write_model)
+        return LearnerSnapshot.of(self.state_arrays(), copy(self).write_model)
 
     @property
     def _optimise(self) -> Any:

@@ -110,7 +110,7 @@ class LocalBatches:
     def __init__(self, replay: Replay, states: Callable[[], Mapping[str, Any]]) -> None:
         self._replay = replay
         self._states = states
-        self.next_batch = replay.batches.next_batch
+        self.next_batch, self.peek = replay.batches.next_batch, replay.batches.peek
         self.finish_update = replay.buffer.finish_update
         self.set_current_step = replay.buffer.set_current_step
 

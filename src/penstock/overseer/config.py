@@ -230,6 +230,7 @@ class RunConfig(BaseModel):
                 f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
+        self._check_offline()
         self._check_replay()
         self._check_runtime()
         self.overseer.check_keep_best(self.curriculum.lessons, ("reward_mean", "success_rate", "pass_at_k"))
@@ -267,6 +268,20 @@ class RunConfig(BaseModel):
         for name, count in several.items():
             if count != 1:
                 raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or {name}=1")
+
+    def _check_offline(self) -> None:
+        """What stored rollouts leave without effect."""
+        replay, learner = self.replay, self.learner
+        if replay.from_rollouts is None:
+            return
+        why = "replay.from_rollouts has the rollouts: nothing is generated, and batches follow epochs over them"
+        if self.runtime != "local":
+            raise ValueError(f"runtime is {self.runtime}, but {why}, which one process does; leave it out")
+        if learner.warm_start is not None:
+            raise ValueError(f"learner.warm_start is set, but {why}, so that no environment is asked; leave it out")
+        refuse_idle(replay, ("max_samples", "batch_makers"), why, at="replay.")
+        refuse_idle(replay.batch_maker, ("name",), why, at="replay.batch_maker.")
+        refuse_idle(self.overseer, ("keep_best",), "a run on stored rollouts evaluates nothing", at="overseer.")
 
     def _check_replay(self) -> None:
         replay, lessons = self.replay, self.curriculum.lessons

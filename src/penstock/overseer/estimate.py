@@ -20,8 +20,8 @@ bfloat16 in float32):
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
-- *snapshot*: P b, the optimiser's and the reference's bytes once more, on the host, where a checkpoint is written while
-  training goes on;
+- *snapshot*: P b of an older version, and copies on the host of the optimiser's state and the reference, where a
+  checkpoint is written while training goes on;
 - *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),

@@ -225,7 +225,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
+        """Whether it reached its goal, the last step or the last graduation, and was evaluated, where it can be."""
         return "after" in self.results
 
     def refresh(self) -> None:
@@ -282,6 +282,10 @@ class Run:
             yield from self._kind.before_training(self)
         self.phase("training")
         yield from self._train()
+        if not self._kind.evaluates:
+            if self.step >= self.config.steps:
+                self.results["after"] = {}
+            return
         self.phase("evaluating the trained policy")
         yield from self._kind.after_training(self)
         self.results["after"] = yield from self.evaluate("after")

@@ -181,7 +181,12 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._published: tuple[WeightVersion, Mapping[str, Any]] | None = None
         self._training = False
         self._writer = CheckpointWriter(
-            ctx, settings, self._commits.checkpoint_saved, self._batches.stop, self.crew.start, self.stopping
+            ctx,
+            settings,
+            self._commits.checkpoint_saved,
+            self._batches.stop,
+            lambda name, target: self.crew.start(name, target),  # another crew, once the run has it
+            self.stopping,
         )
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
@@ -408,6 +413,10 @@ class LearnerComponent(ThreadedComponent[Any]):
     def after_update(self) -> Mapping[str, float]:
         """It ends."""
         return self._more.after_update()
+
+    def coming_batch(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is known."""
+        return self._batches.peek(step)
 
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from penstock.model.arrays import named_leaves
 from penstock.model.control.config import ControlModelConfig
-from penstock.model.control.policy import ControlPolicy, make_control_policy, with_named_arrays
+from penstock.model.control.policy import ControlPolicy, make_control_policy, named_arrays, with_named_arrays
 from penstock.model.tensor_files import WEIGHTS_FILE, open_tensors, read_json
 from penstock.types import CheckpointError, ConfigError, SchemaVersionError, Spaces, WeightsError
 
@@ -33,7 +32,7 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
 
     Args:
         folder: Path of the folder to write.
-        policy: The policy whose arrays are saved, on a device or on the host.
+        policy: The policy whose arrays are saved.
         config: The one that it was made with.
         spaces: The observation and action spaces that it was made with.
 
@@ -44,7 +43,7 @@ def save_control_policy(folder: str | Path, policy: ControlPolicy, config: Contr
         raise ConfigError("config and spaces must be those that the policy was made with: policy.config, policy.spaces")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: np.asarray(array) for name, array in named_leaves(policy).items()}
+    tensors = {name: np.asarray(array) for name, array in named_arrays(policy).items()}
     save_file(tensors, folder / WEIGHTS_FILE)
     content = {
         "kind": KIND,

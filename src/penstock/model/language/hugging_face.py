@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from penstock.model.arrays import named_leaves
 from penstock.model.language.config import Dtype, ModelConfig, PolicyConfig
-from penstock.model.language.decoder import Decoder
+from penstock.model.language.decoder import Decoder, named_arrays
 from penstock.model.tensor_files import SHARD_BYTES, TensorFiles, open_tensors, read_json, save_tensors, write_json
 from penstock.types import CheckpointError, ConfigError, fold
 
@@ -102,7 +101,7 @@ def save_decoder(
     with the tokenizer.
 
     Args:
-        decoder: The policy, on a device or on the host, written in its own dtype.
+        decoder: The policy, written in its own dtype.
         directory: Path of what is written.
         tokenizer: Goes with it, and says which tokens end an answer.
         shard_bytes: Beyond so many bytes the weights are written in several files with an index.
@@ -110,7 +109,7 @@ def save_decoder(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
-    for name, array in named_leaves(decoder).items():
+    for name, array in named_arrays(decoder).items():
         tensors |= _as_tensors(name, np.asarray(array))
     save_tensors(tensors, directory, shard_bytes)
     tokenizer.save(directory)
