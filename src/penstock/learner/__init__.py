@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from penstock.learner.checkpoints import (
         BestCheckpoint,
         Checkpoint,
-        LearnerSnapshot,
         latest_checkpoint,
         load_checkpoint,
         newest_good_checkpoint,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.learner.learner import Learner
     from penstock.learner.loss_terms import CriticConfig, KlConfig
     from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
+    from penstock.learner.snapshot import LearnerSnapshot
 
 _EXPORTS = {
     "BestCheckpoint": "checkpoints",
@@ -43,7 +43,7 @@ _EXPORTS = {
     "KlConfig": "loss_terms",
     "Learner": "learner",
     "LearnerConfig": "config",
-    "LearnerSnapshot": "checkpoints",
+    "LearnerSnapshot": "snapshot",
     "LossConfig": "config",
     "LossInputs": "losses",
     "OptimizerConfig": "config",

@@ -6,7 +6,7 @@ folder), ``learner.safetensors`` (optimiser state and counters), ``state.json`` 
 which says why (`BestCheckpoint`).
 Everything is written into ``.tmp-…`` beside it, flushed to the disk, and renamed; the rename is the run's only
 commit. Each step is written once. Leftovers of a writer that died are ignored by readers and removed by the next
-writer. No pickle. What is written may be a learner itself, which then stands still, or a `LearnerSnapshot` of it.
+writer. No pickle. What is written may be a learner itself, which then stands still, or a `LearnerSnapshot`.
 
 Where checkpoints lie, whether they are whole, and what the components other than the learner left in them needs no
 array and no JAX: any process may ask.
@@ -316,36 +316,6 @@ class SavedLearner(Protocol):
             What tells a reader how to load it: the kind of ``policy``, and its ``dtype``.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerSnapshot:
-    """A learner at one update boundary: it stays so, whatever is trained meanwhile. Implements `SavedLearner`.
-
-    Optimiser state is donated at every step, so what is kept of it is a copy on the host. Parameters are replaced and
-    never donated: they are the device's own arrays, which live until this is gone.
-
-    Attributes:
-        arrays: Optimiser state and counters by name; nobody else has them.
-        writer: As `SavedLearner.write_model`, of the parameters of that boundary.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    writer: Callable[[Path, Any], dict[str, str]]
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], writer: Callable[[Path, Any], dict[str, str]]) -> "LearnerSnapshot":
-        """With copies of the arrays that may still be another's memory, such as a device array's on a CPU."""
-        own = {name: array if array.flags.owndata else array.copy() for name, array in arrays.items()}
-        return cls(own, writer)
-
-    def state_arrays(self) -> dict[str, np.ndarray]:
-        """As they were."""
-        return dict(self.arrays)
-
-    def write_model(self, folder: Path, codec: Any) -> dict[str, str]:
-        """The policy's folder, as it was."""
-        return self.writer(folder, codec)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
-from penstock.learner.checkpoints import LearnerSnapshot
 from penstock.learner.config import PpoConfig, ReferenceKlConfig
 from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_step import (
@@ -38,6 +37,7 @@ from penstock.learner.control_step import (
 )
 from penstock.learner.metrics import finite_only
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
     ControlPolicy,
     load_control_policy,

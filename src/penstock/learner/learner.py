@@ -21,7 +21,6 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from penstock.learner import step as compiled
-from penstock.learner.checkpoints import LearnerSnapshot
 from penstock.learner.config import LearnerConfig, LossConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
@@ -41,6 +40,7 @@ from penstock.learner.optimizer import (
     to_named,
 )
 from penstock.learner.reference import ReferenceWeights
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.learner.step import (
     LossSums,
     Minibatch,

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from penstock.learner.checkpoints import LearnerSnapshot, SavedLearner
+from penstock.learner.checkpoints import SavedLearner
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
 
 

@@ -209,8 +209,8 @@ class ReplayService:
 
         Args:
             lineage: Of the learner.
-            step: The update.
-            timeout_s: Longest wait.
+            step: Number of the update that is asked for.
+            timeout_s: Seconds of the longest wait for it.
             known: Id of the batch that the learner has from `formed_batch`: that one comes without its examples.
 
         Raises:

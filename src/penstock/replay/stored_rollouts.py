@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class StoredRollouts:
     """
 
     source: Path
-    groups: tuple[RolloutGroup, ...]
+    groups: tuple[RolloutGroup[Rollout], ...]
     rollouts: int
     left_out: Mapping[str, int]
     digest: str
@@ -104,7 +104,8 @@ class StoredRollouts:
                 left_out["invalid"] += 1
                 refusals += [reason] if reason else []
             else:
-                groups.setdefault(record.group_id, []).append(replace(record.rollout, turns=()))
+                rollout = cast(Rollout, record.rollout)
+                groups.setdefault(record.group_id, []).append(replace(rollout, turns=()))
         made = [RolloutGroup(key, tuple(groups[key]), key) for key in sorted(groups)]
         kept = [group for group in made if not filter_zero_variance or has_signal(group)]
         left_out["filtered"] += sum(len(each.rollouts) for each in made) - sum(len(each.rollouts) for each in kept)
@@ -156,7 +157,7 @@ def _refusal(record: RolloutRecord, row_length: int, allow_truncated_sampling: b
         ConfigError: it is of truncated sampling, which has to be named.
     """
     rollout = record.rollout
-    if rollout.decoding.truncated and not allow_truncated_sampling:
+    if rollout.decoding.truncation and not allow_truncated_sampling:
         values = ", ".join(f"{name}={value}" for name, value in rollout.decoding.truncation.items())
         raise ConfigError(
             f"{KEY} is {source}: rollout {rollout.rollout_id} was sampled with {values}, and its log-probabilities are "
@@ -191,8 +192,8 @@ class StoredBatches:
         groups_per_batch: Of an update.
         advantage: Name of the advantage, or one's own function of a group.
         store: The run's, where batch files go.
-        seed: The run's.
-        lineage: Of this life of the run.
+        seed: Of the run; the order of each epoch is drawn from it.
+        lineage: Number of this life of the run, in the batch files.
 
     Attributes:
         complete: Given the examples and rollouts of a batch, the examples as they are trained and metrics; for scores
@@ -224,7 +225,7 @@ class StoredBatches:
         self._seed = seed
         self._lineage = lineage
         self._ready: TrainingBatch[Any] | None = None
-        self._used = np.zeros(len(stored.groups), np.bool_)
+        self._used = set[int]()
         self._stopped = False
         self.step = 0
 
@@ -272,7 +273,7 @@ class StoredBatches:
 
     def finish_update(self, step: int) -> None:
         """Update `step` was applied."""
-        self._used[self._chosen(step)] = True
+        self._used.update(self._chosen(step))
 
     def set_current_step(self, step: int) -> None:
         """The learner holds version `step`."""
@@ -305,7 +306,7 @@ class StoredBatches:
         self.step = int(state["update"])
         self._store.lineages.begin(self._lineage, int(state["lineage"]), self.step)
         for step in range(self.step):
-            self._used[self._chosen(step)] = True
+            self._used.update(self._chosen(step))
 
     def stop(self) -> None:
         """Gives no batch any more."""
@@ -315,7 +316,7 @@ class StoredBatches:
 
     def ledger(self) -> dict[str, int]:
         """How many rollouts there were, wait for their first use, were trained, or were left out."""
-        trained = sum(len(self._stored.groups[index].rollouts) for index in np.flatnonzero(self._used))
+        trained = sum(len(self._stored.groups[index].rollouts) for index in self._used)
         left_out = {name: count for name, count in self._stored.left_out.items() if count}
         counts = {"waiting": self._stored.rollouts - trained, "trained": trained, **left_out}
         return {"started": sum(counts.values()), **counts}
@@ -325,11 +326,11 @@ class StoredBatches:
         counts = {f"replay/ledger/{name}": float(count) for name, count in self.ledger().items()}
         return {"replay/epoch": self.step / self.updates_per_epoch, **counts}
 
-    def _chosen(self, step: int) -> np.ndarray:
+    def _chosen(self, step: int) -> list[int]:
         """Indices of the groups of an update."""
         epoch, place = divmod(step, self.updates_per_epoch)
         order = generator(fold(self._seed, "stored rollouts", epoch)).permutation(len(self._stored.groups))
-        return order[place * self._groups_per_batch : (place + 1) * self._groups_per_batch]
+        return order[place * self._groups_per_batch : (place + 1) * self._groups_per_batch].tolist()
 
     def _formed(self, step: int) -> TrainingBatch[Any]:
         started = time.monotonic()

@@ -185,7 +185,7 @@ class OfflineReplay(ThreadedComponent):
     """The batches of stored rollouts, in the learner's thread.
 
     Args:
-        ctx: Of the component.
+        ctx: Its identity, events and callers.
         settings: The run, with its config, directory and lineage.
         stored: What is trained on.
         log: Is told what there is, and of damaged files.
