@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import Future
+from importlib.metadata import version
 
 import httpx
 import numpy as np
@@ -149,6 +150,44 @@ def test_without_a_seed_answers_differ(client):
     assert client.completions.create(**asked).choices[0].text != client.completions.create(**asked).choices[0].text
 
 
+def test_values_of_others_extras_that_ask_for_nothing_are_taken(raw):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 12, "seed": 1}
+    neutral = {
+        "top_k": -1, "min_p": 0.0, "top_p": 1.0, "min_tokens": 0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+        "ignore_eos": False, "skip_special_tokens": True, "prompt_logprobs": None, "stop": None, "guided_json": None,
+    }  # fmt: skip
+    plain, extras = (raw.post("/v1/completions", json=asked | more).json() for more in ({}, neutral))
+    assert extras["choices"] == plain["choices"]
+
+
+def test_tokens_by_their_ids_and_bytes(raw, client):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 9, "seed": 1, "logprobs": 1, "return_token_ids": True}
+    (choice,) = raw.post("/v1/completions", json=asked | {"return_tokens_as_token_ids": True}).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    said = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=24, seed=2, logprobs=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    told = [entry.bytes for entry in said.choices[0].logprobs.content]
+    assert told == [[token] if token < 256 else list(b"<end>") for token in said.choices[0].token_ids]
+    assert any(entry[0] > 127 for entry in told)  # a part of a character, whose text alone would be U+FFFD
+
+
+def test_a_last_message_is_continued(raw):
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    going_on = body | {"continue_final_message": True, "add_generation_prompt": False}
+    assert raw.post("/tokenize", json=going_on).json()["tokens"] == list(b"user: a\nassistant: b")
+    for wrong in ({"add_generation_prompt": False}, {"add_generation_prompt": True, "continue_final_message": True}):
+        assert raw.post("/tokenize", json=body | wrong).status_code == 400
+
+
+def test_detokenize_version_and_ready(raw):
+    assert raw.post("/detokenize", json={"tokens": [104, 105, 256]}).json() == {"prompt": "hi<end>"}
+    assert raw.post("/detokenize", json={"tokens": [1] * 65}).status_code == 400
+    assert raw.get("/version").json() == {"version": version("penstock")}
+    assert raw.get("/ready").json() == {"status": "ok"}
+
+
 def test_tokenize_and_health(raw):
     assert raw.post("/tokenize", json={"prompt": "ab"}).json() == {
         "count": 2, "max_model_len": 64, "tokens": [97, 98],
@@ -163,7 +202,10 @@ def test_tokenize_and_health(raw):
 @pytest.mark.parametrize(
     ("change", "status", "param", "message"),
     [
-        ({"stream": True}, 400, "stream", "stream is not supported"),
+        ({"stream_options": {"chunks": 3}}, 400, "stream_options", "Extra inputs"),
+        ({"min_tokens": 2}, 400, "min_tokens", "not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos", "not supported"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
         ({"best_of": 3}, 400, "best_of", "not supported"),
         ({"nonsense": 1}, 400, "nonsense", "Extra inputs"),
@@ -206,11 +248,6 @@ def test_older_weights_than_were_asked_for_do_not_answer(raw, least, status):
 def test_neutral_parameters_are_accepted(raw):
     neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False}
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1} | neutral).is_success
-
-
-def test_the_client_sees_the_refusal_of_streams(client):
-    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], stream=True)
 
 
 @pytest.mark.attack

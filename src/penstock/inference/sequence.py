@@ -10,7 +10,7 @@ and nothing after it does. Only the response's tail is decoded each time, so the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -46,12 +46,15 @@ class GenerationRequest:
         decoding: How to sample; no `stop_token_ids` means the tokenizer's.
         seed: Sample j draws from ``fold(seed, j)``, and from nothing else.
         n: Responses; they share the prompt's prefill.
+        on_tokens: Told of the tokens and log-probabilities that each dispatch gave sample j: called by the engine's
+            thread, so it returns at once and raises nothing.
     """
 
     prompt: np.ndarray
     decoding: Decoding
     seed: int
     n: int = 1
+    on_tokens: Callable[[int, list[int], list[float]], None] | None = None
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: int) -> None:
@@ -244,6 +247,8 @@ class Response:
             self.finish_reason = "stop"
         elif self.remaining_tokens == 0:
             self.finish_reason = "length"
+        if self.pending.request.on_tokens is not None:
+            self.pending.request.on_tokens(self.index, tokens[:count], logprobs[:count])
 
     def finish(self, tokenizer: TextCodec, current: WeightVersion, engine: str) -> None:
         """Hands the completion to its request.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -34,7 +35,7 @@ def tool_calls(text: str) -> list[ToolCall]:
     written = _CALL.findall(text)
     if written:
         return [call for each in written for call in _calls_of(each)]
-    alone = text.removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
+    alone = text.removeprefix(PYTHON_TAG).removeprefix("[TOOL_CALLS]").strip()
     if not alone.startswith(("{", "[")):
         return []
     found = _calls_of(alone)
