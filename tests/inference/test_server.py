@@ -188,6 +188,26 @@ def test_detokenize_version_and_ready(raw):
     assert raw.get("/ready").json() == {"status": "ok"}
 
 
+def test_metrics(raw, served_engine):
+    def read() -> dict[str, float]:
+        lines = raw.get("/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = read()
+    body = {"model": "tiny", "prompt": "metrics", "max_tokens": 20, "n": 3, "stop_token_ids": [999]}
+    raw.post("/v1/completions", json=body)
+    raw.post("/v1/completions", json=body)
+    grown = {name: value - before[name] for name, value in read().items()}
+    assert grown["penstock_inference_responses_total"] == 6 and grown["penstock_inference_tokens_total"] == 120
+    for name, times in (("queue", 6), ("first_token", 6), ("whole", 6)):
+        assert grown[f"penstock_inference_{name}_seconds_count"] == times
+        assert grown[f'penstock_inference_{name}_seconds_bucket{{le="+Inf"}}'] == times
+        assert grown[f"penstock_inference_{name}_seconds_sum"] > 0
+    first = 6 * served_engine.config.steps_per_dispatch  # which came with the first token
+    assert grown["penstock_inference_between_tokens_seconds_count"] == 120 - first
+    assert "penstock_inference_running" in grown and "penstock_inference_kv_used" in grown
+
+
 def test_tokenize_and_health(raw):
     assert raw.post("/tokenize", json={"prompt": "ab"}).json() == {
         "count": 2, "max_model_len": 64, "tokens": [97, 98],

@@ -12,16 +12,23 @@ characters, stop strings or calls its dispatches ended in (`TextStream`). What m
 is held back until it is known.
 """
 
+import itertools
 import json
 import math
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
+from penstock.inference.scheduler import LATENCY_BOUNDS_S, LatencyHistogram
 from penstock.text.tool_calls import CALL_BEGIN, PYTHON_TAG, tool_calls
 from penstock.types import Completion, TextCodec
 
@@ -280,6 +287,40 @@ def usage(groups: Sequence[Sequence[Completion]]) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of `exposition`."""
+
+
+def exposition(numbers: Mapping[str, float], latencies: Mapping[str, LatencyHistogram]) -> bytes:
+    """An engine's numbers in Prometheus' text form, as ``penstock_inference_…``.
+
+    Args:
+        numbers: By the names of metrics.jsonl; those that end in ``_total`` only grow.
+        latencies: Seconds.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(numbers, latencies))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, numbers: Mapping[str, float], latencies: Mapping[str, LatencyHistogram]) -> None:
+        self._numbers, self._latencies = numbers, latencies
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._numbers.items():
+            name = f"penstock_{name.replace('/', '_')}"
+            form = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield form(name, name.removeprefix("penstock_").replace("_", " "), value=value)
+        for name, found in self._latencies.items():
+            bounds = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+            about = f"seconds: {name.removesuffix('_s').replace('_', ' ')}"
+            seconds = f"penstock_inference_{name.removesuffix('_s')}_seconds"
+            yield HistogramMetricFamily(seconds, about, buckets, found.total_s)
 
 
 def text_before_stop(completion: Completion, stop: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import ServedWeights
-from penstock.inference.scheduler import RunningBatch, ThroughputMeter
+from penstock.inference.scheduler import LatencyHistogram, RunningBatch, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.types import (
@@ -265,6 +265,10 @@ class InferenceEngine:
                 "kv_used": self._cached_tokens / capacity,
             }
         return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
+
+    def latencies(self) -> dict[str, LatencyHistogram]:
+        """How long responses took, by the names of `penstock.inference.scheduler.LATENCIES`."""
+        return self._meter.latencies()
 
     def raise_if_failed(self) -> None:
         """Raises RunFailed, caused by the original error, if the engine's thread died."""

@@ -171,6 +171,7 @@ class PendingRequest:
         request: What was asked.
         stop_token_ids: The request's, or the tokenizer's.
         max_tokens: Most per response: what was asked for, or what the sequence length leaves.
+        submitted_s: When, in seconds of this process's monotonic clock.
         future: Resolved with n completions in order.
         completions: Those that have ended, by sample.
     """
@@ -178,6 +179,7 @@ class PendingRequest:
     request: GenerationRequest
     stop_token_ids: tuple[int, ...]
     max_tokens: int
+    submitted_s: float = field(default_factory=time.monotonic)
     future: Future[list[Completion]] = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
 
@@ -206,6 +208,7 @@ class Response:
         versions: The weights that sampled each of them.
         prefilled_by: The weights behind the prompt's cache; None for a prompt that needed none.
         finish_reason: None while it runs.
+        told_s: When it had its newest tokens, in seconds of this process's monotonic clock; None before the first.
     """
 
     pending: PendingRequest
@@ -216,6 +219,7 @@ class Response:
     versions: list[WeightVersion] = field(default_factory=list[WeightVersion])
     prefilled_by: WeightVersion | None = None
     finish_reason: FinishReason | None = None
+    told_s: float | None = None
     _stop_strings: StopStrings | None = None
 
     @classmethod

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
-from penstock.inference.answers import AnswerForm, AnswerStream, event
+from penstock.inference.answers import CONTENT_TYPE, AnswerForm, AnswerStream, event, exposition
 from penstock.inference.codec import largest_body_bytes
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.schema import (
@@ -78,6 +78,7 @@ def create_app(
         Route("/health", api.health, methods=["GET"]),
         Route("/ready", api.health, methods=["GET"]),
         Route("/version", api.version, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
@@ -182,6 +183,11 @@ class _Api:
     async def version(self, _: Request) -> JSONResponse:
         """Of Penstock."""
         return JSONResponse({"version": version("penstock")})
+
+    async def metrics(self, _: Request) -> Response:
+        """All numbers in Prometheus' text form."""
+        content = await self._work(lambda: exposition(self._engine.stats(), self._engine.latencies()))
+        return Response(content, media_type=CONTENT_TYPE)
 
     def _tokenized(self, body: TokenizeBody) -> Response:
         tokens = self._conversation(body) if body.prompt is None else self._render(body.prompt)
