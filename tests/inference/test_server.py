@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from penstock.inference import AccessRules, GenerationRequest, HttpServer, create_app
-from penstock.types import Decoding, fold
+from penstock.model.arrays import digests_of
+from penstock.model.language import named_arrays
+from penstock.types import CheckpointError, Decoding, fold
 
 TOKEN = "a test's token"
 WAIT_S = 60.0
@@ -399,3 +401,84 @@ def test_an_aborted_response_is_an_error_not_an_answer(raw, served_engine, monke
     future.set_result([finished])
     monkeypatch.setattr(served_engine, "submit", lambda requests: [future])
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 503
+
+
+# --- routes that drive a server -------------------------------------------------------------------------------------
+
+ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("GET", "/weight_info"),
+          ("POST", "/collective_rpc"), ("POST", "/update_weight_version"), ("POST", "/weight_checker")]  # fmt: skip
+
+
+RELOAD = {"method": "reload_weights"}
+
+
+@pytest.fixture
+def driven(start_engine, decoder, make_decoder, codec):
+    """A server that may be driven, whose directory "other" holds another policy."""
+
+    def load(path):
+        if path.name == "wider":
+            return make_decoder(hidden_size=64)
+        if path.name != "other":
+            raise CheckpointError(f"{path} holds no config.json")
+        return make_decoder(9)
+
+    engine = start_engine(decoder)
+    server = HttpServer(create_app(engine, codec, "tiny", AccessRules(TOKEN), load))
+    server.start()
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=WAIT_S) as client:
+        client.engine = engine
+        yield client
+    server.stop()
+
+
+def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    before = driven.post("/v1/completions", json=asked).json()["choices"][0]
+    assert driven.get("/weight_info").json() == {"weight_version": "0-0"}
+    assert driven.post("/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
+    assert driven.get("/is_paused").json() == {"is_paused": True}
+    reload = RELOAD | {"kwargs": {"weights_path": "/checkpoints/other"}}
+    assert driven.post("/collective_rpc", json=reload).json() == {"results": [None]}
+    assert driven.post("/update_weight_version", json={"new_version": "1-17"}).json()["success"]
+    assert driven.post("/resume").json() == {"status": "resumed"}
+    after = driven.post("/v1/completions", json=asked).json()["choices"][0]
+    assert (after["weight_steps"], after["lineage"]) == ([17] * 6, 1) and before["weight_steps"] == [0] * 6
+    assert after["token_logprobs"] != before["token_logprobs"]
+    checksums = driven.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+    assert checksums == digests_of(named_arrays(make_decoder(9)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/pause?mode=sleep", {}, 400, "mode is 'sleep'"),
+        ("/pause?mode=keep&clear_cache=maybe", {}, 400, "clear_cache 'maybe'"),
+        ("/collective_rpc", {"method": "shutdown"}, 400, "method must be reload_weights"),
+        ("/collective_rpc", RELOAD | {"kwargs": {}}, 400, "kwargs.weights_path"),
+        ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/nowhere"}}, 400, "no config.json"),
+        ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/wider"}}, 400, "differ in name"),
+        ("/update_weight_version", {"new_version": "default"}, 400, "<lineage>-<step>"),
+        ("/update_weight_version", {"new_version": "1-" + "9" * 40}, 400, "<lineage>-<step>"),
+        ("/weight_checker", {"action": "corrupt"}, 400, "action must be checksum"),
+    ],
+)
+def test_what_a_trainer_says_wrongly_changes_nothing(driven, path, body, status, said):
+    answer = driven.post(path, json=body)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
+    assert driven.get("/weight_info").json() == {"weight_version": "0-0"} and not driven.engine.paused
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_nobody_drives_a_server_without_its_token(driven, served_engine, codec, method, path):
+    body = {} if method == "GET" else {"json": {}}
+    assert httpx.request(method, f"{driven.base_url}{path}", **body).status_code == 401
+    for access, load in ((None, lambda path: None), (AccessRules(TOKEN), None)):  # no token; a run's own server
+        server = HttpServer(create_app(served_engine, codec, "tiny", access, load))
+        server.start()
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        try:
+            assert httpx.request(method, f"{server.url}{path}", headers=headers, **body).status_code == 404
+        finally:
+            server.stop()

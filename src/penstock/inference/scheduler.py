@@ -399,6 +399,30 @@ class RunningBatch:
             response.prefilled_by = version if len(response.prompt) > 1 else None
         self._meter.add_waits(arrivals)
 
+    def recompute(self, version: WeightVersion) -> None:
+        """The cache of all that runs is computed anew, under these weights.
+
+        Args:
+            version: Of the weights.
+        """
+        self._prefixes.clear()
+        slots: dict[bytes, list[int]] = defaultdict(list)
+        texts: dict[bytes, np.ndarray] = {}
+        for slot, response in self._slots.occupied():
+            text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
+            if len(text) > 1:
+                slots[text.tobytes()].append(slot)
+                texts[text.tobytes()] = text
+                response.prefilled_by = version
+        admission = AdmissionPlan(None, _batch(texts, slots, self._config))
+        self._fit_window(admission, fresh_start=False)
+        self._fill(admission)
+
+    def clear(self) -> None:
+        """Frees all slots."""
+        for slot, _ in self._slots.occupied():
+            self._slots.release(slot)
+
     def decode(self, version: WeightVersion) -> list[Response]:
         """Runs one dispatch; returns the responses that ended with it, whose slots are free again."""
         if not self._slots.running:

@@ -328,6 +328,17 @@ class TokenizeBody(_Conversation):
     messages: _Listed[ChatMessage] | None = None
 
 
+class ControlBody(BaseModel):
+    """What the routes that drive a server are sent, each its own part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: str | None = None
+    kwargs: dict[str, str] | None = None
+    new_version: str | None = None
+    action: str | None = None
+
+
 _Read = TypeVar("_Read", bound=BaseModel)
 
 

@@ -3,9 +3,9 @@
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize``, ``/detokenize``, ``/health``, ``/ready``
 and ``/version``. Handlers never block the event loop: bodies are read, texts encoded and answers made in a thread, one
 at a time, and the engine's futures are awaited. `penstock.inference.access` bounds what may be asked before any handler
-runs. A client that goes away frees its slots, in the middle of a stream, too. No route changes weights or the server's
-state: one that did must not exist without a token. Not covered: penalties (refused by name), log-probabilities of
-alternatives.
+runs. A client that goes away frees its slots, in the middle of a stream, too. Routes that pause the engine or change
+its weights exist only where a token is asked for (`_Control`), and never on the servers of a run. Not covered:
+penalties (refused by name), log-probabilities of alternatives.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,11 +31,12 @@ from starlette.routing import Route
 from penstock.inference.access import AccessRules
 from penstock.inference.answers import CONTENT_TYPE, AnswerForm, AnswerStream, event, exposition
 from penstock.inference.codec import largest_body_bytes
-from penstock.inference.engine import InferenceEngine
+from penstock.inference.engine import InferenceEngine, PauseMode
 from penstock.inference.schema import (
     ApiError,
     ChatBody,
     CompletionBody,
+    ControlBody,
     DetokenizeBody,
     TokenizeBody,
     folded_seeds,
@@ -42,14 +44,19 @@ from penstock.inference.schema import (
     respond,
 )
 from penstock.inference.sequence import GenerationRequest
+from penstock.model.language import Decoder
 from penstock.types import (
+    CheckpointError,
     Completion,
     ConfigError,
     EnvironmentFailure,
     Message,
+    NoProgressError,
     RunFailed,
     Stopped,
     TextCodec,
+    WeightsError,
+    WeightVersion,
 )
 
 SMALL_WORK_BYTES = 4096
@@ -62,8 +69,16 @@ _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _Result = TypeVar("_Result")
 
 
+LoadWeights = Callable[[Path], Decoder]
+"""Reads a policy directory; raises `ConfigError` or `CheckpointError`."""
+
+
 def create_app(
-    engine: InferenceEngine, tokenizer: TextCodec, model_name: str, access: AccessRules | None = None
+    engine: InferenceEngine,
+    tokenizer: TextCodec,
+    model_name: str,
+    access: AccessRules | None = None,
+    load_weights: LoadWeights | None = None,
 ) -> Starlette:
     """Makes the application.
 
@@ -72,8 +87,11 @@ def create_app(
         tokenizer: The policy's; renders conversations and decodes texts.
         model_name: The only model that it knows.
         access: Who may ask, and how much at once; None asks for no token, and answers to this machine's names only.
+        load_weights: With it, and only with a token, there are routes that pause the engine and give it other weights.
     """
+    rules = access or AccessRules()
     api = _Api(engine, tokenizer, model_name)
+    control = [] if load_weights is None or rules.token is None else _Control(engine, load_weights).routes()
     routes = [
         Route("/health", api.health, methods=["GET"]),
         Route("/ready", api.health, methods=["GET"]),
@@ -85,11 +103,10 @@ def create_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
+        *control,
     ]
     handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
-    middleware = (access or AccessRules()).middleware(
-        largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size)
-    )
+    middleware = rules.middleware(largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
@@ -255,8 +272,96 @@ def _engines_errors() -> Iterator[None]:
         raise ApiError(400, str(error), code="invalid_prompt") from error
     except ConfigError as error:
         raise ApiError(400, str(error), code="invalid_value") from error
-    except (RunFailed, Stopped) as error:
+    except (NoProgressError, RunFailed, Stopped) as error:
         raise ApiError(503, str(error), code="engine_unavailable") from error
+
+
+class _Control:
+    """Routes by which a trainer drives a server, as vLLM names them. All of them need the token."""
+
+    def __init__(self, engine: InferenceEngine, load_weights: LoadWeights) -> None:
+        self._engine, self._load_weights = engine, load_weights
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused, methods=["GET"]),
+            Route("/weight_info", self.weight_info, methods=["GET"]),
+            Route("/collective_rpc", self.reload_weights, methods=["POST"]),
+            Route("/update_weight_version", self.rename_version, methods=["POST"]),
+            Route("/weight_checker", self.checksum, methods=["POST"]),
+        ]
+
+    async def pause(self, request: Request) -> JSONResponse:
+        """Computes nothing more; ``mode`` (keep, wait, abort) and ``clear_cache`` stand in the query."""
+        mode, clear = request.query_params.get("mode", "abort"), request.query_params.get("clear_cache", "true")
+        modes: dict[str, PauseMode] = {"keep": "keep", "wait": "wait", "abort": "abort"}
+        if mode not in modes or clear not in ("true", "false"):
+            message = f"mode is {mode!r:.100}, clear_cache {clear!r:.100}: keep, wait or abort, and true or false"
+            raise ApiError(400, message, "mode", "invalid_value")
+        timeout_s = self._engine.config.request_timeout_s
+        with _engines_errors():
+            await run_in_threadpool(self._engine.pause, modes[mode], clear == "true", timeout_s)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, _: Request) -> JSONResponse:
+        """Goes on."""
+        self._engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> JSONResponse:
+        """Whether it is."""
+        return JSONResponse({"is_paused": self._engine.paused})
+
+    async def weight_info(self, _: Request) -> JSONResponse:
+        """The version that is served."""
+        served = self._engine.version
+        return JSONResponse({"weight_version": f"{served.lineage}-{served.step}"})
+
+    async def reload_weights(self, request: Request) -> JSONResponse:
+        """Serves the policy of a directory of this machine; its version follows by ``/update_weight_version``."""
+        body = read_body(ControlBody, await request.body(), 0)
+        path = (body.kwargs or {}).get("weights_path")
+        if body.method != "reload_weights" or not path:
+            message = "method must be reload_weights, with kwargs.weights_path: nothing else can be called"
+            raise ApiError(400, message, "method", "unsupported_parameter")
+        await run_in_threadpool(self._reload, Path(path))
+        return JSONResponse({"results": [None]})
+
+    def _reload(self, path: Path) -> None:
+        served = self._engine.version
+        try:
+            decoder = self._load_weights(path)
+            self._engine.set_weights(served, decoder)
+            self._engine.digests(self._engine.config.request_timeout_s)  # until they are swapped in
+        except (ConfigError, CheckpointError, WeightsError) as error:
+            raise ApiError(400, str(error), "weights_path", "invalid_value") from error
+        except (NoProgressError, RunFailed, Stopped) as error:
+            raise ApiError(503, str(error), code="engine_unavailable") from error
+
+    async def rename_version(self, request: Request) -> JSONResponse:
+        """What is served is called ``new_version``, ``<lineage>-<step>``, from the next token on."""
+        name = read_body(ControlBody, await request.body(), 0).new_version or ""
+        lineage, _, step = name.partition("-")
+        if not (lineage.isdecimal() and step.isdecimal() and len(name) <= LONGEST_VERSION):
+            raise ApiError(400, f"new_version is {name!r:.100}: it must be <lineage>-<step>", "new_version")
+        with _engines_errors():
+            self._engine.rename_version(WeightVersion(int(lineage), int(step)))
+        return JSONResponse({"success": True, "weight_version": name})
+
+    async def checksum(self, request: Request) -> JSONResponse:
+        """The digest of every array, as the device holds it."""
+        if read_body(ControlBody, await request.body(), 0).action != "checksum":
+            raise ApiError(400, "action must be checksum", "action", "unsupported_parameter")
+        with _engines_errors():
+            _, digests = await run_in_threadpool(self._engine.digests, self._engine.config.request_timeout_s)
+        return JSONResponse({"checksums": digests})
+
+
+LONGEST_VERSION = 19
+"""In characters: lineage and step are below 2**31."""
 
 
 Sampled = tuple[int, list[int], list[float]]
