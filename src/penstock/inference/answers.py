@@ -65,7 +65,7 @@ class AnswerForm:
         """The whole answer: choices by prompt, then by sample.
 
         Args:
-            groups: Completions by prompt.
+            groups: Completions by prompt, n of each.
         """
         choices: list[dict[str, Any]] = []
         for completion in (completion for group in groups for completion in group):
@@ -150,11 +150,11 @@ class AnswerForm:
         """A streamed piece of choice `index`.
 
         Args:
-            index: Of the choice.
-            text: What is new of it.
-            tokens: That were sampled for it.
-            logprobs: Of those.
-            offset: Characters before.
+            index: Number of the choice, over all prompts.
+            text: What is new of its text.
+            tokens: New tokens of it.
+            logprobs: Of those tokens.
+            offset: Characters of its text before.
         """
         said: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
         choice = {"index": index, **said, "logprobs": self._logprobs(tokens, logprobs, offset), "finish_reason": None}
@@ -298,7 +298,7 @@ def exposition(numbers: Mapping[str, float], latencies: Mapping[str, LatencyHist
 
     Args:
         numbers: By the names of metrics.jsonl; those that end in ``_total`` only grow.
-        latencies: Seconds.
+        latencies: Of responses, in seconds.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(numbers, latencies))

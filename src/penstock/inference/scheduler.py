@@ -240,7 +240,7 @@ class LatencyHistogram:
 
     Attributes:
         counts: By upper bound, `LATENCY_BOUNDS_S` and then everything longer; not cumulative.
-        total_s: Sum of all.
+        total_s: Sum of all, in seconds.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
@@ -403,7 +403,7 @@ class RunningBatch:
         """The cache of all that runs is computed anew, under these weights.
 
         Args:
-            version: Of the weights.
+            version: Of the weights that are served.
         """
         self._prefixes.clear()
         slots: dict[bytes, list[int]] = defaultdict(list)
