@@ -42,7 +42,7 @@ class AnswerForm:
     """What a request wants its answer to be.
 
     Attributes:
-        tokenizer: The policy's.
+        tokenizer: Decodes the texts of tokens.
         model: Name of the policy.
         chat: Whether it answers a conversation.
         stop: Strings that end a response.
@@ -165,7 +165,7 @@ class TextStream:
     """The text of a growing response in pieces that never have to be taken back.
 
     Args:
-        tokenizer: The policy's.
+        tokenizer: Decodes the texts of tokens.
         stop: Strings that end the response, none of which is told.
         tools: Whether what may be a call of tools is held back.
     """

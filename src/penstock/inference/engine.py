@@ -269,7 +269,7 @@ class InferenceEngine:
             mode: What becomes of responses that run: they are kept for `resume`, waited for, or aborted, with those
                 that have not begun.
             clear_cache: Those that are kept compute their cache anew when they go on, under the weights of then.
-            timeout_s: Longest wait.
+            timeout_s: Longest wait, in seconds.
 
         Raises:
             NoProgressError: they took longer; the engine pauses when they are done.
