@@ -64,7 +64,8 @@ def test_a_run_keeps_the_checkpoint_of_its_best_evaluation(tmp_path: Path, kind:
     assert record["evaluated_step"] == record["step"] == rows[values.index(max(values))]["step"], "of equals the first"
     assert (folder / "best").resolve() == folder / f"step-{record['step']}"
     kept = {path.name for path in folder.glob("step-*")}
-    assert kept == {"step-5", f"step-{record['step']}"}
+    wanted = {"step-5", f"step-{record['step']}"}
+    assert wanted <= kept and len(kept - wanted) <= 1, "one more, where an evaluation went on at the last checkpoint"
     events = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "best_checkpoint"]
     told = {"step": record["step"], "metric": metric, "value": record["value"], "evaluated": record["evaluated_step"]}
     assert told.items() <= events[-1].items()

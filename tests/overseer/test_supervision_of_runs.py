@@ -241,7 +241,6 @@ def starts_anew(kind: str, point: str, run_dir: Path, config: Any) -> None:
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
 
 
-@pytest.mark.attack
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["language", "control"])
 def test_a_kill_while_a_checkpoint_is_written_beside_the_training_leaves_the_one_before(kind: str, run_dir: Path):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from penstock.replay.history import LANGUAGE, ExperienceFormat
 from penstock.replay.messages import BatchMessage, in_messages
@@ -264,7 +264,9 @@ class RemoteBatches:
         for sending in range(1, SENDINGS + 1):
             answer = self._ask_for_batch(step, timeout_s)
             try:
-                return self._whole(answer) if isinstance(answer, TrainingBatch) else _read(answer)
+                if not isinstance(answer, TrainingBatch):
+                    return _read(answer)
+                return self._whole(cast(TrainingBatch[Any], answer))
             except TransferError:
                 if sending == SENDINGS:
                     raise

@@ -74,9 +74,10 @@ def test_a_run_on_a_run_s_rollouts_is_made_again_resumed_and_accounted_for(tmp_p
         assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started") > 0
         assert ledger["waiting"] == 0 and status["from_rollouts"] == str(source)
     rows = [row for row in read_metrics(tmp_path / "straight" / "metrics.jsonl") if "train/loss" in row]
-    assert len(rows) == 7 and all("train/staleness_kl" in row for row in rows)
+    assert len(rows) == 7
+    assert all("train/staleness_kl" in row for row in rows if row["train/advantage_zero_fraction"] < 1)
     assert [row["throughput/packed_ahead"] for row in rows[1:]] == [float("kl" not in learner)] * 6
-    assert replay_updates(tmp_path / "resumed", 5, 7, trust=True).exit_code == 0
+    assert replay_updates(tmp_path / "resumed", 7, trust=True).exit_code == 0
     (told,) = [
         each for each in read_events(tmp_path / "straight" / "events.jsonl") if each["event"] == "stored_rollouts"
     ]
