@@ -76,7 +76,8 @@ def test_a_run_on_a_run_s_rollouts_is_made_again_resumed_and_accounted_for(tmp_p
     rows = [row for row in read_metrics(tmp_path / "straight" / "metrics.jsonl") if "train/loss" in row]
     assert len(rows) == 7
     assert all("train/staleness_kl" in row for row in rows if row["train/advantage_zero_fraction"] < 1)
-    assert [row["throughput/packed_ahead"] for row in rows[1:]] == [float("kl" not in learner)] * 6
+    ahead = [row["throughput/packed_ahead"] for row in rows]  # 0 after an update in which nothing was computed
+    assert max(ahead) == float("kl" not in learner) and ahead[0] == 0
     assert replay_updates(tmp_path / "resumed", 7, trust=True).exit_code == 0
     (told,) = [
         each for each in read_events(tmp_path / "straight" / "events.jsonl") if each["event"] == "stored_rollouts"
