@@ -112,10 +112,10 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
         scaled, state = rms.update(updates, state, parameters)
         return clip.update(scaled, optax.EmptyState())[0], state
 
-    def init(parameters: PyTree) -> Any:
-        axes = _stack_axes(parameters)
+    def init(params: PyTree) -> Any:
+        axes = _stack_axes(params)
         state_axes = optax.FactoredState(count=None, v_row=axes, v_col=axes, v=axes)  # pyright: ignore[reportArgumentType]
-        return _by_layer(rms.init, (axes,), state_axes)(parameters)
+        return _by_layer(rms.init, (axes,), state_axes)(params)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         axes = _stack_axes(updates)
@@ -154,8 +154,8 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     def split(tree: PyTree) -> tuple[PyTree, PyTree]:
         return _split(lambda name, leaf: config.orthogonalises(name, jnp.ndim(leaf)), tree)
 
-    def init(parameters: PyTree) -> _MuonState:
-        own, rest = split(parameters)
+    def init(params: PyTree) -> _MuonState:
+        own, rest = split(params)
         return _MuonState(muon.init(own), adam.init(rest))
 
     def update(updates: PyTree, state: _MuonState, params: PyTree | None = None) -> tuple[PyTree, _MuonState]:
