@@ -175,7 +175,9 @@ def test_the_optimiser_step_takes_what_the_compiler_allots(shapes, name):
     gradients, scalar = jax.eval_shape(step.zeros, decoder).gradients, jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(lambda parameters: initial_state(learner.optimizer, parameters), decoder)
     moments = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.adam))
-    assert optimizer_state_bytes(model, learner) == pytest.approx(moments, abs=512)  # counters, and what factored arrays keep
+    assert optimizer_state_bytes(model, learner) == pytest.approx(
+        moments, abs=512
+    )  # counters, and what factored arrays keep
     allotted = peak_bytes(applier(learner.optimizer).lower(decoder, state, gradients, scalar, scalar))
     held = moments + 8 * model.parameter_count  # and the gradient, and the master or the parameters without one
     assert held + step_temporaries(model, learner) == pytest.approx(allotted, rel=CLOSE)

@@ -40,6 +40,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What each preset changes of the defaults below; docs/learner.md has the table with sources."""
 
+PRESET_FILTERS: dict[str, dict[str, Any]] = {"dapo": {"filter_zero_variance": True, "filter_overlong": "mask"}}
+"""What presets change of ``replay.batch_maker``, whose filters act before the learner has anything."""
+
 
 class _Frozen(BaseModel, frozen=True, extra="forbid"):
     pass
