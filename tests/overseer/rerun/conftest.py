@@ -13,7 +13,7 @@ from tests.overseer.test_control_run import TINY as CONTROL
 KEPT = {"overseer": {"checkpoint_every": 2, "keep_every": 4}}
 QUIETLY = {"curriculum": {"eval_frequency": 0, "micro_eval_frequency": 0}}
 SEVERAL = {
-    "learner": {"epochs": 2, "minibatches": 2, "loss": {"preset": "grpo"}},
+    "learner": {"epochs": 2, "minibatches": 2, "loss": {"preset": "grpo"}, "optimizer": {"name": "adafactor"}},
     "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 6}}}},
 }
 KL_IN_REWARD = {"coefficient": 0.05, "place": "reward", "reference": "ema"}
@@ -21,10 +21,11 @@ KL_IN_REWARD = {"coefficient": 0.05, "place": "reward", "reference": "ema"}
 OVERLONG = {
     "learner": {
         "loss": {"preset": "dapo"},
-        "optimizer": {"name": "muon", "weight_decay": 0.1, "rates": {"embedding": 0.1, "layers.*norm": 2.0}},
+        "optimizer": {"name": "muon", "weight_decay": 0.1, "rates": {"embedding": 2.0, "layers.*norm": 0.5}},
+        "warm_start": {"steps": 23, "batch_size": 8, "learning_rate": 0.01},
     },
     "replay": {"batch_maker": {"filter_zero_variance": False}},
-    "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 6, "max_output_tokens": 24}}}},
+    "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 6, "max_output_tokens": 16}}}},
 }
 """Some of the answers are cut, and masked by the preset's filter."""
 
