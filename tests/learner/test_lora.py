@@ -149,9 +149,7 @@ def test_what_is_frozen_of_an_adapter(beside, config, batch_of):
     published = trained_arrays(learner.named_arrays(), learner.optimizer.frozen)
     assert published and all(name.endswith(".b") for name in published)
     assert (learner.decoder.adapter.up.a == beside.adapter.up.a).all()
-    message = (
-        r"frozen has \['layers\.\*'\], and beside an adapter all but the adapter stays as it is: name some"
-    )
+    message = r"frozen has \['layers\.\*'\], and beside an adapter all but the adapter stays as it is: name some"
     with pytest.raises(ConfigError, match=message):
         made(beside, config, optimizer=FAST.model_copy(update={"frozen": ("adapter.*.a", "layers.*")}))
 

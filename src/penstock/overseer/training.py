@@ -175,6 +175,13 @@ def request_run(
         from penstock.overseer.control.kind import ControlKind
 
         return RunRequest(ControlKind.of(config), config, run_dir, resume, recipe, quiet)
+    if config.replay.from_rollouts is not None:
+        for argument, given in objects.items():
+            if given is not None:
+                raise ConfigError(f"{argument} is given, but replay.from_rollouts has rewarded rollouts: leave it out")
+        from penstock.overseer.language.offline import OfflineKind
+
+        return RunRequest(OfflineKind(config), config, run_dir, resume, recipe, quiet)
     from penstock.overseer.language.given import take_objects
     from penstock.overseer.language.kind import LanguageKind  # only what one kind of run needs is loaded
 

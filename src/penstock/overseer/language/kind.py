@@ -131,14 +131,23 @@ class Updates:
         staleness_budget: The run's.
         local: Whether all runs in one process.
         success_threshold: The reward from which a rollout counts as a success.
+        offline: Whether the rollouts are stored ones, whose age nobody knows.
 
     Attributes:
         step: The learner's version, as far as it was told.
         bottleneck: What set the pace lately, in words.
     """
 
-    def __init__(self, log: RunLog, staleness_budget: int, local: bool = False, success_threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        staleness_budget: int,
+        local: bool = False,
+        success_threshold: float = 0.5,
+        offline: bool = False,
+    ) -> None:
         self.step = log.step
+        self._offline = offline
         self.bottleneck = ""
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}
@@ -187,7 +196,8 @@ class Updates:
         self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
         self._pace.note_update()
-        progress.note_update(step, values.get("train/reward_mean"), values.get("replay/staleness_mean", 0.0), values)
+        staleness = None if self._offline else values.get("replay/staleness_mean", 0.0)
+        progress.note_update(step, values.get("train/reward_mean"), staleness, values)
         truncated = progress.history.get(TRUNCATED)
         self._log.signal(self._signal.note(step, values, None if truncated is None else truncated.last))
         return values
@@ -216,6 +226,8 @@ class LanguageKind:
         factories: By role, of components other than the usual ones.
         objects: What of them was given as Python objects, in words.
     """
+
+    evaluates = True
 
     def __init__(
         self,

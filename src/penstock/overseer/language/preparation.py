@@ -338,7 +338,8 @@ class Preparation:
         return parity.kl
 
     def before_update(self, batch: TrainingBatch[RLExample]) -> None:
-        """`ParityCheck.begin`."""
+        """`ParityCheck.begin`; the learner prepares the next batch beside it, where that is known."""
+        self._learner.coming = self._component.coming_batch
         self._parity.begin(self._learner, batch)
 
     def after_update(self) -> Mapping[str, float]:
