@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from penstock.learner import step as compiled
-from penstock.learner.config import LearnerConfig, LossConfig
+from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
     StepOutcome,
