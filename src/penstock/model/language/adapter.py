@@ -84,7 +84,7 @@ def drawn_adapter(config: ModelConfig, seed: int) -> dict[str, Array]:
 
     Args:
         config: Of the model, with an adapter.
-        seed: Of the draw.
+        seed: What A is drawn by, an integer.
     """
     rng = generator(seed)
     assert config.lora is not None  # or there is nothing to draw
@@ -202,7 +202,7 @@ def merged(matrix: Any, pair: LoraPair, layer: int) -> np.ndarray:
     Args:
         matrix: W, [in, out], of the base.
         pair: Of all layers.
-        layer: Which.
+        layer: The number of it, from 0.
     """
     a, b = (np.asarray(each[layer], np.float32) for each in (pair.a, pair.b))
     return (np.asarray(matrix, np.float32) + np.float32(pair.scale) * (a @ b)).astype(matrix.dtype)

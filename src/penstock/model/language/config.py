@@ -193,7 +193,7 @@ class ModelConfig(_Frozen):
         """The same model with an adapter.
 
         Args:
-            lora: Its shape.
+            lora: The shape of the adapter.
             source: Where it is asked for, for errors.
             base: Path of this model's directory.
 

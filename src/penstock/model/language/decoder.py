@@ -220,7 +220,7 @@ class Decoder(eqx.Module):
         """Puts a decoder together from named parameters: all that `ModelConfig.parameter_shapes` lists.
 
         Args:
-            config: Its shape.
+            config: Its shape, from which names follow.
             arrays: The layers' stacked; beside an adapter each layer's own, ``layers.0.query``.
         """
 

@@ -90,7 +90,7 @@ def load_decoder(
         dtype: What the parameters become, whatever they were saved as.
         base: Directory of an adapter's base, in place of that which its ``adapter_config.json`` names.
         lora: An adapter to be drawn beside a model; one that is read must have this shape. None: as the directory is.
-        seed: Of the draw.
+        seed: What A is drawn by, an integer.
         adapter_dtype: What an adapter's parameters become, where neither `lora` says so nor `dtype` does.
 
     Raises:

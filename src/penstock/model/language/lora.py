@@ -184,7 +184,7 @@ def write_adapter_config(config: LoraConfig, base: str) -> dict[str, Any]:
     """The content of an `adapter_config.json` that PEFT reads as this adapter.
 
     Args:
-        config: Its shape.
+        config: The shape that is written.
         base: Path of the base's directory.
     """
     alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
