@@ -1,8 +1,9 @@
 """What is on the device: served weights, key-value cache, and the compiled programs of prefill and decoding.
 
-`ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again. One thread only writes
-weights and cache, on however many devices they lie; any other may `prepare` weights meanwhile. What runs when is
-decided in `penstock.inference.scheduler`.
+`ModelRunner.warm_up` compiles every shape that can occur, so that serving never compiles again; `begin` has each
+compiled when it is needed first, or when somebody asks for the rest. Which shape a request takes does not depend on
+what is compiled, so that neither does what comes out. One thread only writes weights and cache, on however many devices
+they lie; any other may `prepare` weights meanwhile. What runs when is decided in `penstock.inference.scheduler`.
 
 *Programs.* Prefill of prompts, and several decode steps in one dispatch. Both compose `Layer.project` and
 `Layer.finish` with the cache, so that the equations are the learner's. Layers are unrolled over unstacked weights:
@@ -48,7 +49,7 @@ from penstock.inference.config import EngineConfig
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
-from penstock.model.programs import Programs, choose_cache, compile_programs
+from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
 
 HostRows = Mapping[str, np.ndarray]
@@ -98,8 +99,11 @@ class HostSamples(NamedTuple):
 
 
 def to_device(rows: HostRows) -> SlotRows:
-    """Copies rows to the device."""
-    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
+    """Puts rows on the device, which may read them where they are: they stay as they are until the dispatch has ended.
+
+    Not by `jnp.asarray`, which compiles a program for each shape.
+    """
+    arrays = {name: jax.device_put(array) for name, array in rows.items()}
     sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
     return SlotRows(**arrays, sampling=sampling)
 
@@ -441,6 +445,12 @@ def _check_divides(model: ModelConfig, devices: int, section: str) -> None:
         )
 
 
+_DECODE, _FORK, _RESIZE = "decode, window {}", "fork, window {}", "resize, window {} to {}"
+_PREFILL = "prefill, {} × {} prompt tokens"
+_INSERT = "insert, {} × {} prompt tokens, window {}"
+"""Names of programs."""
+
+
 class ModelRunner:
     """Runs prefill and decode for a fixed number of slots.
 
@@ -458,6 +468,7 @@ class ModelRunner:
         devices = jax.local_device_count() if config.model_parallel is None else config.model_parallel
         self._split = ModelSplit.over(decoder.config, devices, config.section) if devices > 1 else None
         self._programs = ONE_DEVICE if self._split is None else split_programs(self._split)
+        self._lazy: LazyPrograms | None = None
         self.load(self.prepare(decoder))
         self._cache = self._programs.create(decoder.config, config.max_slots, self._windows[0])
 
@@ -485,24 +496,57 @@ class ModelRunner:
         current, target = self._windows.index(self.window), self._windows.index(window)
         direction = 1 if target > current else -1
         for index in range(current + direction, target + direction, direction) if target != current else ():
+            self._need(_RESIZE.format(self.window, self._windows[index]))
             step = functools.partial(self._programs.resize, window=self._windows[index])
             self._cache = jax.tree.map(step, self._cache)
 
     def prefill(self, tokens: Int32[np.ndarray, "rows length"], source: Int32[np.ndarray, " slots"]) -> None:
         """Runs padded prompts and copies row ``source[s]`` into slot s (−1: none)."""
-        prefilled = self._programs.prefill(self._weights, jnp.asarray(tokens))
-        rows = jnp.asarray(source)
+        self._need(_PREFILL.format(*tokens.shape), _INSERT.format(*tokens.shape, self.window))
+        prefilled = self._programs.prefill(self._weights, jax.device_put(tokens))
+        rows = jax.device_put(source)
         self._cache = jax.tree.map(lambda *arrays: self._programs.insert(*arrays, rows), self._cache, prefilled)
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""
-        slots = jnp.asarray(source)
+        self._need(_FORK.format(self.window))
+        slots = jax.device_put(source)
         self._cache = jax.tree.map(lambda cached: self._programs.fork(cached, slots), self._cache)
 
     def decode(self, rows: HostRows) -> HostSamples:
         """Runs one dispatch and waits for it."""
+        self._need(_DECODE.format(self.window))
         self._cache, emitted = self._programs.decode(self._weights, self._cache, to_device(rows), steps=self._steps)
         return to_host(emitted)
+
+    def digests(self, weights: ServedWeights) -> dict[str, str]:
+        """`ServedWeights.digests`; for any thread."""
+        self._need(*weights.lower_digests())
+        return weights.digests()
+
+    def begin(
+        self, idle_rows: HostRows, on_done: Callable[[CompiledProgram | BaseException], None]
+    ) -> LazyPrograms | None:
+        """Has every program compiled when it is needed first; those of decoding, as a response grows, from now on.
+
+        Args:
+            idle_rows: Rows with no budget.
+            on_done: As of `LazyPrograms`.
+
+        Returns:
+            All programs; None over several devices, where they are compiled by `warm_up` alone.
+        """
+        if self._split is not None:
+            return None
+        self._lazy = LazyPrograms(self._lowered(idle_rows), on_done)
+        self._lazy.compile([_DECODE.format(self._windows[0])], urgent=True)
+        for window, wider in pairwise(self._windows):
+            self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
+        return self._lazy
+
+    def _need(self, *names: str) -> None:
+        if self._lazy is not None:
+            self._lazy.need(*names)
 
     def warm_up(self, idle_rows: HostRows) -> Iterator[CompiledProgram]:
         """Compiles every program in every shape, the smallest first, and then runs each with slots that are not live.
@@ -536,19 +580,16 @@ class ModelRunner:
         caches = {window: self._cache_shape(config.max_slots, window) for window in self._windows}
         found: dict[str, Any] = {}
         for window, cache in caches.items():
-            found[f"decode, window {window}"] = functools.partial(
-                run.decode.lower, weights, cache, rows, steps=self._steps
-            )
+            found[_DECODE.format(window)] = functools.partial(run.decode.lower, weights, cache, rows, steps=self._steps)
             for count, length in self._prefill_shapes(window):
-                prompts = f"{count} × {length} prompt tokens"
                 tokens, prefilled = np.zeros((count, length), np.int32), self._cache_shape(count, length)
-                found.setdefault(f"prefill, {prompts}", functools.partial(run.prefill.lower, weights, tokens))
-                found[f"insert, {prompts}, window {window}"] = functools.partial(
+                found.setdefault(_PREFILL.format(count, length), functools.partial(run.prefill.lower, weights, tokens))
+                found[_INSERT.format(count, length, window)] = functools.partial(
                     run.insert.lower, cache.keys[0], prefilled.keys[0], slots
                 )
-            found[f"fork, window {window}"] = functools.partial(run.fork.lower, cache.keys[0], slots)
+            found[_FORK.format(window)] = functools.partial(run.fork.lower, cache.keys[0], slots)
         for window, other in [*pairwise(self._windows), *pairwise(reversed(self._windows))]:
-            found[f"resize, window {window} to {other}"] = functools.partial(
+            found[_RESIZE.format(window, other)] = functools.partial(
                 run.resize.lower, caches[window].keys[0], window=other
             )
         found |= weights.lower_digests()
@@ -568,7 +609,7 @@ class ModelRunner:
             self.fork(np.arange(slots, dtype=np.int32))
 
         for window in self._windows:
-            yield f"decode, window {window}", functools.partial(begin, window)
+            yield _DECODE.format(window), functools.partial(begin, window)
             for rows, length in self._prefill_shapes(window):
                 prefill = functools.partial(self.prefill, np.zeros((rows, length), np.int32), nowhere)
                 yield f"prefill, {rows} × {length} prompt tokens, window {window}", prefill
