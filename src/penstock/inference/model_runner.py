@@ -31,7 +31,6 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 
 import dataclasses
 import functools
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -228,11 +227,18 @@ class ServedWeights(eqx.Module):
         return {f"layers.{name}": array for name, array in named_leaves(layer).items()}
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def _unstack(stacked: Layer, depth: int) -> tuple[tuple[Layer, ...], Layer]:
-    """The layers one by one, and a stack of none."""
-    layers = tuple(jax.tree.map(operator.itemgetter(i), stacked) for i in range(depth))
-    return layers, jax.tree.map(lambda array: array[:0], stacked)
+    """The layers one by one, and a stack of none.
+
+    One small program, run for each layer: XLA would compile a copy of it for each in one program for all.
+    """
+    none = jax.tree.map(lambda array: jax.device_put(np.zeros((0, *array.shape[1:]), array.dtype)), stacked)
+    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth)), none
+
+
+@jax.jit
+def _layer_of(stacked: Layer, index: Int32[Array, ""]) -> Layer:
+    return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
 
 
 class _Progress(NamedTuple):
