@@ -533,7 +533,9 @@ class ModelRunner:
     def begin(
         self, idle_rows: HostRows, on_done: Callable[[CompiledProgram | BaseException], None]
     ) -> LazyPrograms | None:
-        """Has every program compiled when it is needed first; those of decoding, as a response grows, from now on.
+        """Has every program compiled when it is needed first.
+
+        Those of decoding, as a response grows, from now on, and before that what most short prompts at once need.
 
         Args:
             idle_rows: Rows with no budget.
@@ -545,7 +547,11 @@ class ModelRunner:
         if self._split is not None:
             return None
         self._lazy = LazyPrograms(self._lowered(idle_rows), on_done)
-        self._lazy.compile([_DECODE.format(self._windows[0])], urgent=True)
+        smallest = self._windows[0]
+        first = [_DECODE.format(smallest)]
+        for rows, length in sorted(self._prefill_shapes(smallest), key=lambda shape: (shape[1], -shape[0]))[:1]:
+            first += [_PREFILL.format(rows, length), _INSERT.format(rows, length, smallest)]
+        self._lazy.compile(first, urgent=True)
         for window, wider in pairwise(self._windows):
             self._lazy.compile([_RESIZE.format(window, wider), _DECODE.format(wider)])
         return self._lazy
