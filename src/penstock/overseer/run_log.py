@@ -24,7 +24,7 @@ SHOWN_EVENTS = frozenset(
     {
         "component_death", "data_changed", "files_damaged", "evaluation_failed", "files_missing", "graduated",
         "group_failed", "isolation", "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused",
-        "started_anew", "straggler", "tracker_failed", "unlocked",
+        "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""
