@@ -325,12 +325,12 @@ class Preparation:
             component.doing = f"warm start {done}/{total}"
             self._ctx.metrics(0, {"warm_start/step": float(done), **metrics})
 
-        component.wait_until_compiled()
         manager, settings = self._manager(), config.learner.warm_start
         for lesson_id in warm_start_lessons(manager, settings):
             reason = answers_cut_short(manager, lesson_id, settings, config.seed)
             if reason:
                 self._ctx.event("solutions_too_long", lesson=lesson_id, reason=reason)
+        component.wait_until_compiled()
         warm_start(self._learner, manager, settings, config.seed, on_step)
         component.publish_anew()
 
