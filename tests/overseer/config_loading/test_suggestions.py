@@ -66,6 +66,10 @@ def refused(recipe: str, override: str) -> str:
         ("vf_coef=0.5", "vf_coef: did you mean learner.critic.coefficient?"),
         ("critic.optim.lr=1e-5", "critic.optim.lr: did you mean learner.critic.learning_rate?"),
         ("cliprange_value=0.2", "cliprange_value: did you mean learner.critic.clip?"),
+        (
+            "mask_truncated_completions=true",
+            "mask_truncated_completions: did you mean replay.batch_maker.filter_overlong (mask or penalise)?",
+        ),
         ("device=cpu", "device: JAX_PLATFORMS=cpu in the environment keeps off GPUs; remove it"),
         ("weight_decay=0.1", "weight_decay: did you mean learner.optimizer.weight_decay?"),
     ],

@@ -50,6 +50,7 @@ _NAMES = (
     _Name("adam_beta2", ("learner.optimizer.beta2",)),
     _Name("adam_epsilon", ("learner.optimizer.epsilon",)),
     _Name("grad_clip gradient_clipping max_grad_norm clip_grad", ("learner.optimizer.max_grad_norm",)),
+    _Name("filter_groups", ("replay.batch_maker.filter_zero_variance",)),
     _Name("optim optimizer_name optimizer_type", ("learner.optimizer.name",), hint="adamw, adafactor or muon"),
     _Name(
         "beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_beta kl_ctrl kl_penalty kl_loss_type use_kl_loss "
@@ -157,8 +158,8 @@ _NAMES = (
     _Name("reward_funcs reward_fn reward_function custom_reward_function", (f"{_ENVIRONMENT}.reward",), hint=_JSONL),
     _Name("reward_weights", (f"{_ENVIRONMENT}.reward_weights",), hint=_JSONL),
     _Name(
-        "mask_truncated_completions overlong_filter", (f"{_ENVIRONMENT}.truncated_reward",),
-        hint=f"a fixed reward for what a limit cut, {_JSONL}",
+        "mask_truncated_completions overlong_filter overlong_filtering", ("replay.batch_maker.filter_overlong",),
+        hint="mask or penalise",
     ),
     _Name("train_files dataset dataset_name train_dataset", (f"{_ENVIRONMENT}.path",), hint=_JSONL),
     _Name("val_files eval_dataset", (f"{_ENVIRONMENT}.eval_path",), hint=_JSONL),
