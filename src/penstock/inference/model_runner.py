@@ -32,7 +32,7 @@ machines, several meshes, splitting a head, key heads kept on more than one devi
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,74 +42,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from penstock.inference.config import EngineConfig
+from penstock.inference.dispatch import DeviceSamples, HostRows, HostSamples, SlotRows, to_device, to_host
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
 from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
 from penstock.model.programs import LazyPrograms, Programs, choose_cache, compile_programs
-from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
-
-HostRows = Mapping[str, np.ndarray]
-"""The fields of `SlotRows`, and those of `SlotRows.sampling`, by name in host memory."""
-
-
-class SlotRows(NamedTuple):
-    """State of every slot between two dispatches, and what its request asks for.
-
-    Attributes:
-        tokens: The newest token: sampled or the prompt's last, not yet in the cache.
-        positions: Its position, which is how many tokens the cache holds.
-        budget: How many tokens may still be sampled; 0 for a slot that is not live.
-        seeds: The sample's seed in two words.
-        sampling: [slots] each, by the names of `SAMPLING_FIELDS`: what `sampling.sample` takes.
-        stop_token_ids: Padded with −1.
-    """
-
-    tokens: Int32[Array, " slots"]
-    positions: Int32[Array, " slots"]
-    budget: Int32[Array, " slots"]
-    seeds: UInt32[Array, "slots 2"]
-    sampling: dict[str, Array]
-    stop_token_ids: Int32[Array, "slots stops"]
-
-
-class DeviceSamples(NamedTuple):
-    """What one dispatch sampled: of slot s, the first ``count[s]`` entries of column s.
-
-    Attributes:
-        tokens: By step, then slot.
-        logprobs: Of those tokens, before truncation.
-        count: How many tokens the slot sampled before it stopped or the dispatch ended.
-    """
-
-    tokens: Int32[Array, "steps slots"]
-    logprobs: Float32[Array, "steps slots"]
-    count: Int32[Array, " slots"]
-
-
-class HostSamples(NamedTuple):
-    """`DeviceSamples` in host memory."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    count: np.ndarray
-
-
-def to_device(rows: HostRows) -> SlotRows:
-    """Puts rows on the device, which may read them where they are: they stay as they are until the dispatch has ended.
-
-    Not by `jnp.asarray`, which compiles a program for each shape.
-    """
-    arrays = {name: jax.device_put(array) for name, array in rows.items()}
-    sampling = {name: arrays.pop(name) for name in SAMPLING_FIELDS}
-    return SlotRows(**arrays, sampling=sampling)
-
-
-def to_host(emitted: DeviceSamples) -> HostSamples:
-    """Waits for a dispatch and fetches its result."""
-    return HostSamples(*(np.asarray(array) for array in emitted))
+from penstock.types import CompiledProgram, ConfigError
 
 
 class KVCache(eqx.Module):
@@ -137,12 +78,6 @@ def create_cache(config: ModelConfig, slots: int, window: int) -> KVCache:
         keys=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
         values=tuple(jnp.zeros(shape, config.dtype) for _ in layers),
     )
-
-
-def cache_bytes(config: ModelConfig, slots: int, window: int) -> int:
-    """Memory of such a cache."""
-    entry_bytes = config.key_value_size * jnp.dtype(config.dtype).itemsize
-    return 2 * config.num_hidden_layers * slots * window * entry_bytes
 
 
 def append(
