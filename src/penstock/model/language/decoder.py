@@ -24,11 +24,9 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 """
 
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -175,9 +173,14 @@ EMBEDDING_STD = 0.02
 _OPTIONAL = ("query_bias", "key_bias", "value_bias", "query_norm", "key_norm")
 
 
-@partial(jax.jit, static_argnums=1)
 def _unstacked(stacked: Tree, depth: int) -> tuple[Tree, ...]:
-    return tuple(jax.tree.map(operator.itemgetter(index), stacked) for index in range(depth))
+    """The layers one by one, by one small program: XLA would compile a copy of it for each in one program for all."""
+    return tuple(_layer_of(stacked, np.int32(index)) for index in range(depth))
+
+
+@jax.jit
+def _layer_of(stacked: Tree, index: Int[Array, ""]) -> Tree:
+    return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), stacked)
 
 
 class Decoder(eqx.Module):
@@ -212,7 +215,7 @@ class Decoder(eqx.Module):
         dtype = jnp.dtype(config.dtype)
         shapes = config.parameter_shapes()
         return cls.from_arrays(
-            config, {name: jnp.asarray(_draw(rng, name, shape), dtype) for name, shape in shapes.items()}
+            config, {name: jax.device_put(_draw(rng, name, shape).astype(dtype)) for name, shape in shapes.items()}
         )
 
     @classmethod

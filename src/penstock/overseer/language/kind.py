@@ -399,16 +399,26 @@ class LanguageKind:
             run.results["before"] = yield from run.evaluate("before")
 
     def after_training(self, run: Run) -> PhaseSteps:
-        """Servers have the last weights."""
+        """Servers have the last weights, and why the training ended before its last step is told."""
+        reason, step = self._goal(run), run.learner_step() or 0
+        if reason and step < run.config.steps:
+            run.log.event("goal_reached", step, reason=reason)
         yield from run.tasks.call("learner-0", "publish_last")
         yield from self._until_served(run)
 
     def goal_reached(self, run: Run) -> bool:
         """Every lesson has graduated, where the run stops for that; or so many rollouts were begun as may be."""
+        return bool(self._goal(run))
+
+    def _goal(self, run: Run) -> str:
+        """Which one was reached, in words; empty where none was."""
         most, facts = run.config.rollout.max_rollouts, run.seen.facts("replay-0")
-        if most is not None and facts.get("ledger", {}).get("started", 0) >= most:
-            return True
-        return run.config.curriculum.when_complete == "stop" and bool(facts.get("complete"))
+        begun = facts.get("ledger", {}).get("started", 0)
+        if most is not None and begun >= most:
+            return f"{begun:,} rollouts were begun, and rollout.max_rollouts is {most:,}"
+        if run.config.curriculum.when_complete == "stop" and facts.get("complete"):
+            return "every lesson has graduated (curriculum.when_complete: stop)"
+        return ""
 
     def _until_served(self, run: Run) -> PhaseSteps:
         """Waits until every inference server holds the learner's present version."""
