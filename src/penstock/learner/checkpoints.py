@@ -129,7 +129,8 @@ def verify_checkpoint(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory: name a checkpoint, for example checkpoints/step-100")
     manifest = _read_json(path / "manifest.json")
-    absent = sorted({"state.json", "learner.safetensors", "model/config.json"} - manifest.keys())
+    model = "model/config.json" if "model/adapter_config.json" not in manifest else "model/adapter_model.safetensors"
+    absent = sorted({"state.json", "learner.safetensors", model} - manifest.keys())
     if absent:
         raise CheckpointError(f"{path} is damaged: its manifest does not name {', '.join(absent)}; {_REMEDY}")
     for name, expected in manifest.items():

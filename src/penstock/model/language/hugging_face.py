@@ -150,11 +150,15 @@ def save_decoder(
     for name, array in named_arrays(decoder).items():
         tensors |= _as_tensors(name, np.asarray(array))
     save_tensors(tensors, directory, shard_bytes)
-    _save_configs(decoder, directory, tokenizer)
+    _save_tokenizer(directory, tokenizer)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
 
 
 def save_adapter(decoder: Decoder, directory: str | Path, tokenizer: PolicyTokenizer, digest: str) -> None:
-    """Writes an adapter as PEFT does, with the base's ``config.json`` and the tokenizer beside it; the base it names.
+    """Writes an adapter as PEFT does, with the tokenizer beside it; the base it names.
+
+    There is no ``config.json``: with one, transformers looks for a whole model there.
 
     Args:
         decoder: Of which the adapter is written, in its own dtype.
@@ -165,7 +169,7 @@ def save_adapter(decoder: Decoder, directory: str | Path, tokenizer: PolicyToken
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_adapter(decoder, directory, digest)
-    _save_configs(decoder, directory, tokenizer)
+    _save_tokenizer(directory, tokenizer)
 
 
 def with_merged(decoder: Decoder) -> Decoder:
@@ -184,11 +188,9 @@ def with_merged(decoder: Decoder) -> Decoder:
     return Decoder.from_arrays(decoder.config.model_copy(update={"lora": None, "base": ""}), arrays)
 
 
-def _save_configs(decoder: Decoder, directory: Path, tokenizer: PolicyTokenizer) -> None:
-    """Tokenizer, ``config.json`` and ``generation_config.json``."""
+def _save_tokenizer(directory: Path, tokenizer: PolicyTokenizer) -> None:
+    """Tokenizer and ``generation_config.json``."""
     tokenizer.save(directory)
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
     path = directory / "generation_config.json"
     generation = {"pad_token_id": tokenizer.pad_token_id} | (read_json(path) if path.is_file() else {})
     write_json(generation | {"eos_token_id": list(tokenizer.stop_token_ids)}, path)
