@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from penstock.batch import RowShape
 from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache, to_device
 from penstock.inference.scheduler import SlotTable
@@ -146,7 +147,7 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat):
     model, decoder, sizes = shapes
     learner = LearnerConfig(row_length=sizes["row_length"], micro_batch_rows=sizes["rows"], remat=remat)
     run = step.policy_accumulator(learner.loss, step.ForwardOptions(remat, learner.head_tile_tokens))
-    batch = step.empty_micro_batch(sizes["row_length"], sizes["rows"])
+    batch = step.empty_micro_batch(RowShape(sizes["row_length"], sizes["rows"]))
     allotted = peak_bytes(run.lower(decoder, jax.eval_shape(step.zeros, decoder), batch))
     estimate = estimate_memory(model, EngineConfig(), learner)
     held = estimate.parameters_bytes // 2 + 4 * model.parameter_count

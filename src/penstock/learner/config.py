@@ -6,12 +6,14 @@ config loads as itself. What PPO minimises, and what is masked where, is in docs
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from penstock.batch.advantages import AdvantageName
+from penstock.batch.packing import RowShape
 from penstock.learner.loss_terms import CriticConfig, KlConfig
+from penstock.model.language.attention_choice import AttentionChoice
 from penstock.types import ConfigError, RLLossModule
 from penstock.types.idle_keys import refuse_idle
 from penstock.types.importing import load_attribute
@@ -275,7 +277,14 @@ class LearnerConfig(_Frozen, frozen=True):
             the forward pass of the step itself; ``behaviour``: the weights that sampled, so that the ratio is all of
             the off-policy ratio, and no correction is applied again.
         row_length: Tokens of a packed row; the longest sequence that can be trained.
-        micro_batch_rows: Rows that go through the model at once; memory is in proportion to it.
+        row_lengths: Several lengths of rows, ascending, for sequences of very different lengths. The last is
+            `row_length`, which need not be written beside it. An optimiser step takes those that need the fewest micro-batches.
+        micro_batch_rows: Rows that go through the model at once; memory is in proportion to it. Of shorter
+            `row_lengths` as many more as have the tokens of these.
+        attention: What computes attention. ``auto``: ``dense`` for short rows; for long ones ``blocks``, plain JAX that
+            skips what is masked, on CPUs and of float32 models, else ``pallas``, a kernel for GPUs and TPUs.
+            ``cudnn``: NVIDIA's for packed rows, by a private interface of JAX. Only ``dense`` takes memory that is
+            quadratic in the length of rows.
         remat: Recompute each layer's activations in the backward pass instead of keeping them. On by default:
             it costs a CPU next to nothing, because memory that is not touched is not paged in either.
         head_tile_tokens: Tokens whose scores over the vocabulary exist at the same time.
@@ -294,9 +303,11 @@ class LearnerConfig(_Frozen, frozen=True):
     minibatches: int = Field(default=1, ge=1)
     proximal: Literal["auto", "recompute", "behaviour"] = "auto"
     row_length: int = Field(default=1024, ge=2)
+    row_lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(), max_length=4)
     micro_batch_rows: int = Field(default=8, ge=1)
     remat: bool = True
     head_tile_tokens: int = Field(default=256, ge=1)
+    attention: AttentionChoice = "auto"
     parity: ParityConfig = ParityConfig()
     max_non_finite_updates: int = Field(default=5, ge=1)
     allow_truncated_sampling: bool = False
@@ -314,6 +325,22 @@ class LearnerConfig(_Frozen, frozen=True):
             values["mismatch_limit"],
         )
         return {name: value for name, value in values.items() if name != "mismatch_limit"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_row(cls, values: Any) -> Any:
+        """Rows of several lengths say what the longest is."""
+        if not isinstance(values, Mapping) or not values.get("row_lengths") or "row_length" in values:
+            return values
+        lengths = values["row_lengths"]
+        whole = isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths)
+        return {**values, "row_length": max(lengths)} if whole else values
+
+    @property
+    def row_shapes(self) -> tuple[RowShape, ...]:
+        """Of micro-batches, ascending by length, of equally many tokens as near as whole rows allow."""
+        tokens = self.micro_batch_rows * self.row_length
+        return tuple(RowShape(length, tokens // length) for length in self.row_lengths or (self.row_length,))
 
     @property
     def optimizer_steps(self) -> int:
@@ -343,6 +370,13 @@ class LearnerConfig(_Frozen, frozen=True):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> "LearnerConfig":
+        if self.row_lengths and self.row_lengths != (*sorted({*self.row_lengths}),):
+            raise ValueError(f"row_lengths is {list(self.row_lengths)}: name each length once, the shortest first")
+        if self.row_lengths and self.row_length != self.row_lengths[-1]:
+            raise ValueError(
+                f"row_length is {self.row_length} and the longest of row_lengths {self.row_lengths[-1]}: leave one of "
+                "them out, or make them agree"
+            )
         if not self.has_critic:
             keys, why = (
                 tuple(CriticConfig.model_fields),

@@ -2,7 +2,7 @@
 
 It holds the parameters, the optimiser's state and the step; what is drawn (which groups share a minibatch) follows from
 seed and step alone. An update is `epochs` · `minibatches` optimiser steps, and one new version. Each step adds the
-gradients of micro-batches of one fixed shape, waiting for each, so that an engine on the same device gets its turns.
+gradients of micro-batches of few fixed shapes, waiting for each, so that an engine on the same device gets its turns.
 Parameters that were handed out are never donated: `decoder` stays valid for whoever holds it. One thread at a time.
 """
 
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int64
 
-from penstock.batch import unpack
+from penstock.batch import RowShape, unpack
 from penstock.learner import step as compiled
 from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
@@ -41,6 +41,7 @@ from penstock.learner.optimizer import (
 from penstock.learner.reference import ReferenceWeights
 from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
 from penstock.model.language import Decoder, named_arrays, save_decoder
+from penstock.model.language.attention_choice import check_attention, platform_named
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
@@ -87,13 +88,13 @@ class PlannedStep(NamedTuple):
     gradient_of: Callable[[str, int, int], Any]
 
 
-def scored_lengths(row_length: int) -> tuple[int, ...]:
+def scored_lengths(*row_lengths: int) -> tuple[int, ...]:
     """Tokens of the rows in which sequences are scored, ascending: few lengths, all compiled before they are needed."""
     lengths, length = [], 64
-    while length <= row_length // 2:
+    while length <= row_lengths[0] // 2:
         lengths.append(length)
         length *= 4
-    return (*lengths, row_length)
+    return (*lengths, *row_lengths)
 
 
 _SUPERVISED = LossConfig()
@@ -129,9 +130,9 @@ class Learner:
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        self._warm_start = _WarmStart(config)
-        options = _forward_options(config)
+        options = _forward_options(config, decoder)
         frozen = config.optimizer.frozen
+        self._warm_start = _WarmStart(config, options)
         self._zeros = compiled.zeros_maker(frozen)
         self._critic = Critic(config, decoder.config.hidden_size)
         sources = _proximal_source(config), config.kl, config.critic
@@ -165,7 +166,7 @@ class Learner:
 
     def scoring_programs(self) -> Programs:
         """Those of `score`."""
-        rows = {n: empty_micro_batch(n, 1) for n in reversed(scored_lengths(self._config.row_length))}
+        rows = {n: empty_micro_batch(RowShape(n, 1)) for n in reversed(self._scored_lengths)}
         lowered = {
             f"log-probabilities, {length} tokens": partial(self._score.lower, self._decoder, row)
             for length, row in rows.items()
@@ -174,26 +175,34 @@ class Learner:
 
     def update_programs(self) -> Programs:
         """Those of `update`, the longest first."""
-        row_length = self._config.row_length
-        batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
         critic = self._critic.head
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
         applied = self._decoder, self._state, so_far.gradients, scalar, so_far.sums.loss
+        accumulate = partial(self._accumulate.lower, self._decoder, so_far)
         lowered = {
-            "gradient": partial(self._accumulate.lower, self._decoder, so_far, batch, critic=critic),
+            **self._of_shapes("gradient", lambda batch: partial(accumulate, batch, critic=critic)),
             "optimiser step": partial(self._apply.lower, *applied),
             "empty gradient": partial(self._zeros.lower, self._decoder, critic=critic),
         }
         if critic is not None:
-            lowered["values"] = partial(self._value.lower, self._decoder, critic, batch)
+            lowered |= self._of_shapes("values", lambda batch: partial(self._value.lower, self._decoder, critic, batch))
             lowered["optimiser step of values"] = partial(self._critic.lower, so_far.critic)
         proximal = self._config.recomputes_proximal
         if proximal or self._config.kl.reference is not None:  # one program scores for both
-            lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
-                self._score.lower, self._decoder, batch
-            )
+            name = f"{'proximal' if proximal else 'reference'} log-probabilities"
+            lowered |= self._of_shapes(name, lambda batch: partial(self._score.lower, self._decoder, batch))
         return _compiling(lowered)
+
+    def _of_shapes(self, name: str, lower: Callable[[compiled.MicroBatch], Any]) -> dict[str, Any]:
+        """A program for each shape of rows, the longest first; one alone needs no length in its name."""
+        shapes = self._config.row_shapes
+        names = [name] if len(shapes) == 1 else [f"{name}, rows of {shape.length}" for shape in shapes]
+        return {own: lower(empty_micro_batch(shape)) for own, shape in reversed(list(zip(names, shapes, strict=True)))}
+
+    @property
+    def _scored_lengths(self) -> tuple[int, ...]:
+        return scored_lengths(*(shape.length for shape in self._config.row_shapes))
 
     def update(self, batch: TrainingBatch, version_step: int, left_out: Collection[str] = ()) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.
@@ -246,8 +255,8 @@ class Learner:
 
     def _gradient_of(self, minibatch: _Minibatch, rollout_id: str, start: int, stop: int) -> Any:
         ids = {example.rollout_ids[0]: len(example.tokens) for example in minibatch.examples}
-        length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
-        (micro_batch,) = self._plan(minibatch, (length, 1), ids.keys() - {rollout_id}).micro_batches
+        length = next(n for n in self._scored_lengths if n >= ids[rollout_id])
+        (micro_batch,) = self._plan(minibatch, [RowShape(length, 1)], ids.keys() - {rollout_id}).micro_batches
         inside = (start <= micro_batch.positions) & (micro_batch.positions < stop)
         micro_batch = micro_batch._replace(loss_weight=np.where(inside, micro_batch.loss_weight, np.float32(0)))
         (gradients, _), _ = self._gradients(self._accumulate, [micro_batch], self._critic.head)
@@ -266,9 +275,9 @@ class Learner:
         if not examples:
             return []
         longest = max(len(example.tokens) for example in examples)
-        length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
+        length = next(n for n in self._scored_lengths if n >= longest)
         scoring = partial(self._score, self._decoder if decoder is None else decoder)
-        return self._scored(plan_scoring(examples, length, 1), scoring)
+        return self._scored(plan_scoring(examples, [RowShape(length, 1)]), scoring)
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -315,7 +324,7 @@ class Learner:
         """
         warm_start = self._warm_start
         state = warm_start.begin(self._decoder)
-        plan = plan_update(examples, _SUPERVISED, self._config.row_length, self._config.micro_batch_rows, self._step)
+        plan = plan_update(examples, _SUPERVISED, self._config.row_shapes, self._step)
         (gradients, _), sums = self._gradients(warm_start.accumulate, plan.micro_batches)
         rate = warm_start.learning_rate()
         self._decoder, warm_start.state, applied = warm_start.apply(
@@ -393,26 +402,25 @@ class Learner:
         if head is None:
             return examples, None, {}
         started = time.perf_counter()
-        rows = self._config.row_length, self._config.micro_batch_rows
-        plan = plan_scoring(examples, *rows, every_token=False)
+        plan = plan_scoring(examples, self._config.row_shapes, every_token=False)
         values = self._scored(plan, partial(self._value, self._decoder, head))
         scoring_s["time/values"] = time.perf_counter() - started
         return self._critic.advantages(examples, values)
 
     def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
-        """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
-        rows = self._config.row_length, self._config.micro_batch_rows
-        return self._scored(plan_scoring(examples, *rows, every_token=False), partial(self._score, decoder))
+        """Log-probabilities of sampled tokens, in micro-batches of an update's shapes."""
+        plan = plan_scoring(examples, self._config.row_shapes, every_token=False)
+        return self._scored(plan, partial(self._score, decoder))
 
     def _scored(self, plan: UpdatePlan, scoring: Callable[[Any], Any]) -> list[Float32[np.ndarray, " pos"]]:
         """What is scored at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
-        scores = []
+        scores = list[np.ndarray]()
         for micro_batch in plan.micro_batches:
             found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
             rows = np.zeros(micro_batch.tokens.shape, np.float32)
             rows.reshape(-1)[micro_batch.positions[:count]] = found[:count]
-            scores.append(rows)
-        return unpack(np.concatenate(scores), plan.placements) if scores else []
+            scores.extend(rows)
+        return unpack(scores, plan.placements)
 
     def _rate(self) -> float:
         return learning_rate(self._config.optimizer, self._step, self._total_steps)
@@ -460,16 +468,15 @@ class Learner:
         return applied
 
     def _planned(self, minibatch: _Minibatch, left_out: Collection[str]) -> UpdatePlan:
-        """Micro-batches of an update's shape, without those that need no forward pass."""
-        rows = self._config.row_length, self._config.micro_batch_rows
-        return self._plan(minibatch, rows, {*left_out, *self._uncomputed(minibatch.examples)})
+        """Micro-batches of an update's shapes, without those that need no forward pass."""
+        return self._plan(minibatch, self._config.row_shapes, {*left_out, *self._uncomputed(minibatch.examples)})
 
-    def _plan(self, minibatch: _Minibatch, rows: tuple[int, int], left_out: Collection[str]) -> UpdatePlan:
-        """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
+    def _plan(self, minibatch: _Minibatch, shapes: Sequence[RowShape], left_out: Collection[str]) -> UpdatePlan:
+        """Micro-batches of an optimiser step, of these shapes."""
         return plan_update(
             minibatch.examples,
             self._config.loss,
-            *rows,
+            shapes,
             self._step,
             max_tokens=[self._denominator(example) for example in minibatch.examples],
             proximal_logprobs=minibatch.proximal,
@@ -507,13 +514,13 @@ class Learner:
 class _WarmStart:
     """The supervised phase's own optimiser; empty before and after."""
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: LearnerConfig, options: compiled.ForwardOptions) -> None:
         self._config = config
         self.state: OptimizerState | None = None
         self._steps_done = 0
         if config.warm_start is not None:
             self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
-            self.accumulate = compiled.supervised_accumulator(_forward_options(config), config.optimizer.frozen)
+            self.accumulate = compiled.supervised_accumulator(options, config.optimizer.frozen)
             self.apply = applier(self._optimizer)
 
     def begin(self, decoder: Decoder) -> OptimizerState:
@@ -544,5 +551,14 @@ def _proximal_source(config: LearnerConfig) -> compiled.ProximalSource:
     return "stored" if config.recomputes_proximal else "current"
 
 
-def _forward_options(config: LearnerConfig) -> compiled.ForwardOptions:
-    return compiled.ForwardOptions(config.remat, config.head_tile_tokens)
+def _forward_options(config: LearnerConfig, decoder: Decoder) -> compiled.ForwardOptions:
+    """For the device that holds the parameters, present or described.
+
+    Raises:
+        ConfigError: the configured attention cannot act there.
+    """
+    device = min(decoder.embedding.sharding.device_set, key=lambda each: each.id)
+    platform, capability = platform_named(device.platform), getattr(device, "compute_capability", None)
+    capability = None if capability is None else float(capability)
+    check_attention(config.attention, platform, decoder.config, capability)
+    return compiled.ForwardOptions(config.remat, config.head_tile_tokens, config.attention, platform)
