@@ -8,7 +8,7 @@ from tests.learner.control_batches import make_fragments, make_policy
 
 from penstock.batch import RowShape, example_from_pair
 from penstock.learner import ControlLearner, Learner, LearnerConfig, LossConfig, OptimizerConfig, PpoConfig
-from penstock.learner.config import ControlOptimizerConfig
+from penstock.learner.control_config import ControlOptimizerConfig
 from penstock.learner.control_step import FEWEST_FINALS, BatchShape, Minibatches, blank_arrays, optimiser, preparer
 from penstock.learner.optimizer import from_named, initial_state, to_named
 from penstock.learner.step import ForwardOptions, empty_micro_batch, policy_accumulator, zeros_maker

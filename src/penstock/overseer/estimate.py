@@ -11,16 +11,20 @@ bfloat16 in float32):
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
   devices holds are copies throughout, 3 P b with those that are put there;
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
-- *optimiser* 8 P: AdamW's moments in float32; 12 P with the float32 master of a bfloat16 model;
+- *optimiser*: AdamW's moments in float32, 8 P; Muon's momentum 4 P_m, with AdamW's 8 (P − P_m) of all but the P_m
+  parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P more for the float32 master
+  of a bfloat16 model;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
-- *attention* R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; and of the
-  largest prefill, r prompts of length t, H r t² (4 + c) + 8 r t i;
+- *attention*, dense, R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; by any
+  other kernel 8 N (q + v) c, half as much again without `remat`; and of the largest prefill, r prompts of length t,
+  8 r t i and dense H r t² (4 + c), else 6 r t (q + v) b;
 - *activations* of one micro-batch: L N h b between layers and N (4 h + 3 q + 4 v + 4 i) c inside one with `remat`;
   without, L N (2 h + 2 q + 2 v + 2 i) b that are kept, and N (h + 2 i) c, or twice the former inside where c is not b;
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
-- *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
+- *optimiser step*: what its temporaries exceed those of the gradient by: 10 P (7.6 P with a master), of Muon's matrices
+  6 P_m (13 P_m), of Adafactor 4 P (10.6 P).
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
 tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
@@ -35,8 +39,10 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from penstock.batch.packing import RowShape
 from penstock.inference.config import EngineConfig
-from penstock.learner.config import LearnerConfig
+from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
+from penstock.model.language.attention_choice import AttentionKernel, attention_kernel
 from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.types import ConfigError
 
@@ -55,9 +61,9 @@ class MemoryEstimate:
         reference_bytes: The reference's of a KL, and its average.
         engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
-        optimizer_bytes: Both moments, and the float32 master.
+        optimizer_bytes: The optimiser's state, and the float32 master.
         kv_cache_bytes: Twice the engine's cache.
-        attention_bytes: Scores of one micro-batch and of one prefill, quadratic in the row's length.
+        attention_bytes: Of one micro-batch and of one prefill; quadratic in the row's length where it is dense.
         activations_bytes: Of one micro-batch.
         vocabulary_bytes: Gradient of the head, and scores over the vocabulary.
         copies_bytes: In float32, on CPUs of a bfloat16 model.
@@ -131,14 +137,14 @@ def estimate_memory(
         reference_bytes=_reference_bytes(model, learner),
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
-        optimizer_bytes=trained * (8 if width == 4 else 12),
+        optimizer_bytes=optimizer_state_bytes(model, learner) + trained * (0 if width == 4 else 4),
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
         vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
-        step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
+        step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
     )
 
 
@@ -151,18 +157,42 @@ def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
 
 def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
     """Number of parameters that are not frozen."""
-    frozen = learner.optimizer.frozen
-    shapes = model.parameter_shapes().items()
-    return sum(math.prod(shape) for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen))
+    return sum(map(math.prod, _trained_shapes(model, learner).values()))
+
+
+def _trained_shapes(model: ModelConfig, learner: LearnerConfig) -> dict[str, tuple[int, ...]]:
+    frozen, shapes = learner.optimizer.frozen, model.parameter_shapes().items()
+    return {name: shape for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen)}
+
+
+def optimizer_state_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+    """Of the optimiser's state, masters left out."""
+    return sum(_state_bytes(learner.optimizer, *each) for each in _trained_shapes(model, learner).items())
+
+
+def _state_bytes(optimizer: OptimizerConfig, name: str, shape: tuple[int, ...]) -> int:
+    if optimizer.name != "adafactor":
+        return (4 if optimizer.orthogonalises(name, len(shape)) else 8) * math.prod(shape)
+    stack, own = (shape[:1], shape[1:]) if name.startswith(STACKED) else ((), shape)
+    return 4 * math.prod(stack) * (math.prod(own) if len(own) < 2 else sum(own))
 
 
 def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
-    """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose."""
-    rows, length, count = learner.micro_batch_rows, learner.row_length, model.parameter_count
+    """Bytes that one micro-batch's gradient takes beside parameters and the accumulated gradient, by purpose.
+
+    Of several lengths of rows that which takes most.
+    """
+    found = [_temporaries_of(shape, model, learner, on_cpu) for shape in learner.row_shapes]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig, on_cpu: bool) -> dict[str, int]:
+    (length, rows), count = shape, model.parameter_count
+    kernel = attention_kernel(learner.attention, "cpu" if on_cpu else "gpu", length, model.dtype)
     head = 8 * model.vocab_size * model.hidden_size
     layers = {
         "gradient": trained_count(model, learner) * _DTYPE_BYTES[model.dtype],
-        "attention": attention_bytes(model, rows, length, on_cpu),
+        "attention": attention_bytes(model, shape, kernel, learner.remat, on_cpu),
         "activations": activation_bytes(model, rows, length, learner.remat, on_cpu),
         "copies": 4 * count + head if on_cpu and model.dtype == "bfloat16" else 0,
     }
@@ -171,9 +201,16 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 
-def step_temporaries(model: ModelConfig) -> int:
+def step_temporaries(model: ModelConfig, learner: LearnerConfig) -> int:
     """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
-    return round(model.parameter_count * (10 if model.dtype == "float32" else 7.6))
+    optimizer, wide = learner.optimizer, model.dtype == "float32"
+    per_parameter = (4.0 if wide else 10.6) if optimizer.name == "adafactor" else (10.0 if wide else 7.6)
+    of_matrix = 6.0 if wide else 13.0
+    sizes = [
+        (of_matrix if optimizer.orthogonalises(name, len(shape)) else per_parameter) * math.prod(shape)
+        for name, shape in _trained_shapes(model, learner).items()
+    ]
+    return round(sum(sizes))
 
 
 def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
@@ -181,16 +218,22 @@ def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:
     return 2 * model.num_hidden_layers * slots * length * model.key_value_size * _DTYPE_BYTES[model.dtype]
 
 
-def attention_bytes(model: ModelConfig, rows: int, row_length: int, on_cpu: bool = True) -> int:
-    """Attention scores of one layer with their gradient: every query of a row against every key."""
-    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
-    return rows * model.num_attention_heads * row_length**2 * (8 + computed)
+def attention_bytes(
+    model: ModelConfig, shape: RowShape, kernel: AttentionKernel = "dense", remat: bool = True, on_cpu: bool = True
+) -> int:
+    """One layer's attention with its gradient: scores of every query of a row against every key, where it is dense."""
+    computed, tokens = 4 if on_cpu else _DTYPE_BYTES[model.dtype], shape.rows * shape.length
+    if kernel == "dense":
+        return tokens * model.num_attention_heads * shape.length * (8 + computed)
+    return tokens * (model.query_size + model.key_value_size) * computed * (8 if remat else 12)
 
 
 def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool = True) -> int:
     """Bytes that a prefill takes beside parameters and the keys and values that it makes."""
-    computed = 4 if on_cpu else _DTYPE_BYTES[model.dtype]
+    computed, width = 4 if on_cpu else _DTYPE_BYTES[model.dtype], _DTYPE_BYTES[model.dtype]
     scores = rows * model.num_attention_heads * length**2 * (4 + computed)
+    if attention_kernel("auto", "cpu" if on_cpu else "gpu", length, model.dtype) != "dense":
+        scores = 6 * rows * length * (model.query_size + model.key_value_size) * width
     return scores + 8 * rows * length * model.intermediate_size
 
 
