@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from penstock.learner import Learner
-from penstock.learner.learner import scored_lengths
-from penstock.learner.step import plan_scoring, plan_update
+from penstock.learner.step import plan_scoring, plan_update, scored_lengths
 from penstock.types import ConfigError
 
 LENGTHS = [(2, 9), (4, 7), (3, 20), (2, 20), (1, 3)]

@@ -111,6 +111,15 @@ def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model,
     assert estimate.total_bytes == sum(getattr(estimate, name) for name in names)
 
 
+@pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
+def test_a_checkpoint_that_is_written_beside_the_training_takes_what_it_holds_once_more(model, width, state):
+    learner = LearnerConfig(kl={"reference": "initial", "coefficient": 0.1})
+    without = estimate_memory(model, EngineConfig(), learner)
+    beside = estimate_memory(model, EngineConfig(), learner, snapshots=True)
+    assert without.snapshot_bytes == 0 and beside.snapshot_bytes == model.parameter_count * (2 * width + state)
+    assert beside.total_bytes == without.total_bytes + beside.snapshot_bytes
+
+
 @pytest.mark.parametrize(("devices", "sets"), [(1, 2), (2, 3), (None, 3)])
 def test_an_engine_over_several_devices_has_parameters_of_its_own(devices, sets):
     estimate = estimate_memory(MODEL, EngineConfig(model_parallel=devices), LearnerConfig())

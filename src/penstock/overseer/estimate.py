@@ -23,6 +23,8 @@ bfloat16 in float32):
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
+- *snapshot*: P b of an older version, and copies on the host of the optimiser's state and the reference, where a
+  checkpoint is written while training goes on;
 - *optimiser step*: what its temporaries exceed those of the gradient by: 10 P (7.6 P with a master), of Muon's matrices
   6 P_m (13 P_m), of Adafactor 4 P (10.6 P).
 
@@ -69,6 +71,7 @@ class MemoryEstimate:
         copies_bytes: In float32, on CPUs of a bfloat16 model.
         step_bytes: What the optimiser step takes beyond the memory of the gradient.
         process_bytes: Everything else.
+        snapshot_bytes: What a checkpoint is written from beside the training; 0 at staleness zero.
     """
 
     parameters_bytes: int
@@ -83,6 +86,7 @@ class MemoryEstimate:
     copies_bytes: int
     step_bytes: int
     process_bytes: int = PROCESS_BYTES
+    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -117,7 +121,7 @@ def computes_on_cpu() -> bool:
 
 
 def estimate_memory(
-    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True
+    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True, snapshots: bool = False
 ) -> MemoryEstimate:
     """The memory of a training run in one process.
 
@@ -126,18 +130,21 @@ def estimate_memory(
         engine: Slots and lengths.
         learner: Rows of a micro-batch.
         on_cpu: Where XLA computes bfloat16 in float32.
+        snapshots: Whether checkpoints are written while training goes on.
     """
     count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
     trained = trained_count(model, learner)
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
+    reference = _reference_bytes(model, learner)
+    optimizer = optimizer_state_bytes(model, learner) + trained * (0 if width == 4 else 4)
     return MemoryEstimate(
         parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
-        reference_bytes=_reference_bytes(model, learner),
+        reference_bytes=reference,
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
-        optimizer_bytes=optimizer_state_bytes(model, learner) + trained * (0 if width == 4 else 4),
+        optimizer_bytes=optimizer,
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
@@ -145,6 +152,7 @@ def estimate_memory(
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
         step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
+        snapshot_bytes=count * width + optimizer + reference if snapshots else 0,
     )
 
 

@@ -61,12 +61,12 @@ class Segments(NamedTuple):
         """
         ids = np.asarray(ids, np.int32)
         rows, length = ids.shape
-        most = length if most is None else most
-        if ids.size and ids.max() > most:
-            raise ValueError(f"a row of {ids.max()} segments, where there is room for {most}")
+        room: int = length if most is None else most
+        if ids.size and ids.max() > room:
+            raise ValueError(f"a row of {ids.max()} segments, where there is room for {room}")
         row, position = np.nonzero(ids)
         at = row, ids[row, position] - 1
-        starts, lengths = np.full((rows, most), length, np.int32), np.zeros((rows, most), np.int32)
+        starts, lengths = np.full((rows, room), length, np.int32), np.zeros((rows, room), np.int32)
         np.minimum.at(starts, at, position)
         np.add.at(lengths, at, 1)
         return cls(ids, np.where(lengths > 0, starts, -1), lengths)  # pyright: ignore[reportArgumentType]
@@ -177,7 +177,8 @@ def triton_attention(
 
     length, scale = query.shape[1], query.shape[-1] ** -0.5
     padded = _padded(query, *_repeated(query, key, value), ids)
-    return mha(*padded, sm_scale=scale, causal=True, interpret=interpret)[:, :length]
+    attended: Any = mha(*padded, sm_scale=scale, causal=True, interpret=interpret)
+    return attended[:, :length]
 
 
 def splash_attention(
@@ -205,7 +206,7 @@ def splash_attention(
     of_key_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
     grouped = query.reshape(batch, -1, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     by_head = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    attended = jax.vmap(of_key_heads)(grouped, *by_head, kernels.SegmentIds(ids, ids))
+    attended: Any = jax.vmap(of_key_heads)(grouped, *by_head, kernels.SegmentIds(ids, ids))
     return attended.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, head_dim)[:, :length]
 
 

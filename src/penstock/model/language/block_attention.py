@@ -69,7 +69,7 @@ def block_attention(
     grouped = query.reshape(rows, shape.blocks, block, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 1, 3, 4, 2, 5).reshape(rows * shape.blocks, kv_heads, -1, head_dim)
     in_blocks = (x.reshape(-1, block, kv_heads, head_dim).transpose(0, 2, 1, 3) for x in (key, value))
-    attended = _attend(shape, grouped, *in_blocks, ids.reshape(-1, block), first.reshape(-1))
+    attended: Any = _attend(shape, grouped, *in_blocks, ids.reshape(-1, block), first.reshape(-1))
     attended = attended.reshape(rows, shape.blocks, kv_heads, heads // kv_heads, block, head_dim)
     return attended.transpose(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, head_dim)[:, :length]
 
