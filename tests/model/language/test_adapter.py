@@ -9,7 +9,7 @@ import pytest
 from tests.adapted import LORA, adapted
 
 from penstock.model.arrays import digests_of
-from penstock.model.language import Decoder, named_arrays
+from penstock.model.language import Decoder, Segments, named_arrays
 from penstock.model.language.adapter import LoraPair
 from penstock.model.language.decoder import decoder_digests
 from penstock.model.language.hugging_face import with_merged
@@ -21,7 +21,7 @@ from penstock.types import ConfigError
 def rows():
     tokens = np.random.default_rng(0).integers(0, 50, (2, 12)).astype(np.int32)
     positions = np.tile(np.arange(12, dtype=np.int32), (2, 1))
-    return tuple(map(jnp.asarray, (tokens, positions, np.ones_like(tokens))))
+    return jnp.asarray(tokens), jnp.asarray(positions), Segments.of(np.ones_like(tokens))
 
 
 def test_a_drawn_adapter_changes_nothing_and_a_learned_one_does(tiny_decoder, states, rows):
@@ -116,10 +116,10 @@ def test_the_gradient_keeps_no_second_base(tiny_decoder):
 
     def temporaries(depth: int) -> int:
         decoder = adapted(tiny_decoder(num_hidden_layers=depth, hidden_size=64, intermediate_size=256))
-        tokens = jnp.zeros((1, 4), jnp.int32)
+        tokens, segments = jnp.zeros((1, 4), jnp.int32), Segments.of(np.ones((1, 4)))
 
         def loss(adapter):
-            return jnp.square(replace(decoder, adapter=adapter).hidden_states(tokens, tokens, tokens + 1, True)).sum()
+            return jnp.square(replace(decoder, adapter=adapter).hidden_states(tokens, tokens, segments, True)).sum()
 
         program = jax.jit(jax.grad(loss)).lower(decoder.adapter).compile()
         return program.memory_analysis().temp_size_in_bytes

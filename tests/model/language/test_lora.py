@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from penstock.model.language import PolicyConfig, load_decoder, load_policy, named_arrays, save_decoder
+from penstock.model.language import PolicyConfig, Segments, load_decoder, load_policy, named_arrays, save_decoder
 from penstock.model.language.adapter import base_digest
 from penstock.model.language.config import ADAPTER, read_shape
 from penstock.model.language.hugging_face import save_adapter, with_merged
@@ -49,7 +49,7 @@ def test_logits_are_those_of_peft(golden_root, family, states):
     golden = load_file(golden_root / family / "adapter" / "golden.safetensors")
     decoder = load_decoder(golden_root / family / "adapter")
     tokens, logits = jnp.asarray(golden["tokens_3"])[None], golden["logits_3"]
-    rows = tokens, jnp.arange(tokens.size)[None], jnp.ones_like(tokens)
+    rows = tokens, jnp.arange(tokens.size)[None], Segments.of(np.ones(tokens.shape))
     np.testing.assert_allclose(decoder.logits(states(decoder, *rows))[0], logits, atol=1e-4)
     merged = with_merged(decoder)
     np.testing.assert_allclose(merged.logits(states(merged, *rows))[0], logits, atol=1e-4)
