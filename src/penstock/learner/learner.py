@@ -104,7 +104,8 @@ class Learner:
     """Trains one language policy.
 
     Args:
-        decoder: Initial parameters; never donated, never changed.
+        decoder: Initial parameters; never donated, never changed. Shapes in their place make a learner whose programs
+            can be lowered, and nothing else.
         config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
         seed: The run's seed; shuffles the minibatches.
@@ -174,6 +175,10 @@ class Learner:
 
     def update_programs(self) -> Programs:
         """Those of `update`, the longest first."""
+        return _compiling(self.lowered_update())
+
+    def lowered_update(self) -> dict[str, "partial[Any]"]:
+        """What lowers each program of `update`: a compiled function's `lower` with all of its arguments."""
         row_length = self._config.row_length
         batch = empty_micro_batch(row_length, self._config.micro_batch_rows)
         critic = self._critic.head
@@ -193,7 +198,7 @@ class Learner:
             lowered[f"{'proximal' if proximal else 'reference'} log-probabilities"] = partial(
                 self._score.lower, self._decoder, batch
             )
-        return _compiling(lowered)
+        return lowered
 
     def update(self, batch: TrainingBatch, version_step: int, left_out: Collection[str] = ()) -> dict[str, float]:
         """One update: `epochs` · `minibatches` optimiser steps on one batch.

@@ -92,7 +92,7 @@ def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState:
-    """The state before the first step.
+    """The state before the first step; of parameters that are shapes only, its shapes.
 
     Raises:
         ConfigError: arrays are frozen that the model does not have, or all that it has.
@@ -104,6 +104,8 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
     trained, _ = split_frozen(config.frozen, parameters)
     if not jax.tree.leaves(trained):
         raise ConfigError(f"learner.optimizer.frozen is {list(config.frozen)}, all arrays: nothing would train")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trained)):
+        return jax.eval_shape(partial(initial_state, config), parameters)
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
     moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros

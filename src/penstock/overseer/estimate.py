@@ -128,7 +128,7 @@ def estimate_memory(
     gradient = gradient_temporaries(model, learner, on_cpu)
     return MemoryEstimate(
         parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
-        reference_bytes=_reference_bytes(model, learner),
+        reference_bytes=reference_bytes(model, learner),
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
         optimizer_bytes=trained * (8 if width == 4 else 12),
@@ -142,7 +142,8 @@ def estimate_memory(
     )
 
 
-def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+def reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+    """Of a KL's reference, and of the float32 average that a bfloat16 one follows by."""
     width, reference = _DTYPE_BYTES[model.dtype], learner.kl.reference
     if reference is None:
         return 0
