@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.history import History
-from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
+from penstock.replay.ledger import RECHECK_S, Ledger, TicketKey, rollout_ids
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
 from penstock.replay.training_pool import FormedBatch, TrainingPool

@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.batch import Dropped, has_signal
-from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.freshness import FreshnessRules, IngestRules, Verdict, judge_group
-from penstock.replay.ledger import Ledger
+from penstock.replay.ledger import RECHECK_S, Ledger
 from penstock.replay.store import ExperienceStore, Sealer
 from penstock.replay.waiting_groups import (
     AnyMaker,
