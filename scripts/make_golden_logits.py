@@ -1,7 +1,7 @@
 """Makes the golden files against which the decoder's logits are tested. Needs torch, which Penstock does not.
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers safetensors numpy
-    /tmp/golden/bin/python scripts/make_golden_logits.py
+    /tmp/golden/bin/python scripts/make_golden_logits.py            # or the names of those to make
 
 For each family: a tiny checkpoint as transformers saves it, and the float32 logits that transformers computes from it
 for sequences of different lengths. Every parameter is drawn at random, biases and norm weights included, since a
@@ -9,11 +9,20 @@ parameter left at zero or one could be ignored or misplaced without any test not
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 DIRECTORY = Path(__file__).parent.parent / "tests" / "model" / "language" / "golden"
 LENGTHS = (1, 7, 12, 23)
@@ -37,12 +46,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=None, tie_word_embeddings=False),
+    "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
+    "yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
 }
+"""By the name of the folder; those after the families are of one of them."""
 SHARD_SIZE = {"mistral": "40KB"}
 
 
@@ -77,4 +95,5 @@ def make(family: str, config: PretrainedConfig, seed: int) -> None:
 
 if __name__ == "__main__":
     for number, (name, family_config) in enumerate(FAMILIES.items()):
-        make(name, family_config, seed=number)
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make(name, family_config, seed=number)

@@ -18,7 +18,7 @@ through `product`: operands in the model's dtype, float32 sums, no TF32. The res
 silu and logits are float32 whatever the dtype; what goes into a product is rounded to it once, by `rounded`.
 
 Positions are rotary (Su et al. 2021, https://arxiv.org/abs/2104.09864) in Hugging Face's arrangement, where dimension i
-is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: none, and Llama 3's.
+is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: Llama 3's, YaRN.
 
 Not covered: the loss's output head, which must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
 """
@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from penstock.model.arrays import named_leaves, with_named_leaves
-from penstock.model.language.config import ModelConfig, RopeScaling
+from penstock.model.language.config import ModelConfig, RopeScaling, YarnScaling
 
 MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
@@ -133,7 +133,10 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked."""
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
+    scaling = config.rope_scaling
+    if isinstance(scaling, YarnScaling):
+        return _interpolate(frequencies, scaling, config.rope_theta)
+    return frequencies if scaling is None else _stretch(frequencies, scaling)
 
 
 def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -144,11 +147,33 @@ def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return ((1 - blend) * frequencies / scaling.factor + blend * frequencies).astype(np.float32)
 
 
+def _interpolate(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    """YaRN: pairs that turn often kept, pairs that turn seldom divided by the factor, a linear ramp between.
+
+    Peng et al. 2023, https://arxiv.org/abs/2309.00071.
+    """
+    pairs, context = len(frequencies), scaling.original_max_position_embeddings
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last += 0.001 if first == last else 0  # as the families' own code
+    slow = np.clip((np.arange(pairs) - first) / (last - first), 0.0, 1.0)
+    return (slow * frequencies / scaling.factor + (1 - slow) * frequencies).astype(np.float32)
+
+
 def rotary_tables(
     config: ModelConfig, position_ids: Int[Array, "*batch"]
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Cosines and sines of the angles at these positions, float32, half = head_dim / 2."""
+    """Cosines and sines of the angles at these positions, float32, half = head_dim / 2; YaRN's are longer than one."""
     angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    if isinstance(config.rope_scaling, YarnScaling):
+        length = config.rope_scaling.attention_factor
+        return length * jnp.cos(angles), length * jnp.sin(angles)
     return jnp.cos(angles), jnp.sin(angles)
 
 
