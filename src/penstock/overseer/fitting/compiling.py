@@ -90,10 +90,7 @@ class RunShapes:
 
     def __init__(self, config: RunConfig, model: ModelConfig) -> None:
         self.model, self.engine = model, config.inference
-        dtype = jnp.dtype(model.dtype)
-        shapes = model.parameter_shapes().items()
-        arrays: Any = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes}
-        self.decoder = Decoder.from_arrays(model, arrays)
+        self.decoder = jax.eval_shape(lambda: Decoder.from_arrays(model, _zeros(model)))
         self._learner = Learner(self.decoder, _without_directories(config.learner), total_steps=1)
 
     @functools.cached_property
@@ -147,6 +144,10 @@ class RunShapes:
             prefilled = self.cache(count, length).keys[0]
             found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache.keys[0], prefilled, nowhere)
         return found
+
+
+def _zeros(model: ModelConfig) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(shape, model.dtype) for name, shape in model.parameter_shapes().items()}
 
 
 def _without_directories(learner: LearnerConfig) -> LearnerConfig:

@@ -42,17 +42,15 @@ def fit(config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequen
     Raises:
         ConfigError: no such chip, compiler, shape or row length.
     """
-    prepare_compilers()
+    named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
+    sized = [of_rows(config, length) for length in rows] or [config]
+    runs = {(name, run.learner.row_length): (run, model) for name, model in named.items() for run in sized}
     chip = parse_target(target)
+    if chip.platform != "cpu":
+        prepare_compilers()
     from penstock.overseer.fitting.compiling import ChipCompiler
 
     compiler = ChipCompiler(chip)
-    named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
-    runs = {
-        (name, of_rows(config, length).learner.row_length): (of_rows(config, length), model)
-        for name, model in named.items()
-        for length in rows or [None]
-    }
     if len(runs) > 1:
         return FitTable({key: fit_run(*run, compiler) for key, run in runs.items()})
     (run,) = runs.values()
@@ -77,17 +75,15 @@ def shape_named(name: str, config: RunConfig) -> ModelConfig:
     found = [file for known, file in shipped.items() if known.lower().endswith(name.lower())]
     if len(found) == 1 and name:
         return ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
-    if path.exists():
+    if name and path.exists():
         file = path / "config.json" if path.is_dir() else path
         return model_shape(config.model.model_copy(update={"init": None, "path": str(file.parent)}))
     known = ", ".join(sorted(shipped))
     raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
 
 
-def of_rows(config: RunConfig, length: int | None) -> RunConfig:
+def of_rows(config: RunConfig, length: int) -> RunConfig:
     """The run with rows and sequences of that many tokens."""
-    if length is None:
-        return config
     return load_config(config, {"learner.row_length": length, "inference.max_seq_len": length})  # type: ignore[return-value]
 
 
