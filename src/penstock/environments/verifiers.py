@@ -42,7 +42,7 @@ from typing_extensions import override
 from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example, split_by_hash, stable_unit
 from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment, Reply
-from penstock.environments.tools import CALL_END, tool_calls
+from penstock.text.tool_calls import CALL_END, said_beside, tool_calls
 from penstock.types import ConfigError, EnvironmentFailure, Message
 from penstock.types.importing import load_attribute, load_module
 
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _KEY = "verifiers"
-_CALL = CALL_END.replace("/", "")
 _UNLIMITED_TURNS = 1_000
 _CLOSE_S = 30.0
 _LOADING = threading.Lock()
@@ -298,7 +297,7 @@ def _response(conversation: Conversation, has_tools: bool, model: str) -> Any:
         model=model,
         usage=Usage(prompt_tokens=asked, reasoning_tokens=0, completion_tokens=said, total_tokens=asked + said),
         message=ResponseMessage(
-            content=(text.partition(_CALL)[0].strip() if _CALL in text else "") if calls else text,
+            content=said_beside(text) if calls else text,
             tool_calls=calls or None,
             finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
             is_truncated=is_cut,

@@ -34,7 +34,7 @@ from penstock.learner.control_step import (
     minibatch_columns,
     stack_fragments,
 )
-from penstock.learner.metrics import finite_only
+from penstock.learner.metrics import finite_only, rate_metrics
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
 from penstock.model.control import (
     ControlPolicy,
@@ -315,7 +315,7 @@ class ControlLearner:
         self._count_skipped(outcomes)
         metrics = {
             "train/fragments": float(len(fragments)),
-            "train/learning_rate": rate,
+            **rate_metrics(self._config.optimizer, rate),
             "time/place": placed - started,
             "time/prepare": prepared - placed,
             "time/optimise": ended - prepared,

@@ -26,6 +26,7 @@ from penstock.learner.metrics import (
     batch_metrics,
     finite_only,
     loss_metrics,
+    rate_metrics,
     step_metrics,
     throughput_metrics,
 )
@@ -227,7 +228,8 @@ class Learner:
             batch_metrics(replace(batch, examples=tuple(whole.examples))),
             value_metrics,
             loss_metrics(outcomes, _has_reference(whole.examples)),
-            step_metrics(outcomes, rate),
+            step_metrics(outcomes),
+            rate_metrics(self._config.optimizer, rate),
             throughput_metrics(outcomes, scoring_s),
             {"train/skipped_sequences": float(len(self._uncomputed(whole.examples)))},
         )
@@ -329,7 +331,7 @@ class Learner:
         outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
-        return finite_only(losses, step_metrics([outcome], rate))
+        return finite_only(losses, step_metrics([outcome]), rate_metrics(self._config.optimizer, rate))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
-from penstock.learner.config import LearnerConfig
+from penstock.learner.config import PRESET_FILTERS, LearnerConfig
 from penstock.model.language.config import PolicyConfig
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
@@ -176,6 +176,18 @@ class RunConfig(BaseModel):
             return values  # the field's own validation says it better
         return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}} if synchronous else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_filters(cls, values: Any) -> Any:
+        """A loss preset brings its filters where nothing else is said; what a run recorded of before stays."""
+        if not isinstance(values, dict) or values.get("versions"):
+            return values
+        filters = PRESET_FILTERS.get(str(_found(values, "learner", "loss", "preset")))
+        if filters is None:
+            return values
+        replay, maker = _given(values.get("replay")), _given(_found(values, "replay", "batch_maker"))
+        return {**values, "replay": {**replay, "batch_maker": {**filters, **maker}}}
+
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         room = self.inference.max_seq_len
@@ -268,17 +280,18 @@ class RunConfig(BaseModel):
         if self.learner.loss.advantage == "turn" and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
-                "but learner.loss.advantage: turn learns from where in them that was; leave it out"
+                "but learner.loss.advantage: turn learns from where in them that was; set it to false"
             )
         if self.learner.has_critic and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: gae compares with a value head and learns from them; leave it out"
+                "learner.loss.advantage: gae compares with a value head and learns from them; set it to false"
             )
         if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; leave it out"
+                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; set it to "
+                "false"
             )
         if self.learner.kl.in_reward:
             self._check_kl_in_reward()
@@ -303,7 +316,7 @@ class RunConfig(BaseModel):
             if maker.filter_zero_variance:
                 raise ValueError(
                     f"{key}.filter_zero_variance is true: it leaves out groups whose rewards are equal, but with "
-                    "learner.kl.place: reward they differ all the same; leave it out"
+                    "learner.kl.place: reward they differ all the same; set it to false"
                 )
 
     def dump(self) -> dict[str, Any]:
@@ -314,6 +327,18 @@ class RunConfig(BaseModel):
     def concurrency(self) -> int:
         """Groups in generation at once: as many as may be outstanding."""
         return self.replay.groups_per_batch * (self.replay.staleness_budget + 1)
+
+
+def _found(values: Any, *keys: str) -> Any:
+    """What stands there of what may be plain values or validated ones; None where nothing does."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
+    return values
+
+
+def _given(section: Any) -> Any:
+    """What was said of a section, as plain values."""
+    return section.model_dump(exclude_unset=True) if isinstance(section, BaseModel) else section or {}
 
 
 def rollout_workers(config: RunConfig) -> int:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.batch.config import BatchMakerConfig
+from penstock.batch.config import FILTER_KEYS, BatchMakerConfig
 from penstock.rundir.store_urls import url_problem
 from penstock.types.idle_keys import refuse_idle
 
@@ -174,8 +174,9 @@ class ReplayBufferConfig(BaseModel):
     @model_validator(mode="after")
     def _every_key_acts(self) -> Self:
         for name, maker in self.batch_makers.items():
-            why = "groups are filtered before any maker sees them: replay.batch_maker.filter_zero_variance is for all"
-            refuse_idle(maker, ("filter_zero_variance",), why, at=f"batch_makers.{name}.")
+            for key in FILTER_KEYS:
+                why = f"groups are filtered before any maker sees them: replay.batch_maker.{key} is for all"
+                refuse_idle(maker, (key,), why, at=f"batch_makers.{name}.")
         if self.max_waiting is None:
             refuse_idle(self, ("max_waiting_s",), "max_waiting is not set, so nobody waits")
         return self

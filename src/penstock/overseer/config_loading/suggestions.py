@@ -50,7 +50,7 @@ _NAMES = (
     _Name("adam_beta2", ("learner.optimizer.beta2",)),
     _Name("adam_epsilon", ("learner.optimizer.epsilon",)),
     _Name("grad_clip gradient_clipping max_grad_norm clip_grad", ("learner.optimizer.max_grad_norm",)),
-    _Name("optim optimizer_name", absent="the optimiser is always AdamW; learner.optimizer has its settings"),
+    _Name("optim optimizer_name optimizer_type", ("learner.optimizer.name",), hint="adamw, adafactor or muon"),
     _Name(
         "beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_beta kl_ctrl kl_penalty kl_loss_type use_kl_loss "
         "use_kl_in_reward", ("learner.kl.coefficient", "learner.reference_kl.coefficient"),
