@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -58,6 +59,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=None, tie_word_embeddings=False),
     "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 3},
+        head_dim=12,
+        query_pre_attn_scalar=10,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "window": MistralConfig(**SHAPE, head_dim=8, sliding_window=6, tie_word_embeddings=False),
     "yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
 }
 """By the name of the folder; those after the families are of one of them."""

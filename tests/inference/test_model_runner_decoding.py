@@ -15,6 +15,17 @@ FAMILIES = {
     "qwen2, grouped, tied, growing windows": (1.0, (16,), {"tie_word_embeddings": True}),
     "llama, one key head, untied": (0.7, (64,), {"model_type": "llama", "num_key_value_heads": 1}),
     "qwen3, no groups": (1.3, (64,), {"model_type": "qwen3", "num_key_value_heads": 4}),
+    "gemma, windows in some layers": (
+        1.0,
+        (64,),
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": 7,
+            "rope_local_theta": 100.0,
+            "query_pre_attn_scalar": 24.0,
+            "layer_types": ("sliding_attention", "full_attention"),
+        },
+    ),
     "phi3, yarn": (1.0, (64,), {"model_type": "phi3", "rope_scaling": YARN}),
 }
 DEFAULT = tuple(FAMILIES)[:2]

@@ -47,7 +47,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from penstock.inference.config import EngineConfig
 from penstock.inference.sampling import sample, uniforms
 from penstock.model.arrays import joined_digests, lower_digests, named_leaves
-from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, rotary_tables
+from penstock.model.language import Decoder, Layer, ModelConfig, grouped_attention, packed_mask, rotary_tables
 from penstock.model.programs import Programs, choose_cache, compile_programs
 from penstock.types import SAMPLING_FIELDS, CompiledProgram, ConfigError
 
@@ -285,33 +285,44 @@ def decode_step(
 ) -> tuple[KVCache, Float32[Array, "slots vocab"]]:
     """Adds one token per live slot to the cache and scores the next one."""
     ends = weights.ends
-    cos, sin = rotary_tables(ends.config, positions)
-    seen = (jnp.arange(cache.window) <= positions[:, None])[:, None, :]
+    windows = ends.config.windows
+    tables = {window: rotary_tables(ends.config, positions, window) for window in dict.fromkeys(windows)}
+    seen = {window: _seen(positions, cache.window, window) for window in dict.fromkeys(windows)}
     targets = jnp.where(live, positions, cache.window)  # beyond the window: a slot without a row writes nothing
     x = ends.embed(tokens)
     keys, values = [], []
-    for layer, cached_keys, cached_values in zip(weights.layers, cache.keys, cache.values, strict=True):
-        query, key, value = layer.project(x, cos, sin)
+    for layer, window, cached_keys, cached_values in zip(
+        weights.layers, windows, cache.keys, cache.values, strict=True
+    ):
+        query, key, value = layer.project(x, *tables[window])
         keys.append(append(cached_keys, key, targets))
         values.append(append(cached_values, value, targets))
-        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen)
+        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen[window])
         x = layer.finish(x, attended[:, 0])
     return KVCache(tuple(keys), tuple(values)), weights.scores(x)
+
+
+def _seen(positions: Int32[Array, " slots"], length: int, window: int | None) -> Bool[Array, "slots 1 length"]:
+    """Which entries of the cache a slot's newest token sees in a layer with that attention window."""
+    entries, newest = jnp.arange(length), positions[:, None]
+    seen = entries <= newest
+    return (seen if window is None else seen & (entries > newest - window))[:, None, :]
 
 
 def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"]) -> KVCache:
     """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    cos, sin = rotary_tables(weights.ends.config, positions)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    config, alone = weights.ends.config, jnp.ones((rows, length), jnp.int32)
+    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
+    masks = {window: packed_mask(alone, window) for window in dict.fromkeys(config.windows)}
     x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
     keys, values = [], []
-    for layer in weights.layers:
-        query, key, value = layer.project(x, cos, sin)
+    for layer, window in zip(weights.layers, config.windows, strict=True):
+        query, key, value = layer.project(x, *tables[window])
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
-        x = layer.finish(x, grouped_attention(query, keys[-1], values[-1], causal))
+        x = layer.finish(x, grouped_attention(query, keys[-1], values[-1], masks[window]))
     return KVCache(tuple(keys), tuple(values))
 
 

@@ -14,13 +14,16 @@ MASKED = -1e30
 """Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
 
 
-def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
-    """Who sees whom in packed rows: the same segment, not later in the row.
+def packed_mask(
+    segment_ids: Int[Array, "batch length"], window: int | None = None
+) -> Bool[Array, "batch length length"]:
+    """Who sees whom in packed rows: the same segment, not later in the row, fewer than `window` positions before.
 
     Padding (segment 0) sees earlier padding and itself only, so every row of the mask allows something.
     """
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & jnp.tril(jnp.ones(same.shape[1:], bool))
+    seen = jnp.tril(jnp.ones(same.shape[1:], bool))
+    return same & (seen if window is None else jnp.triu(seen, 1 - window))
 
 
 def grouped_attention(

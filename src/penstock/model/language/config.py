@@ -1,11 +1,9 @@
 """What a decoder is made of, how a recipe names the policy it starts from, and both as Hugging Face's `config.json`.
 
-`ModelConfig` covers the Llama, Qwen2 (bias on queries, keys and values), Qwen3 (normalised queries and keys), Mistral
-and Phi-3 families. What a `config.json` may say beyond that, and every field that would change the mathematics, is
-refused by name, never ignored. Both its older form (`rope_theta`, `rope_scaling`) and that of transformers 5
-(`rope_parameters`) are read.
+`ModelConfig` covers the Llama, Qwen2 (bias on queries, keys and values), Qwen3 (normalised queries and keys), Mistral,
+Phi-3 and Gemma 3 (text) families. What a `config.json` may say beyond that is refused by name, never ignored.
 
-Not covered: mixtures of experts, attention windows shorter than the context, quantised weights.
+Not covered: mixtures of experts, quantised weights, images.
 """
 
 import json
@@ -19,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from penstock.model.language.config_file import REPLACED_KEYS, read_config, write_config
 from penstock.types.errors import ConfigError
 
-ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "phi3"]
+ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"]
+LayerType = Literal["full_attention", "sliding_attention"]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -108,6 +107,11 @@ class ModelConfig(_Frozen):
         rms_norm_eps: Added to the mean square.
         tie_word_embeddings: Whether the output matrix is the embedding.
         max_position_embeddings: The longest sequence that the model is meant for.
+        sliding_window: How many keys a query sees at most in a layer with a window, its own among them; None: all.
+        layer_types: Which layers have that window (``sliding_attention``) and which see everything
+            (``full_attention``); None: all have it.
+        rope_local_theta: Base of the rotary wavelengths, unscaled, in layers with a window; None: as in the others.
+        query_pre_attn_scalar: Scores are divided by its square root; None: by that of the head's width.
         dtype: Of parameters and activations; norms, softmax and logits are computed in float32.
         other_keys: What else the `config.json` that it was read from holds, as JSON; written back when it is saved.
     """
@@ -125,6 +129,10 @@ class ModelConfig(_Frozen):
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(default=2048, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0)
+    layer_types: tuple[LayerType, ...] | None = None
+    rope_local_theta: float | None = Field(default=None, gt=0)
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
     dtype: Dtype = "float32"
     other_keys: str = Field(default="{}", repr=False)
 
@@ -137,6 +145,10 @@ class ModelConfig(_Frozen):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} layers, num_hidden_layers {self.num_hidden_layers}"
+            )
         return self
 
     @property
@@ -146,8 +158,19 @@ class ModelConfig(_Frozen):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head (Qwen3)."""
-        return self.model_type == "qwen3"
+        """Whether queries and keys are normalised per head (Qwen3, Gemma 3)."""
+        return self.model_type in ("qwen3", "gemma3_text")
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms multiply by 1 + weight and also follow attention and MLP, and the gate's silu is a gelu."""
+        return self.model_type == "gemma3_text"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys each layer's queries see at most; None: all."""
+        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in types)
 
     @property
     def query_size(self) -> int:
@@ -168,6 +191,7 @@ class ModelConfig(_Frozen):
         queries, keys = self.query_size, self.key_value_size
         biases = {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
         head_norms = {"query_norm": (self.head_dim,), "key_norm": (self.head_dim,)}
+        outer_norms = {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
         layer: dict[str, tuple[int, ...]] = {
             "input_norm": (hidden,),
             "query": (hidden, queries),
@@ -177,6 +201,7 @@ class ModelConfig(_Frozen):
             **(head_norms if self.qk_norm else {}),
             "output": (queries, hidden),
             "post_norm": (hidden,),
+            **(outer_norms if self.is_gemma else {}),
             "gate": (hidden, wide),
             "up": (hidden, wide),
             "down": (wide, hidden),

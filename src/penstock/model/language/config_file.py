@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 REPLACED_KEYS = ("dtype", "rope_parameters", "eos_token_id", "pad_token_id")
@@ -39,9 +40,24 @@ _NUMBERS = (
     "sliding_window",
     "rope_theta",
     "rms_norm_eps",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "sliding_window_pattern",
 )
-_DEFAULT_EPS = {"phi3": 1e-5}
-"""By family, where the file says nothing; else 1e-6."""
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "phi3": {"rms_norm_eps": 1e-5},
+    "gemma3_text": {
+        "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}  # fmt: skip
+"""What a family's file means where it says nothing."""
+_ACTIVATIONS = {"gemma3_text": ("hidden_activation", "gelu_pytorch_tanh")}
+"""Key and the one value that is computed; else hidden_act and silu."""
+_WINDOWED = ("mistral", "phi3", "gemma3_text")
+"""Families whose windows are computed."""
+_GEMMA_KEYS = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 _MAX_POSITIONS = 2048
 
 
@@ -51,8 +67,10 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: naming a field that is missing or asks for something the decoder does not do.
     """
-    _check_kinds(config)
     model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        config = _FAMILY_DEFAULTS.get(model_type, {}) | dict(config)
+    _check_kinds(config)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"config.json: model_type is {_shown(model_type)}: supported are {known}")
@@ -68,9 +86,11 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": config.get("head_dim") or _default_head_dim(config),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rms_norm_eps": config.get("rms_norm_eps", _DEFAULT_EPS.get(model_type, 1e-6)),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
+        **_read_windows(config),
+        "query_pre_attn_scalar": config.get("query_pre_attn_scalar"),
     }
 
 
@@ -103,8 +123,12 @@ def _default_head_dim(config: Mapping[str, Any]) -> int:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raises on whatever would make the decoder compute something else than transformers does."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act is {_shown(config['hidden_act'])}: only silu is supported")
+    key, activation = _ACTIVATIONS.get(config["model_type"], ("hidden_act", "silu"))
+    if config.get(key, activation) != activation:
+        raise ConfigError(f"config.json: {key} is {_shown(config[key])}: only {activation} is supported")
+    for name in _GEMMA_KEYS:
+        if config.get(name):
+            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it is not supported")
     # In these two families the flag adds a bias to the output projection too, which the decoder has not.
     if config["model_type"] != "qwen2" and config.get("attention_bias"):
         raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
@@ -112,24 +136,41 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigError("config.json: mlp_bias is true: biases in the MLP are not supported")
     if config.get("quantization_config"):
         raise ConfigError("config.json: quantization_config is set: load the weights unquantised")
-    _refuse_window(config)
 
 
-def _refuse_window(config: Mapping[str, Any]) -> None:
+def _read_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of attention windows; a window that never cuts is none."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     positions = config.get("max_position_embeddings", _MAX_POSITIONS)
-    if window is not None and window < positions:
+    if config["model_type"] != "gemma3_text":
+        if window is None or window >= positions:
+            return {}
+        if config["model_type"] in _WINDOWED:
+            return {"sliding_window": window}
         raise ConfigError(
-            f"config.json: sliding_window is {window}, less than max_position_embeddings ({positions}): "
-            f"windowed attention is not supported; where no sequence is longer than the window, "
-            f"set max_position_embeddings to {window}, which gives the same results"
+            f"config.json: sliding_window is {window}, less than max_position_embeddings ({positions}): windows of "
+            f"{config['model_type']} are not supported; where no sequence is longer than the window, set "
+            f"max_position_embeddings to {window}, which gives the same results"
         )
+    pattern, depth = config["sliding_window_pattern"], config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if not isinstance(pattern, int) or pattern < 1:
+        raise ConfigError(f"config.json: sliding_window_pattern is {_shown(pattern)}: it must be at least 1")
+    if kinds is None and isinstance(depth, int):
+        kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(depth)]
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = local.get("rope_theta", config["rope_local_base_freq"])
+    if local.get("rope_type", "default") != "default":
+        raise ConfigError(f"config.json: rope type of layers with a window is {_shown(local['rope_type'])}")
+    return {"sliding_window": window, "layer_types": kinds, "rope_local_theta": theta}
 
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Rotary base and scaling, from either form of the file."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = config.get("rope_theta", parameters.get("rope_theta", 10000.0))
+    if "full_attention" in parameters:  # of layers without a window
+        parameters = parameters["full_attention"] or {}
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("config.json: partial_rotary_factor is not 1: partial rotation is not supported")
@@ -176,19 +217,26 @@ def _read_yarn(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 
 def write_config(config: "ModelConfig") -> dict[str, Any]:
     """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
-    scaling = config.rope_scaling
-    fields = json.loads(config.other_keys) | config.model_dump(exclude={"dtype", "rope_scaling", "other_keys"})
+    scaling, key_and_activation = config.rope_scaling, _ACTIVATIONS.get(config.model_type, ("hidden_act", "silu"))
+    own = {"dtype", "rope_scaling", "other_keys", "sliding_window", "layer_types", "rope_local_theta"}
+    fields = json.loads(config.other_keys) | config.model_dump(exclude=own | {"query_pre_attn_scalar"})
     fields |= {
         "architectures": [ARCHITECTURES[config.model_type]],
         "rope_scaling": None if scaling is None else {"rope_type": scaling.kind, **scaling.model_dump()},
-        "hidden_act": "silu",
+        key_and_activation[0]: key_and_activation[1],
         "torch_dtype": config.dtype,
         "use_cache": True,
     }
-    if config.model_type in ("llama", "qwen3"):
+    if config.model_type in ("llama", "qwen3", "gemma3_text"):
         fields["attention_bias"] = False
-    if config.model_type in ("mistral", "phi3"):
-        fields["sliding_window"] = None
+    if config.model_type in _WINDOWED:
+        fields["sliding_window"] = config.sliding_window
     if config.model_type in ("qwen2", "qwen3"):
         fields["use_sliding_window"] = False
+    if config.model_type == "gemma3_text":
+        fields |= {
+            "layer_types": list(config.layer_types or ("sliding_attention",) * config.num_hidden_layers),
+            "rope_local_base_freq": config.rope_local_theta or config.rope_theta,
+            "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+        }
     return fields

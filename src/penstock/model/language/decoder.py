@@ -9,8 +9,8 @@ before attention, `finish` everything after it; what keys a query sees (a packed
 Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` every array has a leading layer axis; a
 `Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out.
 
-Attention is grouped-query (`penstock.model.language.attention`). There is no window: `ModelConfig` refuses one shorter
-than the context.
+Attention is grouped-query (`penstock.model.language.attention`). Layers may have a window, and others of the same model
+none (`ModelConfig.windows`).
 
 *Precision* is the same for packed rows and cached decoding on every platform. Every matrix product goes through
 `penstock.model.language.precision.product`. The residual stream, norms, softmax, the gate's silu and logits are float32
@@ -24,6 +24,7 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -39,11 +40,17 @@ from penstock.model.language.config import ModelConfig, RopeScaling, YarnScaling
 from penstock.model.language.precision import product, rounded
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked."""
+def inverse_frequencies(config: ModelConfig, window: int | None = None) -> np.ndarray:
+    """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked.
+
+    Args:
+        config: Base and scaling.
+        window: Of the layer: one with a window may have a base of its own, which is not scaled.
+    """
+    local = None if window is None else config.rope_local_theta
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    scaling = config.rope_scaling
+    frequencies = (1.0 / np.float32(local or config.rope_theta) ** exponents).astype(np.float32)
+    scaling = None if local else config.rope_scaling
     if isinstance(scaling, YarnScaling):
         return _interpolate(frequencies, scaling, config.rope_theta)
     return frequencies if scaling is None else _stretch(frequencies, scaling)
@@ -77,10 +84,10 @@ def _interpolate(frequencies: np.ndarray, scaling: YarnScaling, theta: float) ->
 
 
 def rotary_tables(
-    config: ModelConfig, position_ids: Int[Array, "*batch"]
+    config: ModelConfig, position_ids: Int[Array, "*batch"], window: int | None = None
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
     """Cosines and sines of the angles at these positions, float32, half = head_dim / 2; YaRN's are longer than one."""
-    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config, window)
     if isinstance(config.rope_scaling, YarnScaling):
         length = config.rope_scaling.attention_factor
         return length * jnp.cos(angles), length * jnp.sin(angles)
@@ -111,6 +118,12 @@ def rms_norm(
     return x32 * scale * weight.astype(jnp.float32)
 
 
+def _normed(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """`rms_norm` as the family has it; float32."""
+    weight = 1 + weight.astype(jnp.float32) if config.is_gemma else weight
+    return rms_norm(x, weight, config.rms_norm_eps)
+
+
 def linear(x: Float[Array, "*batch inputs"], matrix: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
     """Multiplies the last axis by a matrix; the result is float32.
 
@@ -125,7 +138,7 @@ PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
 
 
 class Layer(eqx.Module):
-    """Attention and a gated MLP, each with a norm before and a residual connection around it."""
+    """Attention and a gated MLP, each with a norm before, for Gemma one after, and a residual connection around it."""
 
     input_norm: Float[Array, "*layers hidden"]
     query: Float[Array, "*layers hidden query_size"]
@@ -138,6 +151,8 @@ class Layer(eqx.Module):
     key_norm: Float[Array, "*layers head_dim"] | None
     output: Float[Array, "*layers query_size hidden"]
     post_norm: Float[Array, "*layers hidden"]
+    attention_out_norm: Float[Array, "*layers hidden"] | None
+    mlp_out_norm: Float[Array, "*layers hidden"] | None
     gate: Float[Array, "*layers hidden intermediate"]
     up: Float[Array, "*layers hidden intermediate"]
     down: Float[Array, "*layers intermediate hidden"]
@@ -153,7 +168,7 @@ class Layer(eqx.Module):
         Float[Array, "*batch kv_heads head_dim"],
         Float[Array, "*batch kv_heads head_dim"],
     ]:
-        """Queries, keys and values of each position, normalised (Qwen3) and rotated.
+        """Queries, keys and values of each position, normalised (Qwen3, Gemma 3) and rotated.
 
         Args:
             x: The residual stream, float32.
@@ -161,13 +176,14 @@ class Layer(eqx.Module):
             sin: Sines from the same tables.
         """
         config, dtype = self.config, self.query.dtype
-        normed = rounded(rms_norm(x, self.input_norm, config.rms_norm_eps), dtype)
+        normed = rounded(_normed(x, self.input_norm, config), dtype)
         query = _heads(linear(normed, self.query), self.query_bias, config.num_attention_heads)
         key = _heads(linear(normed, self.key), self.key_bias, config.num_key_value_heads)
         value = rounded(_heads(linear(normed, self.value), self.value_bias, config.num_key_value_heads), dtype)
         if self.query_norm is not None and self.key_norm is not None:
-            query = rms_norm(query, self.query_norm, config.rms_norm_eps)
-            key = rms_norm(key, self.key_norm, config.rms_norm_eps)
+            query, key = _normed(query, self.query_norm, config), _normed(key, self.key_norm, config)
+        if config.query_pre_attn_scalar is not None:  # attention divides by the square root of head_dim
+            query = query * (config.head_dim / config.query_pre_attn_scalar) ** 0.5
         query, key = rounded(rotate(query, cos, sin), dtype), rounded(rotate(key, cos, sin), dtype)
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
@@ -175,13 +191,20 @@ class Layer(eqx.Module):
         self, x: Float[Array, "*batch hidden"], attended: Float[Array, "*batch heads head_dim"]
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
-        dtype = self.gate.dtype
+        dtype, config = self.gate.dtype, self.config
         attended = checkpoint_name(attended.reshape(*x.shape[:-1], -1), "attended")
-        x = checkpoint_name(x + linear(attended, self.output), "residual")
-        normed = rounded(rms_norm(x, self.post_norm, self.config.rms_norm_eps), dtype)
+        added = linear(attended, self.output)
+        if self.attention_out_norm is not None:
+            added = _normed(rounded(added, dtype), self.attention_out_norm, config)
+        x = checkpoint_name(x + added, "residual")
+        normed = rounded(_normed(x, self.post_norm, config), dtype)
         gate = checkpoint_name(rounded(linear(normed, self.gate), dtype), "gate").astype(jnp.float32)
         up = checkpoint_name(rounded(linear(normed, self.up), dtype), "up").astype(jnp.float32)
-        return x + linear(rounded(jax.nn.silu(gate) * up, dtype), self.down)
+        opened = jax.nn.gelu(gate, approximate=True) if config.is_gemma else jax.nn.silu(gate)
+        added = linear(rounded(opened * up, dtype), self.down)
+        if self.mlp_out_norm is not None:
+            added = _normed(rounded(added, dtype), self.mlp_out_norm, config)
+        return x + added
 
 
 def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
@@ -191,6 +214,10 @@ def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
 
 
 EMBEDDING_STD = 0.02
+OPTIONAL = (
+    "query_bias", "key_bias", "value_bias", "query_norm", "key_norm", "attention_out_norm", "mlp_out_norm",
+)  # fmt: skip
+"""Arrays of a layer that not every family has."""
 
 
 class Decoder(eqx.Module):
@@ -222,7 +249,7 @@ class Decoder(eqx.Module):
         dtype = jnp.dtype(config.dtype)
         shapes = config.parameter_shapes()
         return cls.from_arrays(
-            config, {name: jnp.asarray(_draw(rng, name, shape), dtype) for name, shape in shapes.items()}
+            config, {name: jnp.asarray(_draw(rng, name, shape, config), dtype) for name, shape in shapes.items()}
         )
 
     @classmethod
@@ -231,7 +258,7 @@ class Decoder(eqx.Module):
         layer_fields: dict[str, Any] = {
             name.removeprefix("layers."): a for name, a in arrays.items() if name.startswith("layers.")
         }
-        optional: dict[str, Any] = dict.fromkeys(("query_bias", "key_bias", "value_bias", "query_norm", "key_norm"))
+        optional: dict[str, Any] = dict.fromkeys(OPTIONAL)
         return cls(
             embedding=arrays["embedding"],
             layers=Layer(**(optional | layer_fields), config=config),
@@ -246,8 +273,11 @@ class Decoder(eqx.Module):
         return self.embedding if self.head is None else self.head
 
     def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
-        """The residual stream before the first layer, float32."""
-        return self.embedding[tokens].astype(jnp.float32)
+        """The residual stream before the first layer, float32; Gemma's is √hidden times as long."""
+        embedded = self.embedding[tokens].astype(jnp.float32)
+        if not self.config.is_gemma:
+            return embedded
+        return embedded * jnp.asarray(self.config.hidden_size**0.5, self.embedding.dtype).astype(jnp.float32)
 
     def layer(self, index: int) -> Layer:
         """One layer, without the layer axis."""
@@ -255,7 +285,7 @@ class Decoder(eqx.Module):
 
     def normalise(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         """The final norm: from the last layer's residual stream to hidden states, in the model's dtype."""
-        return rounded(rms_norm(x, self.final_norm, self.config.rms_norm_eps), self.final_norm.dtype)
+        return rounded(_normed(x, self.final_norm, self.config), self.final_norm.dtype)
 
     def hidden_states(
         self,
@@ -276,19 +306,31 @@ class Decoder(eqx.Module):
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
         """
-        cos, sin = rotary_tables(self.config, position_ids)
-        mask = packed_mask(segment_ids)
+        windows = tuple(dict.fromkeys(self.config.windows))
+        tables = [rotary_tables(self.config, position_ids, window) for window in windows]
+        masks = [packed_mask(segment_ids, window) for window in windows]
+
+        def attend(mask: Array, query: Array, key: Array, value: Array) -> Array:
+            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+            return grouped_attention(query, key, value, mask)
 
         def run(x: Array, layer: Layer) -> tuple[Array, None]:
-            query, key, value = layer.project(x, cos, sin)
-            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-            return layer.finish(x, grouped_attention(query, key, value, mask)), None
+            projected = layer.project(x, *tables[0])
+            return layer.finish(x, attend(masks[0], *projected)), None
+
+        def run_one_of(x: Array, scanned: tuple[Layer, Array]) -> tuple[Array, None]:
+            layer, kind = scanned
+            cos, sin = (jax.lax.select_n(kind, *each) for each in zip(*tables, strict=True))
+            attended = jax.lax.switch(kind, [partial(attend, mask) for mask in masks], *layer.project(x, cos, sin))
+            return layer.finish(x, attended), None
 
         # Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens
         # of a 6M model) makes the backward pass faster, although norms, silu and attention weights are recomputed.
         policies = jax.checkpoint_policies
         keep = policies.nothing_saveable if remat else policies.save_only_these_names(*PRODUCTS)
-        x, _ = jax.lax.scan(jax.checkpoint(run, prevent_cse=False, policy=keep), self.embed(tokens), self.layers)
+        kinds = jnp.array([windows.index(window) for window in self.config.windows])
+        step, scanned = (run, self.layers) if len(windows) == 1 else (run_one_of, (self.layers, kinds))
+        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=keep), self.embed(tokens), scanned)
         return self.normalise(x)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
@@ -297,10 +339,10 @@ class Decoder(eqx.Module):
         return scores.reshape(*hidden.shape[:-1], -1)
 
 
-def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
     """One parameter's first values, float32 [shape]; layers are stacked on the first axis."""
     if name.endswith("_norm"):
-        return np.ones(shape, np.float32)
+        return np.full(shape, 0 if config.is_gemma else 1, np.float32)
     if name.endswith("_bias"):
         return np.zeros(shape, np.float32)
     std = EMBEDDING_STD

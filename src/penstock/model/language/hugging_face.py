@@ -42,6 +42,14 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    "gemma3_text": {
+        "attention_out_norm": "post_attention_layernorm.weight",
+        "post_norm": "pre_feedforward_layernorm.weight",
+        "mlp_out_norm": "post_feedforward_layernorm.weight",
+    }
+}
+"""By family: where it differs from `_LAYER_NAMES`."""
 _JOINED: dict[str, dict[str, tuple[str, ...]]] = {
     "phi3": {
         "self_attn.qkv_proj.weight": ("query", "key", "value"),
@@ -186,7 +194,7 @@ def _place(name: str, config: ModelConfig) -> _Place:
         if name in joined:
             rows = [shapes[_LAYERS + part][-1] for part in joined]
             return _Place(suffix, sum(rows[: joined.index(name)]), sum(rows))
-    return _Place(_LAYER_NAMES[name])
+    return _Place((_LAYER_NAMES | _OTHER_NAMES.get(config.model_type, {}))[name])
 
 
 def _tensor_names(name: str, config: ModelConfig) -> list[str]:
