@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.learner.checkpoints import (
+        BestCheckpoint,
         Checkpoint,
         latest_checkpoint,
         load_checkpoint,
@@ -15,39 +16,44 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from penstock.learner.config import (
-        ControlOptimizerConfig,
         CorrectionConfig,
         LearnerConfig,
         LossConfig,
         OptimizerConfig,
+        WarmStartConfig,
+    )
+    from penstock.learner.control_config import (
+        ControlOptimizerConfig,
         PpoConfig,
         ReferenceKlConfig,
         VTraceConfig,
-        WarmStartConfig,
     )
     from penstock.learner.control_learner import ControlLearner
     from penstock.learner.control_losses import gae, vtrace
     from penstock.learner.learner import Learner
     from penstock.learner.loss_terms import CriticConfig, KlConfig
     from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
+    from penstock.learner.snapshot import LearnerSnapshot
 
 _EXPORTS = {
+    "BestCheckpoint": "checkpoints",
     "Checkpoint": "checkpoints",
     "ControlLearner": "control_learner",
-    "ControlOptimizerConfig": "config",
+    "ControlOptimizerConfig": "control_config",
     "CorrectionConfig": "config",
     "CriticConfig": "loss_terms",
     "KlConfig": "loss_terms",
     "Learner": "learner",
     "LearnerConfig": "config",
+    "LearnerSnapshot": "snapshot",
     "LossConfig": "config",
     "LossInputs": "losses",
     "OptimizerConfig": "config",
     "PolicyLoss": "losses",
-    "PpoConfig": "config",
-    "ReferenceKlConfig": "config",
+    "PpoConfig": "control_config",
+    "ReferenceKlConfig": "control_config",
     "TokenLoss": "losses",
-    "VTraceConfig": "config",
+    "VTraceConfig": "control_config",
     "WarmStartConfig": "config",
     "gae": "control_losses",
     "latest_checkpoint": "checkpoints",
@@ -63,11 +69,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "CriticConfig", "KlConfig",
-    "Learner", "LearnerConfig", "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig",
-    "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint",
-    "newest_good_checkpoint", "read_states", "restore_control_learner", "restore_learner", "save_checkpoint",
-    "sequence_weights", "tiled_logprobs", "vtrace",
+    "BestCheckpoint", "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "CriticConfig",
+    "KlConfig", "Learner", "LearnerConfig", "LearnerSnapshot", "LossConfig", "LossInputs", "OptimizerConfig",
+    "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae",
+    "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states", "restore_control_learner",
+    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "vtrace",
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ A metric that is undefined for a batch or not finite is left out, never zero.
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from penstock.learner import control_step as compiled
-from penstock.learner.config import PpoConfig, ReferenceKlConfig
+from penstock.learner.control_config import PpoConfig, ReferenceKlConfig
 from penstock.learner.control_losses import LossTerms
 from penstock.learner.control_step import (
     FEWEST_FINALS,
@@ -36,6 +37,7 @@ from penstock.learner.control_step import (
 )
 from penstock.learner.metrics import finite_only, rate_metrics
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
     ControlPolicy,
     load_control_policy,
@@ -346,6 +348,10 @@ class ControlLearner:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""
         save_control_policy(folder, self._policy, self._policy.config, self._policy.spaces)
         return {"policy": "control", "dtype": self._policy.config.dtype}
+
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        return LearnerSnapshot.of(self.state_arrays(), copy(self).write_model)
 
     @property
     def _optimise(self) -> Any:

@@ -1,5 +1,6 @@
 """The configuration of a run: every stage's own config composed, and checked against one another."""
 
+from collections.abc import Collection
 from math import ceil
 from typing import Any, Literal, Self
 
@@ -25,6 +26,9 @@ class OverseerConfig(BaseModel):
         checkpoint_every: Updates between checkpoints; the last update is always followed by one.
         keep_checkpoints: How many of the newest checkpoints stay.
         keep_every: Checkpoints whose step is a multiple of this stay for good, too; None: none of them.
+        keep_best: The metric of an evaluation, such as ``eval/cats/reward_mean``: of all versions that were evaluated,
+            the checkpoint of the one with the greatest value stays, too, or the first checkpoint after that version;
+            ``checkpoints/best`` is a link to it. None: there is none.
         stop_timeout_s: Longest wait for a component to stop.
         heartbeat_s: Seconds between two looks at a component in a process of its own.
         heartbeat_timeout_s: A component that does not answer for so long counts as dead; it is ended and replaced.
@@ -45,6 +49,7 @@ class OverseerConfig(BaseModel):
     checkpoint_every: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     keep_every: int | None = Field(default=None, ge=1)
+    keep_best: str | None = None
     stop_timeout_s: float = Field(default=60.0, gt=0)
     heartbeat_s: float = Field(default=1.0, gt=0)
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
@@ -71,7 +76,27 @@ class OverseerConfig(BaseModel):
     def checkpoints_in_words(self) -> str:
         """How often there is one, and which stay."""
         every = "" if self.keep_every is None else f", and every {self.keep_every}th for good"
-        return f"every {self.checkpoint_every} updates, the last {self.keep_checkpoints} kept{every}"
+        best = "" if self.keep_best is None else f", and the best by {self.keep_best}"
+        return f"every {self.checkpoint_every} updates, the last {self.keep_checkpoints} kept{every}{best}"
+
+    def check_keep_best(self, names: Collection[str], numbers: Collection[str]) -> None:
+        """Refuses a metric that no evaluation of the run gives.
+
+        Args:
+            names: Of the lessons or tasks that are evaluated.
+            numbers: What an evaluation says of each, the greater the better.
+
+        Raises:
+            ValueError: `keep_best` is another, naming those that there are.
+        """
+        if self.keep_best is None:
+            return
+        known = {f"eval/{name}/{number}" for name in names for number in numbers}
+        if self.keep_best not in known:
+            raise ValueError(
+                f"overseer.keep_best is {self.keep_best}: no such metric of an evaluation whose greatest value is the "
+                f"best; there are {', '.join(sorted(known))}"
+            )
 
     @property
     def start_limit_s(self) -> float:
@@ -217,8 +242,10 @@ class RunConfig(BaseModel):
                 f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
+        self._check_offline()
         self._check_replay()
         self._check_runtime()
+        self.overseer.check_keep_best(self.curriculum.lessons, ("reward_mean", "success_rate", "pass_at_k"))
         storage = self.rollout.storage
         if (
             storage.kind == "file"
@@ -253,6 +280,20 @@ class RunConfig(BaseModel):
         for name, count in several.items():
             if count != 1:
                 raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or {name}=1")
+
+    def _check_offline(self) -> None:
+        """What stored rollouts leave without effect."""
+        replay, learner = self.replay, self.learner
+        if replay.from_rollouts is None:
+            return
+        why = "replay.from_rollouts has the rollouts: nothing is generated, and batches follow epochs over them"
+        if self.runtime != "local":
+            raise ValueError(f"runtime is {self.runtime}, but {why}, which one process does; leave it out")
+        if learner.warm_start is not None:
+            raise ValueError(f"learner.warm_start is set, but {why}, so that no environment is asked; leave it out")
+        refuse_idle(replay, ("max_samples", "batch_makers"), why, at="replay.")
+        refuse_idle(replay.batch_maker, ("name",), why, at="replay.batch_maker.")
+        refuse_idle(self.overseer, ("keep_best",), "a run on stored rollouts evaluates nothing", at="overseer.")
 
     def _check_replay(self) -> None:
         replay, lessons = self.replay, self.curriculum.lessons

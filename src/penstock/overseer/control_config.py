@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.fleet.config import FleetConfig
-from penstock.learner.config import PpoConfig
+from penstock.learner.control_config import PpoConfig
 from penstock.model.control.config import ControlModelConfig
 from penstock.overseer.config import OverseerConfig, RayConfig, RoleConfig
 from penstock.replay.config import FragmentReplayConfig
@@ -85,6 +85,8 @@ class FleetRunConfig(BaseModel):
         self._check_evaluation()
         self._check_learner()
         self._check_model()
+        numbers = ("return_mean", "return_min", "return_max", "discounted_return_mean")
+        self.overseer.check_keep_best(self.fleet.tasks, numbers)
         refuse_idle(self.tracking, ("samples", "samples_per_log"), "simulators have no conversations", at="tracking.")
         unknown = sorted(self.roles.keys() - set(FLEET_ROLES))
         if unknown:

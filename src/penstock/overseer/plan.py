@@ -3,9 +3,14 @@
 The text is itself a recipe: everything but the config is a comment.
 """
 
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from penstock.learner.config import LearnerConfig
 from penstock.learner.loss_terms import KlConfig
+from penstock.model.language.attention_choice import attention_kernel, check_attention
+from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig, rollout_workers
 from penstock.overseer.estimate import MemoryEstimate, bytes_text, computes_on_cpu, estimate_memory, model_shape
 from penstock.rundir.yaml_documents import dump_yaml
@@ -18,14 +23,18 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
     """The config as YAML, followed by the memory estimate and the components as comments.
 
     Raises:
-        ConfigError: the model or tokenizer that the config names is not there.
+        ConfigError: the model or tokenizer that the config names is not there, or attention cannot be computed so.
     """
     if not isinstance(config, RunConfig):
         from penstock.overseer.control.plan import describe_fleet_plan
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)
-    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu())
+    beside, on_cpu = not config.replay.synchronous, computes_on_cpu()
+    check_attention(config.learner.attention, "cpu" if on_cpu and find_spec("libtpu") is None else "gpu", model)
+    memory = estimate_memory(model, config.inference, config.learner, on_cpu, snapshots=beside)
+    if config.replay.from_rollouts is not None:
+        memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
@@ -34,7 +43,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_memory_lines(memory),
         "",
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
-        *_component_lines(config),
+        *_component_lines(config, _rows(config.learner, model, on_cpu)),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
@@ -43,30 +52,62 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
     parts = {
         "parameters of the learner": memory.parameters_bytes,
         **({"parameters of the reference": memory.reference_bytes} if memory.reference_bytes else {}),
-        "parameters of the engine": memory.engine_bytes,
+        **({"parameters of the engine": memory.engine_bytes} if memory.engine_bytes else {}),
         "gradients": memory.gradients_bytes,
         "optimiser state": memory.optimizer_bytes,
-        "KV cache": memory.kv_cache_bytes,
-        "attention scores": memory.attention_bytes,
+        **({"KV cache": memory.kv_cache_bytes} if memory.kv_cache_bytes else {}),
+        "attention": memory.attention_bytes,
         "activations": memory.activations_bytes,
         "scores over the vocabulary": memory.vocabulary_bytes,
         "float32 copies on a CPU": memory.copies_bytes,
         "the optimiser step": memory.step_bytes,
+        **({"a checkpoint being written": memory.snapshot_bytes} if memory.snapshot_bytes else {}),
         "the process itself": memory.process_bytes,
         "total": memory.total_bytes,
     }
     return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
-def _component_lines(config: RunConfig) -> list[str]:
-    replay, engine, learner = config.replay, config.inference, config.learner
-    lessons = ", ".join(config.curriculum.lessons)
+def _rows(learner: LearnerConfig, model: ModelConfig, on_cpu: bool) -> str:
+    """``rows of 128 tokens (dense attention) or 8192 tokens (attention by blocks)``."""
+    platform = "cpu" if on_cpu else "gpu"
+    lengths = [shape.length for shape in learner.row_shapes]
+    kernels = [
+        attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window) for length in lengths
+    ]
+    if len({*kernels}) == 1:
+        return f"rows of {' or '.join(map(str, lengths))} tokens, {_attention(kernels[0])}"
+    each = (f"{lengths[i]} tokens ({_attention(kernel)})" for i, kernel in enumerate(kernels))
+    return f"rows of {' or '.join(each)}"
+
+
+def _attention(kernel: str) -> str:
+    return "dense attention" if kernel == "dense" else f"attention by {kernel}"
+
+
+def _component_lines(config: RunConfig, rows: str) -> list[str]:
+    replay, learner = config.replay, config.learner
     warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
-    several = config.runtime == "ray"
-    engines = f"{engine.servers} × " if several else ""
-    workers = f"{rollout_workers(config)} × " if several else ""
+    stored = {"stored rollouts": f"{replay.from_rollouts}, {replay.groups_per_batch} groups per update"}
     parts = {
         "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
+        **(_generating_lines(config) if replay.from_rollouts is None else stored),
+        "learner": f"{warm_start}{config.steps} updates, {rows}, "
+        f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
+        + _in_steps(learner.optimizer_steps),
+        **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
+        "checkpoints": config.overseer.checkpoints_in_words,
+        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
+    }
+    return [f"  {name:<18}{what}" for name, what in parts.items()]
+
+
+def _generating_lines(config: RunConfig) -> dict[str, str]:
+    replay, engine, several = config.replay, config.inference, config.runtime == "ray"
+    lessons = ", ".join(config.curriculum.lessons)
+    engines = f"{engine.servers} × " if several else ""
+    workers = f"{rollout_workers(config)} × " if several else ""
+    return {
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
         "inference engine": f"{engines}{engine.max_slots} slots of {engine.max_seq_len} tokens"
         + _over(engine.model_parallel),
@@ -76,14 +117,7 @@ def _component_lines(config: RunConfig) -> list[str]:
         "batch maker": replay.batch_maker.name
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
-        "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
-        f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
-        + _in_steps(learner.optimizer_steps),
-        **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
-        "checkpoints": config.overseer.checkpoints_in_words,
-        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
-    return [f"  {name:<18}{what}" for name, what in parts.items()]
 
 
 def _reference(kl: KlConfig) -> str:

@@ -433,6 +433,9 @@ class ReplayBuffer:
             raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self.waiting_for()}")
         return batch
 
+    def peek(self, step: int) -> None:
+        """None: a batch is formed when it is asked for."""
+
     def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where too little is fresh."""
         return self.await_batch(step, 0.0, lambda: True)

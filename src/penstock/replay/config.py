@@ -109,6 +109,8 @@ class ReplayBufferConfig(BaseModel):
         max_waiting: Where no tickets limit what is begun: a delivery waits while so many rollouts that no batch has
             had yet are here, instead of having others evicted. None: nobody waits.
         max_waiting_s: Longest such wait; then it is an error.
+        from_rollouts: Train on the rollouts that are stored there and generate none: a run directory, a folder of its
+            parts, or the Parquet file of ``penstock generate``. None: the run generates.
         prefetch: Batches that are formed and stored ahead of the learner; 0 forms each when it is asked for.
         store: Files.
     """
@@ -129,6 +131,7 @@ class ReplayBufferConfig(BaseModel):
     batch_makers: dict[str, BatchMakerConfig] = {}
     max_waiting: int | None = Field(default=None, ge=1)
     max_waiting_s: float = Field(default=300.0, gt=0)
+    from_rollouts: str | None = None
     prefetch: int = Field(default=1, ge=0)
     store: StoreConfig = StoreConfig()
 

@@ -295,6 +295,9 @@ class PacedReplayBuffer:
         """
         return self.pool.wait_for_batch(lambda hurry: self._form(step, hurry), self._suffices, wanted, timeout_s)
 
+    def peek(self, step: int) -> None:
+        """None: a batch is formed when it is asked for."""
+
     def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
         return self.await_batch(step, 0.0, lambda: True)

@@ -199,6 +199,10 @@ class BatchSource(Protocol):
         """
         ...
 
+    def peek(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is known already; `next_batch` gives the same one. Never waits."""
+        ...
+
 
 @runtime_checkable
 class Checkpointable(Protocol):

@@ -182,6 +182,11 @@ class ModelConfig(_Frozen):
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def shortest_window(self) -> int | None:
+        """Of all layers; None where each sees everything."""
+        return min((window for window in self.windows if window is not None), default=None)
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by the name under which weights travel; ``layers.`` are stacked.
 
@@ -355,8 +360,8 @@ class PolicyConfig(LoadingConfig):
         if self.path is not None and self.initial_checkpoint is not None:
             raise ValueError("path and initial_checkpoint both say where the policy is loaded from: remove one")
         if self.initial_checkpoint is None and (self.path is None) == (self.init is None):
-            given = "neither" if self.path is None else "both"
-            raise ValueError(f"give exactly one of path and init ({given} given)")
+            given = "neither given" if self.path is None else "both given: init: null leaves out the recipe's"
+            raise ValueError(f"give exactly one of path and init ({given})")
         return self
 
     @property

@@ -35,7 +35,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from penstock.model.arrays import named_leaves, with_named_leaves
-from penstock.model.language.attention import grouped_attention, packed_mask
+from penstock.model.language.attention import Segments, attention
+from penstock.model.language.attention_choice import AttentionKernel
 from penstock.model.language.config import ModelConfig, RopeScaling, YarnScaling
 from penstock.model.language.precision import product, rounded
 
@@ -192,8 +193,7 @@ class Layer(eqx.Module):
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
         dtype, config = self.gate.dtype, self.config
-        attended = checkpoint_name(attended.reshape(*x.shape[:-1], -1), "attended")
-        added = linear(attended, self.output)
+        added = linear(attended.reshape(*x.shape[:-1], -1), self.output)
         if self.attention_out_norm is not None:
             added = _normed(rounded(added, dtype), self.attention_out_norm, config)
         x = checkpoint_name(x + added, "residual")
@@ -211,6 +211,12 @@ def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
     """[..., heads * head_dim] -> [..., heads, head_dim], with the bias added where there is one; float32."""
     projected = projected if bias is None else projected + bias.astype(jnp.float32)
     return projected.reshape(*projected.shape[:-1], heads, -1)
+
+
+def _attend(
+    segments: Segments, kernel: AttentionKernel, window: int | None, query: Array, key: Array, value: Array
+) -> Array:
+    return attention(query, key, value, segments, kernel, window)
 
 
 EMBEDDING_STD = 0.02
@@ -249,7 +255,8 @@ class Decoder(eqx.Module):
         dtype = jnp.dtype(config.dtype)
         shapes = config.parameter_shapes()
         return cls.from_arrays(
-            config, {name: jnp.asarray(_draw(rng, name, shape, config), dtype) for name, shape in shapes.items()}
+            config,
+            {name: jax.device_put(_draw(rng, name, shape, config).astype(dtype)) for name, shape in shapes.items()},
         )
 
     @classmethod
@@ -291,38 +298,34 @@ class Decoder(eqx.Module):
         self,
         tokens: Int[Array, "batch length"],
         position_ids: Int[Array, "batch length"],
-        segment_ids: Int[Array, "batch length"],
+        segments: Segments,
         remat: bool = False,
+        kernel: AttentionKernel = "dense",
     ) -> Float[Array, "batch length hidden"]:
         """Runs packed rows through all layers; attention is causal and stays inside a segment.
 
         Args:
             tokens: Token ids; anything valid at padding.
             position_ids: Position within its own sequence.
-            segment_ids: 1, 2, … per sequence, 0 for padding.
+            segments: Where the rows' sequences lie.
             remat: Keep nothing but each layer's input for the backward pass. Otherwise the results of matrix
                 products are kept.
+            kernel: What computes attention.
 
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
         """
         windows = tuple(dict.fromkeys(self.config.windows))
         tables = [rotary_tables(self.config, position_ids, window) for window in windows]
-        masks = [packed_mask(segment_ids, window) for window in windows]
-
-        def attend(mask: Array, query: Array, key: Array, value: Array) -> Array:
-            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-            return grouped_attention(query, key, value, mask)
+        ways = [partial(_attend, segments, kernel, window) for window in windows]
 
         def run(x: Array, layer: Layer) -> tuple[Array, None]:
-            projected = layer.project(x, *tables[0])
-            return layer.finish(x, attend(masks[0], *projected)), None
+            return layer.finish(x, ways[0](*layer.project(x, *tables[0]))), None
 
         def run_one_of(x: Array, scanned: tuple[Layer, Array]) -> tuple[Array, None]:
             layer, kind = scanned
             cos, sin = (jax.lax.select_n(kind, *each) for each in zip(*tables, strict=True))
-            attended = jax.lax.switch(kind, [partial(attend, mask) for mask in masks], *layer.project(x, cos, sin))
-            return layer.finish(x, attended), None
+            return layer.finish(x, jax.lax.switch(kind, ways, *layer.project(x, cos, sin))), None
 
         # Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens
         # of a 6M model) makes the backward pass faster, although norms, silu and attention weights are recomputed.

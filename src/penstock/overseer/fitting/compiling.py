@@ -21,12 +21,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from penstock.inference.config import EngineConfig
-from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache, to_device
+from penstock.inference.dispatch import to_device
+from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_cache
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
+from penstock.model.language.attention_choice import attention_kernel, platform_named
 from penstock.overseer.config import RunConfig
 from penstock.overseer.fitting.chips import Chip
 
@@ -86,11 +89,19 @@ class RunShapes:
     Args:
         config: Of the run, whose weights and tokenizer are not looked at.
         model: Shape and dtype of its policy.
+        place: Where its arrays would lie; None: on this machine's CPU. What computes attention follows from that.
+
+    Raises:
+        ConfigError: the configured attention cannot act there.
     """
 
-    def __init__(self, config: RunConfig, model: ModelConfig) -> None:
+    def __init__(self, config: RunConfig, model: ModelConfig, place: SingleDeviceSharding | None = None) -> None:
         self.model, self.engine = model, config.inference
-        self.decoder = jax.eval_shape(lambda: Decoder.from_arrays(model, _zeros(model)))
+        place = place or SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        (device,) = place.device_set
+        self._platform = platform_named(device.platform)
+        decoder = jax.eval_shape(lambda: Decoder.from_arrays(model, _zeros(model)))
+        self.decoder: Decoder = jax.tree.map(lambda leaf: _placed(leaf, place), decoder)
         self._learner = Learner(self.decoder, _without_directories(config.learner), total_steps=1)
 
     @functools.cached_property
@@ -107,7 +118,8 @@ class RunShapes:
     @functools.cached_property
     def gradient_bytes(self) -> int:
         """Accumulated in float32, over an update's micro-batches."""
-        _, so_far, _ = self.learner_programs["gradient"].args
+        gradient = next(each for name, each in self.learner_programs.items() if name.startswith("gradient"))
+        _, so_far, _ = gradient.args
         return tree_bytes(so_far)
 
     @functools.cached_property
@@ -140,10 +152,16 @@ class RunShapes:
         }
         for count, length in self.prefills:
             tokens, prompts = np.zeros((count, length), np.int32), f"{count} × {length:,} prompt tokens"
-            found[f"prefill, {prompts}"] = functools.partial(run.prefill.lower, self.weights, tokens)
+            kernel = attention_kernel("auto", self._platform, length, self.model.dtype, self.model.shortest_window)
+            prefill = functools.partial(run.prefill.lower, self.weights, tokens, kernel=kernel)
+            found[f"prefill, {prompts}"] = prefill
             prefilled = self.cache(count, length).keys[0]
             found[f"insert, {prompts}"] = functools.partial(run.insert.lower, cache.keys[0], prefilled, nowhere)
         return found
+
+
+def _placed(leaf: Any, place: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def _zeros(model: ModelConfig) -> dict[str, jax.Array]:
@@ -174,7 +192,7 @@ class ChipCompiler:
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
-        self._place = chip.place()
+        self.place = chip.place()
         self._done: dict[str, CompiledPart] = {}
 
     def compile(self, name: str, side: Side, lowering: Lowering) -> CompiledPart:
@@ -194,7 +212,7 @@ class ChipCompiler:
     def _on_chip(self, leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place)
+        return _placed(leaf, self.place)
 
 
 def _arrays_of(tree: Any) -> list[Any]:

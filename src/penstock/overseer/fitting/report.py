@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.learner.config import LearnerConfig
+from penstock.model.language.attention_choice import attention_kernel, platform_named
 from penstock.model.language.config import ModelConfig
 from penstock.overseer.config import RunConfig
 from penstock.overseer.estimate import bytes_text, kv_cache_bytes, reference_bytes
@@ -100,9 +101,11 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     parameters, matrices = model.parameter_count * width, layer_matrices(model)
     length, tokens = work.prompt_tokens, work.prompts * work.prompt_tokens
     prefills = ceil(work.prompts / config.inference.prefill_row_counts(max(length - 1, 1))[-1])
-    entry = kv_cache_bytes(model, 1, 1)
+    entry, platform = kv_cache_bytes(model, 1, 1), platform_named(chip.platform)
+    dense = attention_kernel("auto", platform, length, model.dtype, model.shortest_window) == "dense"
+    keys = length if dense else length / 2
     made: list[tuple[str, float, float]] = [
-        ("prefill", 2 * matrices * tokens + work.prompts * attention_flops(model, length, length),
+        ("prefill", 2 * matrices * tokens + work.prompts * attention_flops(model, length, keys),
          prefills * parameters + tokens * entry),
     ]  # fmt: skip
     answered, steps = work.sequences * work.answer_tokens, ceil(work.sequences / config.inference.max_slots)
@@ -111,7 +114,8 @@ def phases_of(config: RunConfig, model: ModelConfig, trained: int, chip: Chip) -
     head = model.vocab_size * model.hidden_size
     per_token = 2 * (matrices + head) + 4 * model.query_size * model.num_hidden_layers * seen
     made.append(("decode", answered * per_token, steps * parameters + answered * seen * entry))
-    made.append(_gradient(model, learner, work, trained, width))
+    kernel = attention_kernel(learner.attention, platform, learner.row_length, model.dtype, model.shortest_window)
+    made.append(_gradient(model, learner, work, trained, width, kernel))
     state = trained * (4 * 2 + (4 if width == 2 else 0))
     applied = learner.optimizer_steps * (2 * state + trained * (4 + 2 * width))
     made.append(("optimiser", 12.0 * trained * learner.optimizer_steps, applied))
@@ -131,14 +135,17 @@ def attention_flops(model: ModelConfig, queries: int, keys: float) -> float:
 
 
 def _gradient(
-    model: ModelConfig, learner: LearnerConfig, work: StepWork, trained: int, width: int
+    model: ModelConfig, learner: LearnerConfig, work: StepWork, trained: int, width: int, kernel: str
 ) -> tuple[str, float, float]:
     """Forward and backward over all micro-batches of an update; a KL's or ratio's forward passes with them."""
     length, rows = learner.row_length, learner.micro_batch_rows
-    filled = ceil(work.sequences / max(length // work.sequence_tokens, 1))
-    micro_batches = ceil(filled / rows) * learner.epochs
+    per_row = max(length // work.sequence_tokens, 1)
+    micro_batches = ceil(ceil(work.sequences / per_row) / rows) * learner.epochs
     tokens = micro_batches * rows * length
-    body = 2.0 * layer_matrices(model) * tokens + micro_batches * rows * attention_flops(model, length, length)
+    attention = work.sequences * learner.epochs * attention_flops(model, work.sequence_tokens, work.sequence_tokens / 2)
+    if kernel == "dense":  # every query by every key of its row
+        attention = micro_batches * rows * attention_flops(model, length, length)
+    body = 2.0 * layer_matrices(model) * tokens + attention
     head = 2.0 * model.vocab_size * model.hidden_size * work.sequences * work.answer_tokens * learner.epochs
     passes = 4 if learner.remat else 3
     more = int(learner.recomputes_proximal) + int(learner.reads_reference)

@@ -92,7 +92,7 @@ def fit_run(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler") -> 
     from penstock.overseer.fitting.compiling import RunShapes, compile_run
     from penstock.overseer.fitting.report import make_report
 
-    shapes = RunShapes(config, model)
+    shapes = RunShapes(config, model, compiler.place)
     return make_report(config, shapes, compile_run(shapes, compiler), compiler.chip)
 
 

@@ -6,6 +6,7 @@ meanwhile, and a version is evaluated before anything is generated with it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
@@ -31,7 +32,7 @@ from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import write_stats
+from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
@@ -47,7 +48,7 @@ from penstock.replay import (
 )
 from penstock.rollout import RolloutManager, RolloutWorker
 from penstock.tracking import conversation_of
-from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, WeightVersion
+from penstock.types import Completion, RLExample, RolloutBatch, RolloutGroup, Stopped, WeightVersion
 from penstock.weights import InProcessBroadcaster
 
 WORKER_ID = "rollout-worker-0"
@@ -93,12 +94,15 @@ def local_components(
         tell,
     )
     weights = InProcessBroadcaster()
+    of_evaluator = context("evaluator-0")
+    news = BestNews(of_evaluator.caller("learner-0"), config.overseer.keep_best)
     evaluator = Evaluator(
         manager,
-        log.metrics,
+        news.logged_by(log.metrics),
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
-        kept_by(context("evaluator-0"), settings.directory),
+        kept_by(of_evaluator, settings.directory),
         lambda: replay.issuer.last_lesson,
+        news.begun,
     )
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
@@ -111,7 +115,7 @@ def local_components(
     return {
         "inference-0": LocalInference(context("inference-0"), settings, engine, manager, weights, rollout),
         "rollout-0": rollout,
-        "evaluator-0": LocalEvaluator(context("evaluator-0"), settings, evaluator, rollout),
+        "evaluator-0": LocalEvaluator(of_evaluator, settings, evaluator, rollout),
         "replay-0": replay,
         "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared, start),
     }
@@ -373,6 +377,7 @@ class LocalInference(ThreadedComponent):
         self._manager = manager
         self._weights = weights
         self._rollout = rollout
+        self._first = engine.version
         self._held: tuple[WeightVersion, str] | None = None
 
     @override
@@ -380,15 +385,17 @@ class LocalInference(ThreadedComponent):
         self.crew.start("inference-0.engine", self._run)
 
     def _run(self) -> None:
-        self.doing = "compiling"
-        self._engine.start()
-        for program in self._engine.compiling(self.config.overseer.no_progress_s):
-            self.note_compiled(program)
+        self._engine.start(lazily=True)
         self.state, self.doing = "running", "serving"
+        with suppress(Stopped):
+            for program in self._engine.compiling(None):
+                self.note_compiled(program)
 
     def look(self, view: Membership) -> None:
-        """Takes the weights that are offered, unless the worker does."""
+        """Takes the weights that are offered, unless the worker does; with the first has the rest compiled."""
         newest = self._weights.latest()
+        if newest is not None and newest > self._first:  # nothing is in the first update's way any more
+            self._engine.compile_rest()
         if newest is None or self.state != "running" or self._rollout.trains:
             return
         offered = newest, str(self._weights.endpoint()["incarnation"])
