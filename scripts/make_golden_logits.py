@@ -1,7 +1,7 @@
 """Makes the golden files against which the decoder's logits are tested. Needs torch, which Penstock does not.
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers peft safetensors numpy
-    /tmp/golden/bin/python scripts/make_golden_logits.py
+    /tmp/golden/bin/python scripts/make_golden_logits.py            # or the names of those to make
 
 For each family: a tiny checkpoint as transformers saves it, and the float32 logits that transformers computes from it
 for sequences of different lengths; for some an adapter beside it, as PEFT saves it, and the logits with that. Every
@@ -11,12 +11,22 @@ or misplaced without any test noticing.
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 DIRECTORY = Path(__file__).parent.parent / "tests" / "model" / "language" / "golden"
 LENGTHS = (1, 7, 12, 23)
@@ -40,12 +50,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=None, tie_word_embeddings=False),
+    "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 3},
+        head_dim=12,
+        query_pre_attn_scalar=10,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "window": MistralConfig(**SHAPE, head_dim=8, sliding_window=6, tie_word_embeddings=False),
+    "yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
 }
+"""By the name of the folder; those after the families are of one of them."""
 ADAPTERS = {
     "llama": LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM"),
     "qwen2": LoraConfig(r=6, lora_alpha=8, target_modules=["v_proj", "q_proj"], use_rslora=True, task_type="CAUSAL_LM"),
@@ -107,6 +138,8 @@ def write_logits(model: torch.nn.Module, directory: Path, generator: torch.Gener
 
 if __name__ == "__main__":
     for number, (name, family_config) in enumerate(FAMILIES.items()):
-        make(name, family_config, seed=number)
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            make(name, family_config, seed=number)
     for number, (name, adapter_config) in enumerate(ADAPTERS.items()):
-        make_adapter(name, adapter_config, seed=100 + number)
+        if not sys.argv[1:] or f"{name}_adapter" in sys.argv[1:]:
+            make_adapter(name, adapter_config, seed=100 + number)

@@ -9,13 +9,28 @@ from penstock.inference import GenerationRequest
 from penstock.inference.dispatch import SlotRows
 from penstock.inference.model_runner import ServedWeights, create_cache, decode
 from penstock.model.language import Segments
+from penstock.model.language.config import YarnScaling
 from penstock.types import SAMPLING_FIELDS, Decoding
 
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.2)
 FAMILIES = {
     "qwen2, grouped, tied, growing windows": (1.0, (16,), {"tie_word_embeddings": True}),
     "llama, one key head, untied": (0.7, (64,), {"model_type": "llama", "num_key_value_heads": 1}),
     "qwen3, no groups": (1.3, (64,), {"model_type": "qwen3", "num_key_value_heads": 4}),
+    "gemma, windows in some layers": (
+        1.0,
+        (64,),
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": 7,
+            "rope_local_theta": 100.0,
+            "query_pre_attn_scalar": 24.0,
+            "layer_types": ("sliding_attention", "full_attention"),
+        },
+    ),
+    "phi3, yarn": (1.0, (64,), {"model_type": "phi3", "rope_scaling": YARN}),
 }
+DEFAULT = tuple(FAMILIES)[:2]
 
 
 def packed_logprobs(decoder, completions, temperature):
@@ -36,7 +51,7 @@ def packed_logprobs(decoder, completions, temperature):
 
 @pytest.mark.parametrize(
     ("temperature", "windows", "fields"),
-    [pytest.param(*FAMILIES[name], id=name, marks=pytest.mark.slow if "qwen3" in name else ()) for name in FAMILIES],
+    [pytest.param(*FAMILIES[name], id=name, marks=() if name in DEFAULT else pytest.mark.slow) for name in FAMILIES],
 )
 def test_engine_and_packed_forward_agree_on_ragged_sequences(
     make_decoder, start_engine, config, temperature, windows, fields

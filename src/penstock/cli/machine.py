@@ -1,4 +1,4 @@
-"""Commands that train nothing: fleet autotune, curriculum simulate, env new, recipes, config, doctor."""
+"""Commands that train nothing: fleet autotune, curriculum simulate, env new, fit, recipes, config, doctor."""
 
 from pathlib import Path
 from typing import Annotated
@@ -121,6 +121,55 @@ def new(
     print(f"{test!s:<{width}}  its test, without a model: pytest {test.parent}")
     print(f"{recipe!s:<{width}}  a recipe: {command_line('train', recipe)}")
     return 0
+
+
+@commands.command(
+    short_help="Say whether a run fits hardware that is not here.",
+    epilog="""\b
+Example: penstock fit gsm8k_smollm2 --target h100:1
+         penstock fit gsm8k_smollm2 --target v5e:1 learner.micro_batch_rows=1
+         penstock fit cats model.dtype=bfloat16 --target h100:1 --models 0.5b,1.5b,7b --rows 4096,16384""",
+)
+def fit(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with lessons, or a YAML file.")],
+    overrides: Overrides = None,
+    target: Annotated[
+        str, typer.Option(metavar="CHIP", help="h100:1, h200:1, a100:1, v5e:1, v6e:1, or cpu for this machine.")
+    ] = "cpu",
+    models: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="In place of the recipe's: 0.5b, 1.5b, 7b (Qwen2.5), or a config.json."),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="TOKENS,…", help="Of rows and sequences, in place of the recipe's.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Compile a run for a chip that need not be here: what takes its memory, what bounds a step, what would fit.
+
+    Exit code 0: it fits; 1: it does not, with the smallest change that does. Compiled, not run: nothing is measured.
+    """
+    from penstock.overseer import FleetRunConfig, fit, load_config
+    from penstock.types import ConfigError
+
+    config = load_config(recipe, overrides or [])
+    if isinstance(config, FleetRunConfig):
+        raise ConfigError(f"{recipe} trains a control policy: give a recipe with lessons, such as cats")
+    report = fit(config, target, _words(models), [_tokens(word) for word in _words(rows)])
+    print_report(report, json)
+    return report.exit_code
+
+
+def _words(given: str | None) -> list[str]:
+    return [word.strip() for word in (given or "").split(",") if word.strip()]
+
+
+def _tokens(word: str) -> int:
+    from penstock.types import ConfigError
+
+    if not word.isdecimal() or int(word) < 2:
+        raise ConfigError(f"--rows has {word!r}: give numbers of tokens, such as 4096,16384")
+    return int(word)
 
 
 @commands.command(epilog="Example: penstock recipes")

@@ -219,33 +219,43 @@ def decode_step(
 ) -> tuple[KVCache, Float32[Array, "slots vocab"]]:
     """Adds one token per live slot to the cache and scores the next one."""
     ends = weights.ends
-    cos, sin = rotary_tables(ends.config, positions)
-    seen = (jnp.arange(cache.window) <= positions[:, None])[:, None, :]
+    windows = ends.config.windows
+    tables = {window: rotary_tables(ends.config, positions, window) for window in dict.fromkeys(windows)}
+    seen = {window: _seen(positions, cache.window, window) for window in dict.fromkeys(windows)}
     targets = jnp.where(live, positions, cache.window)  # beyond the window: a slot without a row writes nothing
     x = ends.embed(tokens)
     keys, values = [], []
-    for layer, cached_keys, cached_values in zip(weights.layers, cache.keys, cache.values, strict=True):
-        query, key, value = layer.project(x, cos, sin)
+    for layer, window, cached_keys, cached_values in zip(
+        weights.layers, windows, cache.keys, cache.values, strict=True
+    ):
+        query, key, value = layer.project(x, *tables[window])
         keys.append(append(cached_keys, key, targets))
         values.append(append(cached_values, value, targets))
-        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen)
+        attended = grouped_attention(query[:, None], keys[-1], values[-1], seen[window])
         x = layer.finish(x, attended[:, 0])
     return KVCache(tuple(keys), tuple(values)), weights.scores(x)
+
+
+def _seen(positions: Int32[Array, " slots"], length: int, window: int | None) -> Bool[Array, "slots 1 length"]:
+    """Which entries of the cache a slot's newest token sees in a layer with that attention window."""
+    entries, newest = jnp.arange(length), positions[:, None]
+    seen = entries <= newest
+    return (seen if window is None else seen & (entries > newest - window))[:, None, :]
 
 
 def prefill(weights: ServedWeights, tokens: Int32[Array, "rows length"], kernel: AttentionKernel = "dense") -> KVCache:
     """Keys and values of padded prompts. Those at padding mean nothing; decoding overwrites before reading them."""
     rows, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    cos, sin = rotary_tables(weights.ends.config, positions)
+    positions, config = jnp.broadcast_to(jnp.arange(length), (rows, length)), weights.ends.config
+    tables = {window: rotary_tables(config, positions, window) for window in dict.fromkeys(config.windows)}
     whole_rows = Segments.of(np.ones((rows, length)), most=1)
     x: Float[Array, "rows length hidden"] = weights.ends.embed(tokens)
     keys, values = [], []
-    for layer in weights.layers:
-        query, key, value = layer.project(x, cos, sin)
+    for layer, window in zip(weights.layers, config.windows, strict=True):
+        query, key, value = layer.project(x, *tables[window])
         keys.append(key.transpose(0, 2, 1, 3))
         values.append(value.transpose(0, 2, 1, 3))
-        x = layer.finish(x, attention(query, key, value, whole_rows, kernel))
+        x = layer.finish(x, attention(query, key, value, whole_rows, kernel, window))
     return KVCache(tuple(keys), tuple(values))
 
 
@@ -456,7 +466,8 @@ class ModelRunner:
         platform = platform_named(next(iter(embedding.sharding.device_set)).platform)
         if self._split is not None and platform != "cpu":
             return "dense"
-        return attention_kernel("auto", platform, length, embedding.dtype.name)
+        window = self._weights.ends.config.shortest_window
+        return attention_kernel("auto", platform, length, embedding.dtype.name, window)
 
     def fork(self, source: Int32[np.ndarray, " slots"]) -> None:
         """Copies the cache of slot ``source[s]`` into slot s."""

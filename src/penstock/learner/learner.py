@@ -76,7 +76,8 @@ class Learner:
     """Trains one language policy.
 
     Args:
-        decoder: Initial parameters; never donated, never changed.
+        decoder: Initial parameters; never donated, never changed. Shapes in their place make a learner whose programs
+            can be lowered, and nothing else.
         config: Losses, optimiser and batch sizes of the learner.
         total_steps: Updates of the run, for the learning rate's course.
         seed: The run's seed; shuffles the minibatches.
@@ -159,6 +160,10 @@ class Learner:
 
     def update_programs(self) -> Programs:
         """Those of `update`, the longest first."""
+        return _compiling(self.lowered_update())
+
+    def lowered_update(self) -> dict[str, "partial[Any]"]:
+        """What lowers each program of `update`: a compiled function's `lower` with all of its arguments."""
         critic = self._critic.head
         so_far = jax.eval_shape(partial(self._zeros, critic=critic), self._decoder)
         scalar = np.float32(0)
@@ -177,7 +182,7 @@ class Learner:
         if proximal or self._config.kl.reference is not None:  # one program scores for both
             name = f"{'proximal' if proximal else 'reference'} log-probabilities"
             lowered |= self._of_shapes(name, lambda batch: partial(self._score.lower, self._decoder, batch))
-        return _compiling(lowered)
+        return lowered
 
     def _of_shapes(self, name: str, lower: Callable[[compiled.MicroBatch], Any]) -> dict[str, Any]:
         """A program for each shape of rows, the longest first; one alone needs no length in its name."""

@@ -188,7 +188,7 @@ def _scaled_by_rates(config: OptimizerConfig, updates: PyTree) -> PyTree:
 
 
 def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState:
-    """The state before the first step.
+    """The state before the first step; of parameters that are shapes only, its shapes.
 
     Raises:
         ConfigError: arrays are frozen that the model does not have, or all that it has; a pattern of `rates` is of no
@@ -205,6 +205,8 @@ def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState
             f"learner.optimizer.name is 'muon', but no matrix of a layer trains (there are {', '.join(ranks)}): take "
             "adamw"
         )
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trained)):
+        return jax.eval_shape(partial(initial_state, config), parameters)
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
     moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.overseer.control.evaluation import FleetEvaluationReport, evaluate_fleet
     from penstock.overseer.control_config import FleetRunConfig
     from penstock.overseer.evaluation_report import EvaluationReport
+    from penstock.overseer.fitting.search import fit
     from penstock.overseer.language.evaluation import evaluate
     from penstock.overseer.language.generation import GenerationReport, generate
     from penstock.overseer.terminal import RunSummary, print_summary
@@ -30,6 +31,7 @@ _EXPORTS = {
     "autotune": "control.autotune",
     "evaluate": "language.evaluation",
     "evaluate_fleet": "control.evaluation",
+    "fit": "fitting.search",
     "generate": "language.generation",
     "load_config": "config_loading",
     "print_summary": "terminal",
@@ -40,7 +42,7 @@ _EXPORTS = {
 __all__ = [
     "AutotuneReport", "EvaluationReport", "FleetEvaluationReport", "FleetRunConfig", "GenerationReport",
     "OverseerConfig", "RunConfig", "RunSummary", "Update", "UpdateLoop", "autotune", "evaluate", "evaluate_fleet",
-    "generate", "load_config", "print_summary", "train", "updates",
+    "fit", "generate", "load_config", "print_summary", "train", "updates",
 ]  # fmt: skip
 
 

@@ -9,11 +9,10 @@ import dataclasses
 import importlib.util
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from penstock.fleet import SimulatorPool
@@ -26,6 +25,7 @@ from penstock.model.language import Decoder, InitConfig, ModelConfig, load_polic
 from penstock.model.programs import compile_programs
 from penstock.overseer.doctor import Check, DoctorConfig, free_memory_bytes
 from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
+from penstock.overseer.fitting.chips import copy_bytes, matrix_product_flops
 from penstock.text import Tokenizer
 from penstock.types import CompiledProgram, Completion, Decoding, RLExample, TrainingBatch, WeightVersion
 
@@ -33,8 +33,6 @@ PARITY_LIMIT = 1e-4
 SLOW_GIGAFLOPS, SLOW_GIGABYTES_PER_S = 10.0, 1.0
 READY_LIMIT_S = 120.0
 
-_SIDE = 1024
-_COPY_BYTES = 128 * 2**20
 _BUSY = "look for other busy processes; every number that a run prints suffers alike"
 
 
@@ -54,20 +52,14 @@ def check_devices() -> Check:
 
 def check_matrix_product() -> Check:
     """The rate of a float32 matrix product."""
-    matrix = jnp.ones((_SIDE, _SIDE), jnp.float32)
-    multiply = jax.jit(jnp.matmul)
-    seconds = _best_s(lambda: multiply(matrix, matrix).block_until_ready())
-    rate = 2 * _SIDE**3 / seconds / 1e9
+    rate = matrix_product_flops() / 1e9
     status = "ok" if rate >= SLOW_GIGAFLOPS else "warn"
     return Check("matrix product", status, f"{rate:,.0f} GFLOP/s float32", "" if status == "ok" else _BUSY)
 
 
 def check_memory_copy() -> Check:
     """The rate of a copy in main memory."""
-    source = np.ones(_COPY_BYTES, np.uint8)
-    target = np.empty_like(source)
-    seconds = _best_s(lambda: np.copyto(target, source))
-    rate = _COPY_BYTES / seconds / 1e9
+    rate = copy_bytes() / 1e9
     status = "ok" if rate >= SLOW_GIGABYTES_PER_S else "warn"
     return Check("memory copy", status, f"{rate:.1f} GB/s", "" if status == "ok" else _BUSY)
 
@@ -259,17 +251,6 @@ def _free_bytes() -> int:
     """Of the device, or of this machine where the device has no memory of its own."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_memory_bytes()
-
-
-def _best_s(call: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of several calls, after one that compiles and pages in."""
-    call()
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
 
 
 STEPS_S = 0.3

@@ -139,7 +139,7 @@ def estimate_memory(
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
-    reference = _reference_bytes(model, learner)
+    reference = reference_bytes(model, learner)
     optimizer = optimizer_state_bytes(model, learner) + trained * (0 if own == 4 else 4)
     return MemoryEstimate(
         parameters_bytes=base_bytes(model) + (2 if learner.optimizer_steps == 1 else 3) * moving_bytes(model),
@@ -158,7 +158,8 @@ def estimate_memory(
     )
 
 
-def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+def reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+    """Of a KL's reference, and of the float32 average that a bfloat16 one follows by."""
     reference, moving = learner.kl.reference, moving_bytes(model)
     if reference is None:
         return 0
@@ -237,7 +238,8 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
 
 def _temporaries_of(shape: RowShape, model: ModelConfig, learner: LearnerConfig, on_cpu: bool) -> dict[str, int]:
     (length, rows), count = shape, model.parameter_count
-    kernel = attention_kernel(learner.attention, "cpu" if on_cpu else "gpu", length, model.dtype)
+    platform = "cpu" if on_cpu else "gpu"
+    kernel = attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window)
     apart, upcast = model.lora is not None, on_cpu and model.dtype == "bfloat16"
     head = (4 if apart else 8) * model.vocab_size * model.hidden_size  # a base's has no gradient
     layers = {
@@ -283,7 +285,8 @@ def prefill_temporaries(model: ModelConfig, rows: int, length: int, on_cpu: bool
     """Bytes that a prefill takes beside parameters and the keys and values that it makes."""
     computed, width = 4 if on_cpu else _DTYPE_BYTES[model.dtype], _DTYPE_BYTES[model.dtype]
     scores = rows * model.num_attention_heads * length**2 * (4 + computed)
-    if attention_kernel("auto", "cpu" if on_cpu else "gpu", length, model.dtype) != "dense":
+    platform = "cpu" if on_cpu else "gpu"
+    if attention_kernel("auto", platform, length, model.dtype, model.shortest_window) != "dense":
         scores = 6 * rows * length * (model.query_size + model.key_value_size) * width
     return scores + 8 * rows * length * model.intermediate_size
 

@@ -53,7 +53,7 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
         *_memory_lines(memory),
         "",
         "Components, threads of one process:" if config.runtime == "local" else "Components, processes under Ray:",
-        *_component_lines(config, _rows(config.learner, model.dtype, on_cpu)),
+        *_component_lines(config, _rows(config.learner, model, on_cpu)),
     ]
     return dump_yaml(config.dump()) + "\n" + "\n".join(f"# {line}".rstrip() for line in comments)
 
@@ -89,11 +89,13 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
     return [f"  {name:<34}{bytes_text(count):>11}" for name, count in parts.items()]
 
 
-def _rows(learner: LearnerConfig, dtype: str, on_cpu: bool) -> str:
+def _rows(learner: LearnerConfig, model: ModelConfig, on_cpu: bool) -> str:
     """``rows of 128 tokens (dense attention) or 8192 tokens (attention by blocks)``."""
     platform = "cpu" if on_cpu else "gpu"
     lengths = [shape.length for shape in learner.row_shapes]
-    kernels = [attention_kernel(learner.attention, platform, length, dtype) for length in lengths]
+    kernels = [
+        attention_kernel(learner.attention, platform, length, model.dtype, model.shortest_window) for length in lengths
+    ]
     if len({*kernels}) == 1:
         return f"rows of {' or '.join(map(str, lengths))} tokens, {_attention(kernels[0])}"
     each = (f"{lengths[i]} tokens ({_attention(kernel)})" for i, kernel in enumerate(kernels))

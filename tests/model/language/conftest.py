@@ -9,7 +9,7 @@ import pytest
 from penstock.model.language import Decoder, ModelConfig, named_arrays
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "window", "yarn")
 
 
 @pytest.fixture(params=FAMILIES)

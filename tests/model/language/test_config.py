@@ -1,11 +1,12 @@
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 from pydantic import ValidationError
 
-from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
+from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig, YarnScaling
 from penstock.types import ConfigError
 
 HUGGING_FACE = {
@@ -67,6 +68,59 @@ def test_llama3_scaling_is_read_from_both_forms(form):
     assert config.rope_theta == 5e5
 
 
+GEMMA = HUGGING_FACE | {"model_type": "gemma3_text", "num_hidden_layers": 12}
+
+
+def test_gemma_s_older_files_say_a_pattern_and_leave_much_to_the_family():
+    config = ModelConfig.from_hugging_face(GEMMA | {"sliding_window": 7})
+    assert config.windows == ((7,) * 5 + (None,)) * 2
+    assert (config.rope_theta, config.rope_local_theta, config.query_pre_attn_scalar) == (1e6, 1e4, 256)
+    assert (config.head_dim, config.num_key_value_heads, config.tie_word_embeddings) == (256, 4, True)
+    assert ModelConfig.from_hugging_face(GEMMA | {"sliding_window_pattern": 2}).windows[:3] == (4096, None, 4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0: it is not supported"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only gelu_pytorch_tanh"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers 12"),
+        ({"layer_types": "all"}, "layer_types"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "layers with a window is 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope type is 'linear'"),
+    ],
+)
+def test_what_gemma_s_file_may_not_say(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hugging_face(GEMMA | change)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("more", "attention"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+    ],
+)
+def test_yarn_s_factor_of_attention_is_worked_out(more, attention):
+    scaling = ModelConfig.from_hugging_face(HUGGING_FACE | {"rope_scaling": YARN | more}).rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.attention_factor == pytest.approx(attention)
+    assert (scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast) == (4.0, 512, 32.0)
+
+
+def test_yarn_without_an_original_context_stretches_the_one_there_is():
+    older = {"type": "yarn", "factor": 4.0}
+    scaling = ModelConfig.from_hugging_face(HUGGING_FACE | {"rope_scaling": older}).rope_scaling
+    assert scaling is not None and scaling.original_max_position_embeddings == 2048
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -76,11 +130,15 @@ def test_llama3_scaling_is_read_from_both_forms(form):
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type is 'longrope'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn rope scaling: factor is None: it must be a number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "many"}}, "beta_fast is 'many'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 64}}, "beta_fast must be greater"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
-            {"model_type": "mistral", "sliding_window": 512},
+            {"model_type": "qwen2", "sliding_window": 512},
             r"sliding_window is 512, less than max_position_embeddings \(2048\)",
         ),
         ({"num_attention_heads": 5}, "head_dim is missing and hidden_size .32. is no multiple"),
@@ -108,9 +166,11 @@ def test_a_window_that_never_cuts_is_accepted(change):
 
 def test_a_config_survives_the_way_through_hugging_faces_form(golden, family):
     config = ModelConfig.from_hugging_face(json.loads((golden / "config.json").read_text()))
-    assert config.model_type == family
-    assert (config.rope_scaling is not None) == (family == "llama")
-    assert config.head_dim == (12 if family == "qwen3" else 8)
+    assert config.model_type == {"yarn": "qwen2", "window": "mistral"}.get(family, family)
+    assert (config.rope_scaling is not None) == (family in ("llama", "yarn"))
+    assert config.head_dim == (12 if family in ("qwen3", "gemma3_text") else 8)
+    windows = {"gemma3_text": (5, None, 5), "window": (6, 6)}
+    assert config.windows == windows.get(family, (None, None))
     assert ModelConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
 
 

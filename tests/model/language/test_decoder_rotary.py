@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from penstock.model.language.config import RopeScaling
+from penstock.model.language.config import RopeScaling, YarnScaling
 from penstock.model.language.decoder import inverse_frequencies, rotary_tables, rotate
 
 
@@ -53,3 +53,26 @@ def test_llama3_scaling_divides_long_wavelengths_keeps_short_ones_and_blends_bet
     np.testing.assert_allclose(
         stretched, [base[0], (1 - blend) * base[1] / 8 + blend * base[1], base[2] / 8], rtol=1e-5
     )
+
+
+def test_yarn_keeps_what_turns_often_divides_what_turns_seldom_and_ramps_between(tiny_config):
+    scaling = YarnScaling(factor=4.0, original_max_position_embeddings=200, attention_factor=1.25, beta_fast=8)
+    plain = tiny_config(head_dim=8, rope_theta=10000.0)
+    config = plain.model_copy(update={"rope_scaling": scaling})
+    # of the four pairs, those that turn 8 times and once in 200 positions: 0.6 and 1.5, outwards 0 and 2
+    base = [1.0, 0.1, 0.01, 0.001]
+    expected = [base[0], (base[1] + base[1] / 4) / 2, base[2] / 4, base[3] / 4]
+    np.testing.assert_allclose(inverse_frequencies(config), expected, rtol=1e-6)
+    cos, sin = rotary_tables(config, jnp.array([3]))
+    np.testing.assert_allclose(np.hypot(cos, sin), 1.25, rtol=1e-6)
+
+
+def test_yarn_s_ramp_may_begin_and_end_within_a_pair(tiny_config):
+    scaling = YarnScaling(
+        factor=4.0, original_max_position_embeddings=200, attention_factor=1.0, beta_fast=8, truncate=False
+    )
+    config = tiny_config(head_dim=8, rope_theta=10000.0).model_copy(update={"rope_scaling": scaling})
+    first, last = (4 * math.log(200 / (turns * 2 * math.pi)) / math.log(1e4) for turns in (8, 1))
+    slow = (1 - first) / (last - first)
+    assert 0 < slow < 1
+    assert inverse_frequencies(config)[1] == pytest.approx(slow * 0.1 / 4 + (1 - slow) * 0.1)

@@ -71,6 +71,10 @@ def check_attention(
         reason = "its kernel multiplies float32 with fewer bits; set model.dtype: bfloat16, or leave it at auto"
     elif choice == "pallas" and platform == "cpu":
         reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
+    elif model.shortest_window is not None and (choice == "cudnn" or (choice == "pallas" and platform == "gpu")):
+        reason = (
+            f"its kernel has no window, and this model's layers have one ({model.shortest_window}); leave it at auto"
+        )
     elif choice == "cudnn":
         reason = _refusal_of_cudnn(platform, model, capability)
     if reason is not None:

@@ -1,36 +1,28 @@
 """What a decoder is made of, how a recipe names the policy it starts from, and both as Hugging Face's `config.json`.
 
-`ModelConfig` covers the Llama, Qwen2 (bias on queries, keys and values), Qwen3 (normalised queries and keys) and
-Mistral families. What a `config.json` may say beyond that, and every field that would change the mathematics, is
-refused by name, never ignored. Both its older form (`rope_theta`, `rope_scaling`) and that of transformers 5
-(`rope_parameters`) are read.
+`ModelConfig` covers the Llama, Qwen2 (bias on queries, keys and values), Qwen3 (normalised queries and keys), Mistral,
+Phi-3 and Gemma 3 (text) families. What a `config.json` may say beyond that is refused by name, never ignored.
 
-Not covered: mixtures of experts, attention windows shorter than the context, quantised weights.
+Not covered: mixtures of experts, quantised weights, images.
 """
 
 import json
 import math
 import os
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from penstock.model.json_files import read_json
+from penstock.model.language.config_file import REPLACED_KEYS, read_config, write_config
 from penstock.model.language.lora import CONFIG_FILE, LoraConfig, base_directory, is_adapter, read_adapter_config
 from penstock.types.errors import ConfigError
 
-ModelType = Literal["llama", "qwen2", "qwen3", "mistral"]
+ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"]
+LayerType = Literal["full_attention", "sliding_attention"]
 Dtype = Literal["float32", "bfloat16"]
-
-ARCHITECTURES: dict[ModelType, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
 
 
 class _Frozen(BaseModel):
@@ -47,6 +39,8 @@ class RopeScaling(_Frozen):
         original_max_position_embeddings: Context of the model before it was stretched.
     """
 
+    kind: ClassVar[str] = "llama3"
+
     factor: float = Field(gt=0)
     low_freq_factor: float = Field(gt=0)
     high_freq_factor: float = Field(gt=0)
@@ -58,6 +52,45 @@ class RopeScaling(_Frozen):
             raise ValueError("high_freq_factor must be greater than low_freq_factor")
         return self
 
+
+class YarnScaling(_Frozen):
+    """YaRN's stretching of rotary wavelengths; see `penstock.model.language.decoder`.
+
+    Attributes:
+        factor: Wavelengths that turn less than `beta_slow` times in the original context are stretched by this.
+        original_max_position_embeddings: Context of the model before it was stretched.
+        attention_factor: Cosines and sines are multiplied by this.
+        beta_fast: Wavelengths that turn more often than this in the original context are kept.
+        beta_slow: See `factor`; between the two there is a linear ramp over the pairs of a head.
+        truncate: Whether the ramp begins and ends at whole pairs.
+    """
+
+    kind: ClassVar[str] = "yarn"
+
+    factor: float = Field(ge=1)
+    original_max_position_embeddings: int = Field(gt=0)
+    attention_factor: float = Field(gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    truncate: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "YarnScaling":
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError("beta_fast must be greater than beta_slow")
+        return self
+
+
+def _scaling_kind(value: Any) -> str:
+    if isinstance(value, RopeScaling | YarnScaling):
+        return value.kind
+    return YarnScaling.kind if isinstance(value, Mapping) and "attention_factor" in value else RopeScaling.kind
+
+
+Scaling = Annotated[
+    Annotated[RopeScaling, Tag("llama3")] | Annotated[YarnScaling, Tag("yarn")], Discriminator(_scaling_kind)
+]
+"""How rotary wavelengths are stretched."""
 
 ADAPTER = "adapter."
 """What the names of an adapter's arrays begin with."""
@@ -76,10 +109,15 @@ class ModelConfig(_Frozen):
         num_key_value_heads: Key and value heads; divides the query heads.
         head_dim: Width of a head, even; independent of `hidden_size`.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Llama 3's stretching, or None.
+        rope_scaling: Llama 3's or YaRN's stretching, or None.
         rms_norm_eps: Added to the mean square.
         tie_word_embeddings: Whether the output matrix is the embedding.
         max_position_embeddings: The longest sequence that the model is meant for.
+        sliding_window: How many keys a query sees at most in a layer with a window, its own among them; None: all.
+        layer_types: Which layers have that window (``sliding_attention``) and which see everything
+            (``full_attention``); None: all have it.
+        rope_local_theta: Base of the rotary wavelengths, unscaled, in layers with a window; None: as in the others.
+        query_pre_attn_scalar: Scores are divided by its square root; None: by that of the head's width.
         dtype: Of parameters and activations; norms, softmax and logits are computed in float32.
         lora: The adapter beside a frozen model; None: there is none.
         base: Path of that model's directory; empty where there is no adapter.
@@ -95,10 +133,14 @@ class ModelConfig(_Frozen):
     num_key_value_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     tie_word_embeddings: bool = False
     max_position_embeddings: int = Field(default=2048, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0)
+    layer_types: tuple[LayerType, ...] | None = None
+    rope_local_theta: float | None = Field(default=None, gt=0)
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
     dtype: Dtype = "float32"
     lora: LoraConfig | None = None
     base: str = Field(default="", repr=False)
@@ -113,6 +155,10 @@ class ModelConfig(_Frozen):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary embedding turns pairs")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} layers, num_hidden_layers {self.num_hidden_layers}"
+            )
         return self
 
     @property
@@ -122,8 +168,19 @@ class ModelConfig(_Frozen):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head (Qwen3)."""
-        return self.model_type == "qwen3"
+        """Whether queries and keys are normalised per head (Qwen3, Gemma 3)."""
+        return self.model_type in ("qwen3", "gemma3_text")
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms multiply by 1 + weight and also follow attention and MLP, and the gate's silu is a gelu."""
+        return self.model_type == "gemma3_text"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys each layer's queries see at most; None: all."""
+        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in types)
 
     @property
     def query_size(self) -> int:
@@ -135,6 +192,11 @@ class ModelConfig(_Frozen):
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def shortest_window(self) -> int | None:
+        """Of all layers; None where each sees everything."""
+        return min((window for window in self.windows if window is not None), default=None)
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter, by the name under which weights travel; ``layers.`` are stacked.
 
@@ -145,6 +207,7 @@ class ModelConfig(_Frozen):
         queries, keys = self.query_size, self.key_value_size
         biases = {"query_bias": (queries,), "key_bias": (keys,), "value_bias": (keys,)}
         head_norms = {"query_norm": (self.head_dim,), "key_norm": (self.head_dim,)}
+        outer_norms = {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
         layer: dict[str, tuple[int, ...]] = {
             "input_norm": (hidden,),
             "query": (hidden, queries),
@@ -154,6 +217,7 @@ class ModelConfig(_Frozen):
             **(head_norms if self.qk_norm else {}),
             "output": (queries, hidden),
             "post_norm": (hidden,),
+            **(outer_norms if self.is_gemma else {}),
             "gate": (hidden, wide),
             "up": (hidden, wide),
             "down": (wide, hidden),
@@ -221,7 +285,7 @@ class ModelConfig(_Frozen):
             ConfigError: naming the field that is missing, out of range, or asks for something unsupported.
         """
         read = cls.validated(read_config(config) | {"dtype": dtype}, "config.json")
-        replaced = {*write_config(read), *_REPLACED_KEYS}
+        replaced = {*write_config(read), *REPLACED_KEYS}
         others = {name: value for name, value in config.items() if name not in replaced}
         return read.model_copy(update={"other_keys": json.dumps(others, sort_keys=True)})
 
@@ -428,139 +492,3 @@ def tokenizer_directory(directory: str, base: str | None = None) -> str:
     if os.path.isfile(os.path.join(directory, "tokenizer.json")) or not is_adapter(directory):
         return directory
     return str(base_directory(directory, read_adapter_config(directory)[1], base))
-
-
-_OWN = {"dtype", "lora", "base", "rope_scaling", "other_keys"}
-"""What a `config.json` has not, or under another name."""
-_REPLACED_KEYS = ("dtype", "rope_parameters", "eos_token_id", "pad_token_id")
-"""Of a `config.json`: its saved form says this under other names, or the tokenizer does."""
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_NUMBERS = (
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "sliding_window",
-    "rope_theta",
-    "rms_norm_eps",
-)
-_DEFAULT_EPS = 1e-6
-_MAX_POSITIONS = 2048
-
-
-def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` (but for the dtype) from a parsed `config.json`.
-
-    Raises:
-        ConfigError: naming a field that is missing or asks for something the decoder does not do.
-    """
-    _check_kinds(config)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type is {_shown(model_type)}: supported are {known}")
-    for name in _REQUIRED:
-        if config.get(name) is None:
-            raise ConfigError(f"config.json: {name} is missing")
-    _refuse_unsupported(config)
-    theta, scaling = _read_rope(config)
-    return {
-        "model_type": model_type,
-        **{name: config[name] for name in _REQUIRED},
-        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim") or _default_head_dim(config),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rms_norm_eps": config.get("rms_norm_eps", _DEFAULT_EPS),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position_embeddings": config.get("max_position_embeddings", _MAX_POSITIONS),
-    }
-
-
-def _check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises where a number or a section of keys is something else; ranges are `ModelConfig`'s to check."""
-    for name in (*_REQUIRED, *_NUMBERS):
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"config.json: {name}: {_shown(value)} is no number")
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(name), Mapping | None):
-            raise ConfigError(f"config.json: {name} is {_shown(config[name])}: it must be a section of keys")
-    if config.get("num_attention_heads") == 0:
-        raise ConfigError("config.json: num_attention_heads is 0: it must be at least 1")
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
-
-
-def _default_head_dim(config: Mapping[str, Any]) -> int:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    if hidden % heads:
-        raise ConfigError(
-            f"config.json: head_dim is missing and hidden_size ({hidden}) is no multiple of "
-            f"num_attention_heads ({heads})"
-        )
-    return hidden // heads
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises on whatever would make the decoder compute something else than transformers does."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act is {_shown(config['hidden_act'])}: only silu is supported")
-    # In these two families the flag adds a bias to the output projection too, which the decoder has not.
-    if config["model_type"] != "qwen2" and config.get("attention_bias"):
-        raise ConfigError("config.json: attention_bias is true: only qwen2's own biases are supported")
-    if config.get("mlp_bias"):
-        raise ConfigError("config.json: mlp_bias is true: biases in the MLP are not supported")
-    if config.get("quantization_config"):
-        raise ConfigError("config.json: quantization_config is set: load the weights unquantised")
-    _refuse_window(config)
-
-
-def _refuse_window(config: Mapping[str, Any]) -> None:
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    positions = config.get("max_position_embeddings", _MAX_POSITIONS)
-    if window is not None and window < positions:
-        raise ConfigError(
-            f"config.json: sliding_window is {window}, less than max_position_embeddings ({positions}): "
-            f"windowed attention is not supported; where no sequence is longer than the window, "
-            f"set max_position_embeddings to {window}, which gives the same results"
-        )
-
-
-def _read_rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and Llama 3 scaling, from either form of the file."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = config.get("rope_theta", parameters.get("rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor is not 1: partial rotation is not supported")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ConfigError(f"config.json: rope type is {_shown(kind)}: supported are default and llama3")
-    missing = [name for name in _LLAMA3_KEYS if name not in parameters]
-    if missing:
-        raise ConfigError(f"config.json: llama3 rope scaling lacks {', '.join(missing)}")
-    return theta, {name: parameters[name] for name in _LLAMA3_KEYS}
-
-
-def write_config(config: ModelConfig) -> dict[str, Any]:
-    """The content of a `config.json`; rotary fields in the form that every transformers version reads."""
-    scaling = config.rope_scaling
-    fields = json.loads(config.other_keys) | config.model_dump(exclude=_OWN)
-    fields |= {
-        "architectures": [ARCHITECTURES[config.model_type]],
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **scaling.model_dump()},
-        "hidden_act": "silu",
-        "torch_dtype": config.dtype,
-        "use_cache": True,
-    }
-    if config.model_type in ("llama", "qwen3"):
-        fields["attention_bias"] = False
-    if config.model_type == "mistral":
-        fields["sliding_window"] = None
-    if config.model_type in ("qwen2", "qwen3"):
-        fields["use_sliding_window"] = False
-    return fields

@@ -10,15 +10,15 @@ Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` e
 `Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out. Beside an adapter
 (`penstock.model.language.adapter`), which alone trains then, the layers of the base lie one by one.
 
-Attention is grouped-query (`penstock.model.language.attention`). There is no window: `ModelConfig` refuses one shorter
-than the context.
+Attention is grouped-query (`penstock.model.language.attention`). Layers may have a window, and others of the same model
+none (`ModelConfig.windows`).
 
 *Precision* is the same for packed rows and cached decoding on every platform. Every matrix product goes through
 `penstock.model.language.precision.product`. The residual stream, norms, softmax, the gate's silu and logits are float32
 whatever the dtype; what goes into a product is rounded to it once, by `rounded`.
 
 Positions are rotary (Su et al. 2021, https://arxiv.org/abs/2104.09864) in Hugging Face's arrangement, where dimension i
-is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: none, and Llama 3's.
+is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: Llama 3's, YaRN.
 
 Not covered: the loss's output head, which must never hold [tokens, vocabulary] in float32 (`penstock.learner`).
 """
@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -40,17 +41,26 @@ from penstock.model.arrays import joined_digests, named_leaves, with_named_leave
 from penstock.model.language.adapter import Adapter
 from penstock.model.language.attention import Segments, attention
 from penstock.model.language.attention_choice import AttentionKernel
-from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling
+from penstock.model.language.config import ADAPTER, ModelConfig, RopeScaling, YarnScaling
 from penstock.model.language.precision import linear, product, rounded
 
 Tree = TypeVar("Tree")
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked."""
+def inverse_frequencies(config: ModelConfig, window: int | None = None) -> np.ndarray:
+    """Radians per position of each pair: theta^(-2i / head_dim), float32 [head_dim / 2], scaled if asked.
+
+    Args:
+        config: Base and scaling.
+        window: Of the layer: one with a window may have a base of its own, which is not scaled.
+    """
+    local = None if window is None else config.rope_local_theta
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
+    frequencies = (1.0 / np.float32(local or config.rope_theta) ** exponents).astype(np.float32)
+    scaling = None if local else config.rope_scaling
+    if isinstance(scaling, YarnScaling):
+        return _interpolate(frequencies, scaling, config.rope_theta)
+    return frequencies if scaling is None else _stretch(frequencies, scaling)
 
 
 def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -61,11 +71,33 @@ def _stretch(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return ((1 - blend) * frequencies / scaling.factor + blend * frequencies).astype(np.float32)
 
 
+def _interpolate(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    """YaRN: pairs that turn often kept, pairs that turn seldom divided by the factor, a linear ramp between.
+
+    Peng et al. 2023, https://arxiv.org/abs/2309.00071.
+    """
+    pairs, context = len(frequencies), scaling.original_max_position_embeddings
+
+    def pair_with(turns: float) -> float:
+        return pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last += 0.001 if first == last else 0  # as the families' own code
+    slow = np.clip((np.arange(pairs) - first) / (last - first), 0.0, 1.0)
+    return (slow * frequencies / scaling.factor + (1 - slow) * frequencies).astype(np.float32)
+
+
 def rotary_tables(
-    config: ModelConfig, position_ids: Int[Array, "*batch"]
+    config: ModelConfig, position_ids: Int[Array, "*batch"], window: int | None = None
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Cosines and sines of the angles at these positions, float32, half = head_dim / 2."""
-    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config)
+    """Cosines and sines of the angles at these positions, float32, half = head_dim / 2; YaRN's are longer than one."""
+    angles = position_ids[..., None].astype(jnp.float32) * inverse_frequencies(config, window)
+    if isinstance(config.rope_scaling, YarnScaling):
+        length = config.rope_scaling.attention_factor
+        return length * jnp.cos(angles), length * jnp.sin(angles)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -93,12 +125,18 @@ def rms_norm(
     return x32 * scale * weight.astype(jnp.float32)
 
 
+def _normed(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """`rms_norm` as the family has it; float32."""
+    weight = 1 + weight.astype(jnp.float32) if config.is_gemma else weight
+    return rms_norm(x, weight, config.rms_norm_eps)
+
+
 PRODUCTS = ("query", "key", "value", "attended", "residual", "gate", "up")
 """Names of what a layer computes by matrix products, for `jax.checkpoint`: all else is cheap to recompute."""
 
 
 class Layer(eqx.Module):
-    """Attention and a gated MLP, each with a norm before and a residual connection around it."""
+    """Attention and a gated MLP, each with a norm before, for Gemma one after, and a residual connection around it."""
 
     input_norm: Float[Array, "*layers hidden"]
     query: Float[Array, "*layers hidden query_size"]
@@ -111,6 +149,8 @@ class Layer(eqx.Module):
     key_norm: Float[Array, "*layers head_dim"] | None
     output: Float[Array, "*layers query_size hidden"]
     post_norm: Float[Array, "*layers hidden"]
+    attention_out_norm: Float[Array, "*layers hidden"] | None
+    mlp_out_norm: Float[Array, "*layers hidden"] | None
     gate: Float[Array, "*layers hidden intermediate"]
     up: Float[Array, "*layers hidden intermediate"]
     down: Float[Array, "*layers intermediate hidden"]
@@ -127,7 +167,7 @@ class Layer(eqx.Module):
         Float[Array, "*batch kv_heads head_dim"],
         Float[Array, "*batch kv_heads head_dim"],
     ]:
-        """Queries, keys and values of each position, normalised (Qwen3) and rotated.
+        """Queries, keys and values of each position, normalised (Qwen3, Gemma 3) and rotated.
 
         Args:
             x: The residual stream, float32.
@@ -135,13 +175,14 @@ class Layer(eqx.Module):
             sin: Sines from the same tables.
         """
         config, dtype = self.config, self.query.dtype
-        normed = rounded(rms_norm(x, self.input_norm, config.rms_norm_eps), dtype)
+        normed = rounded(_normed(x, self.input_norm, config), dtype)
         query = _heads(self._times(normed, "query"), self.query_bias, config.num_attention_heads)
         key = _heads(self._times(normed, "key"), self.key_bias, config.num_key_value_heads)
         value = rounded(_heads(self._times(normed, "value"), self.value_bias, config.num_key_value_heads), dtype)
         if self.query_norm is not None and self.key_norm is not None:
-            query = rms_norm(query, self.query_norm, config.rms_norm_eps)
-            key = rms_norm(key, self.key_norm, config.rms_norm_eps)
+            query, key = _normed(query, self.query_norm, config), _normed(key, self.key_norm, config)
+        if config.query_pre_attn_scalar is not None:  # attention divides by the square root of head_dim
+            query = query * (config.head_dim / config.query_pre_attn_scalar) ** 0.5
         query, key = rounded(rotate(query, cos, sin), dtype), rounded(rotate(key, cos, sin), dtype)
         return checkpoint_name(query, "query"), checkpoint_name(key, "key"), checkpoint_name(value, "value")
 
@@ -149,13 +190,19 @@ class Layer(eqx.Module):
         self, x: Float[Array, "*batch hidden"], attended: Float[Array, "*batch heads head_dim"]
     ) -> Float[Array, "*batch hidden"]:
         """The residual stream after this layer, given what its queries attended to."""
-        dtype = self.gate.dtype
-        attended = attended.reshape(*x.shape[:-1], -1)
-        x = checkpoint_name(x + self._times(attended, "output"), "residual")
-        normed = rounded(rms_norm(x, self.post_norm, self.config.rms_norm_eps), dtype)
+        dtype, config = self.gate.dtype, self.config
+        added = self._times(attended.reshape(*x.shape[:-1], -1), "output")
+        if self.attention_out_norm is not None:
+            added = _normed(rounded(added, dtype), self.attention_out_norm, config)
+        x = checkpoint_name(x + added, "residual")
+        normed = rounded(_normed(x, self.post_norm, config), dtype)
         gate = checkpoint_name(rounded(self._times(normed, "gate"), dtype), "gate").astype(jnp.float32)
         up = checkpoint_name(rounded(self._times(normed, "up"), dtype), "up").astype(jnp.float32)
-        return x + self._times(rounded(jax.nn.silu(gate) * up, dtype), "down")
+        opened = jax.nn.gelu(gate, approximate=True) if config.is_gemma else jax.nn.silu(gate)
+        added = self._times(rounded(opened * up, dtype), "down")
+        if self.mlp_out_norm is not None:
+            added = _normed(rounded(added, dtype), self.mlp_out_norm, config)
+        return x + added
 
     def _times(self, x: Float[Array, "*batch inputs"], name: str) -> Float[Array, "*batch outputs"]:
         """Times one of the matrices, and what an adapter adds to it; float32."""
@@ -170,8 +217,17 @@ def _heads(projected: Array, bias: Array | None, heads: int) -> Array:
     return projected.reshape(*projected.shape[:-1], heads, -1)
 
 
+def _attend(
+    segments: Segments, kernel: AttentionKernel, window: int | None, query: Array, key: Array, value: Array
+) -> Array:
+    return attention(query, key, value, segments, kernel, window)
+
+
 EMBEDDING_STD = 0.02
-_OPTIONAL = ("query_bias", "key_bias", "value_bias", "query_norm", "key_norm")
+OPTIONAL = (
+    "query_bias", "key_bias", "value_bias", "query_norm", "key_norm", "attention_out_norm", "mlp_out_norm",
+)  # fmt: skip
+"""Arrays of a layer that not every family has."""
 
 
 def _unstacked(stacked: Tree, depth: int) -> tuple[Tree, ...]:
@@ -216,7 +272,8 @@ class Decoder(eqx.Module):
         dtype = jnp.dtype(config.dtype)
         shapes = config.parameter_shapes()
         return cls.from_arrays(
-            config, {name: jax.device_put(_draw(rng, name, shape).astype(dtype)) for name, shape in shapes.items()}
+            config,
+            {name: jax.device_put(_draw(rng, name, shape, config).astype(dtype)) for name, shape in shapes.items()},
         )
 
     @classmethod
@@ -229,7 +286,7 @@ class Decoder(eqx.Module):
         """
 
         def layer(prefix: str) -> Layer:
-            fields: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+            fields: dict[str, Any] = dict.fromkeys(OPTIONAL)
             fields |= {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
             return Layer(**fields, config=config)
 
@@ -249,8 +306,11 @@ class Decoder(eqx.Module):
         return self.embedding if self.head is None else self.head
 
     def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
-        """The residual stream before the first layer, float32."""
-        return self.embedding[tokens].astype(jnp.float32)
+        """The residual stream before the first layer, float32; Gemma's is √hidden times as long."""
+        embedded = self.embedding[tokens].astype(jnp.float32)
+        if not self.config.is_gemma:
+            return embedded
+        return embedded * jnp.asarray(self.config.hidden_size**0.5, self.embedding.dtype).astype(jnp.float32)
 
     def layer(self, index: int) -> Layer:
         """One layer, without the layer axis."""
@@ -284,7 +344,7 @@ class Decoder(eqx.Module):
 
     def normalise(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         """The final norm: from the last layer's residual stream to hidden states, in the model's dtype."""
-        return rounded(rms_norm(x, self.final_norm, self.config.rms_norm_eps), self.final_norm.dtype)
+        return rounded(_normed(x, self.final_norm, self.config), self.final_norm.dtype)
 
     def hidden_states(
         self,
@@ -307,20 +367,28 @@ class Decoder(eqx.Module):
         Returns:
             States after the final norm; those at padding mean nothing, but are finite.
         """
-        cos, sin = rotary_tables(self.config, position_ids)
+        windows = tuple(dict.fromkeys(self.config.windows))
+        tables = [rotary_tables(self.config, position_ids, window) for window in windows]
+        ways = [partial(_attend, segments, kernel, window) for window in windows]
 
         scanned, layer_of = self._scanned()
 
         def run(x: Array, each: Any) -> tuple[Array, None]:
             layer = layer_of(each)
-            query, key, value = layer.project(x, cos, sin)
-            return layer.finish(x, attention(query, key, value, segments, kernel)), None
+            return layer.finish(x, ways[0](*layer.project(x, *tables[0]))), None
+
+        def run_one_of(x: Array, each: tuple[Any, Array]) -> tuple[Array, None]:
+            layer, kind = layer_of(each[0]), each[1]
+            cos, sin = (jax.lax.select_n(kind, *each) for each in zip(*tables, strict=True))
+            return layer.finish(x, jax.lax.switch(kind, ways, *layer.project(x, cos, sin))), None
 
         # Fresh memory is what a CPU is slowest at: keeping the products only (445 MB, not 1,142, for 64 x 80 tokens
         # of a 6M model) makes the backward pass faster, although norms, silu and attention weights are recomputed.
         policies = jax.checkpoint_policies
         keep = policies.nothing_saveable if remat else policies.save_only_these_names(*PRODUCTS)
-        x, _ = jax.lax.scan(jax.checkpoint(run, prevent_cse=False, policy=keep), self.embed(tokens), scanned)
+        kinds = jnp.array([windows.index(window) for window in self.config.windows])
+        step, through = (run, scanned) if len(windows) == 1 else (run_one_of, (scanned, kinds))
+        x, _ = jax.lax.scan(jax.checkpoint(step, prevent_cse=False, policy=keep), self.embed(tokens), through)
         return self.normalise(x)
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
@@ -329,10 +397,10 @@ class Decoder(eqx.Module):
         return scores.reshape(*hidden.shape[:-1], -1)
 
 
-def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
     """One parameter's first values, float32 [shape]; layers are stacked on the first axis."""
     if name.endswith("_norm"):
-        return np.ones(shape, np.float32)
+        return np.full(shape, 0 if config.is_gemma else 1, np.float32)
     if name.endswith("_bias"):
         return np.zeros(shape, np.float32)
     std = EMBEDDING_STD

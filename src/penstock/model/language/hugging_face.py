@@ -2,11 +2,13 @@
 
 A directory holds ``config.json``, the weights as safetensors, and usually a tokenizer. Matrices are transposed on
 the way ([out, in] there, [in, out] here) and layers are stacked. Every tensor must be accounted for: what is
-missing, unknown or of another shape is an error by name. Not covered: downloads.
+missing, unknown or of another shape is an error by name. A family may keep several matrices of a layer in one tensor,
+one below the other (Phi-3): they are parameters of their own here. Not covered: downloads.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,21 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    "gemma3_text": {
+        "attention_out_norm": "post_attention_layernorm.weight",
+        "post_norm": "pre_feedforward_layernorm.weight",
+        "mlp_out_norm": "post_feedforward_layernorm.weight",
+    }
+}
+"""By family: where it differs from `_LAYER_NAMES`."""
+_JOINED: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": {
+        "self_attn.qkv_proj.weight": ("query", "key", "value"),
+        "mlp.gate_up_proj.weight": ("gate", "up"),
+    }
+}
+"""By family: tensors of a layer that hold several matrices, and which, in their order."""
 
 
 @runtime_checkable
@@ -115,15 +132,15 @@ def load_decoder(
 def _read_model(directory: Path, config: ModelConfig) -> dict[str, Array]:
     """The arrays that `Decoder.from_arrays` takes, but for an adapter's."""
     shapes = {name: shape for name, shape in config.parameter_shapes().items() if not name.startswith(ADAPTER)}
-    dtype = jnp.dtype(config.dtype)
+    jnp.dtype(config.dtype)
     with open_tensors(directory) as files:
         _check_tensors(directory, config, shapes, files)
         if config.lora is None:
-            return {name: _read(name, shape, dtype, files) for name, shape in shapes.items()}
+            return {name: _read(name, shape, config, files) for name, shape in shapes.items()}
         return {
             own: array
             for name, shape in shapes.items()
-            for own, array in _read_apart(name, shape, dtype, files).items()
+            for own, array in _read_apart(name, shape, config, files).items()
         }
 
 
@@ -146,10 +163,7 @@ def save_decoder(
         raise ConfigError("the policy is an adapter beside its base: save it by save_adapter, or with_merged(policy)")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, np.ndarray] = {}
-    for name, array in named_arrays(decoder).items():
-        tensors |= _as_tensors(name, np.asarray(array))
-    save_tensors(tensors, directory, shard_bytes)
+    save_tensors(_as_tensors(named_arrays(decoder), decoder.config), directory, shard_bytes)
     _save_tokenizer(directory, tokenizer)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     write_json(decoder.config.to_hugging_face() | special, directory / "config.json")
@@ -235,17 +249,44 @@ def check_vocabulary(config: ModelConfig, tokenizer: PolicyTokenizer) -> None:
         )
 
 
-def _tensor_names(name: str, depth: int) -> list[str]:
+class _Place(NamedTuple):
+    """Where a layer's parameter stands in the files: rows of a tensor of each layer, or all of it.
+
+    Attributes:
+        suffix: Of the tensor's name.
+        first: Row that it begins with.
+        rows: How many the tensor has in all; None: it is the tensor.
+    """
+
+    suffix: str
+    first: int = 0
+    rows: int | None = None
+
+
+def _place(name: str, config: ModelConfig) -> _Place:
+    """Of a parameter ``layers.…``."""
+    shapes, name = config.parameter_shapes(), name.removeprefix(_LAYERS)
+    for suffix, joined in _JOINED.get(config.model_type, {}).items():
+        if name in joined:
+            rows = [shapes[_LAYERS + part][-1] for part in joined]
+            return _Place(suffix, sum(rows[: joined.index(name)]), sum(rows))
+    return _Place((_LAYER_NAMES | _OTHER_NAMES.get(config.model_type, {}))[name])
+
+
+def _tensor_names(name: str, config: ModelConfig) -> list[str]:
     """Where a parameter stands in the files: one tensor, or one per layer."""
     if name.startswith(_LAYERS):
-        suffix = _LAYER_NAMES[name.removeprefix(_LAYERS)]
-        return [f"model.layers.{index}.{suffix}" for index in range(depth)]
+        suffix = _place(name, config).suffix
+        return [f"model.layers.{index}.{suffix}" for index in range(config.num_hidden_layers)]
     return [_OUTER_NAMES[name]]
 
 
-def _tensor_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _tensor_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
     """The shape of a parameter's tensor in the files, from its shape here."""
-    return shape[:0:-1] if name.startswith(_LAYERS) else shape
+    if not name.startswith(_LAYERS):
+        return shape
+    rows = _place(name, config).rows
+    return shape[:0:-1] if rows is None else (rows, *shape[-2:0:-1])
 
 
 def _check_tensors(
@@ -257,9 +298,9 @@ def _check_tensors(
             f"{len(files.shapes)} tensors"
         )
     expected = {
-        tensor: _tensor_shape(name, shape)
+        tensor: _tensor_shape(name, shape, config)
         for name, shape in shapes.items()
-        for tensor in _tensor_names(name, config.num_hidden_layers)
+        for tensor in _tensor_names(name, config)
     }
     problems = [f"{name} is missing" for name in expected if name not in files.shapes]
     problems += [f"{name} is unknown" for name in files.shapes if name not in expected and not _spare(name, config)]
@@ -279,28 +320,33 @@ def _spare(name: str, config: ModelConfig) -> bool:
     return tied_copy or name.endswith("rotary_emb.inv_freq")
 
 
-def _read(name: str, shape: tuple[int, ...], dtype: np.dtype, files: TensorFiles) -> Array:
+def _read(name: str, shape: tuple[int, ...], config: ModelConfig, files: TensorFiles) -> Array:
     """One parameter, its layers stacked and its matrices transposed, on the device."""
+    dtype = jnp.dtype(config.dtype)
     if not name.startswith(_LAYERS):
         return jnp.asarray(files.read(_OUTER_NAMES[name]).astype(dtype))
-    stacked = np.empty(shape, dtype)
-    for index, tensor in enumerate(_tensor_names(name, shape[0])):
-        stacked[index] = files.read(tensor).T
+    stacked, first = np.empty(shape, dtype), _place(name, config).first
+    for index, tensor in enumerate(_tensor_names(name, config)):
+        stacked[index] = files.read(tensor)[first : first + shape[-1]].T
     return jnp.asarray(stacked)
 
 
-def _read_apart(name: str, shape: tuple[int, ...], dtype: np.dtype, files: TensorFiles) -> dict[str, Array]:
+def _read_apart(name: str, shape: tuple[int, ...], config: ModelConfig, files: TensorFiles) -> dict[str, Array]:
     """The same by layer: a stack of them is never made."""
     if not name.startswith(_LAYERS):
-        return {name: _read(name, shape, dtype, files)}
-    inner = name.removeprefix(_LAYERS)
-    tensors = enumerate(_tensor_names(name, shape[0]))
-    return {f"layers.{layer}.{inner}": jnp.array(files.read(tensor).T.astype(dtype)) for layer, tensor in tensors}
+        return {name: _read(name, shape, config, files)}
+    inner, first, dtype = name.removeprefix(_LAYERS), _place(name, config).first, jnp.dtype(config.dtype)
+    return {
+        f"layers.{layer}.{inner}": jnp.array(files.read(tensor)[first : first + shape[-1]].T.astype(dtype))
+        for layer, tensor in enumerate(_tensor_names(name, config))
+    }
 
 
-def _as_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """One parameter as the files hold it: views."""
-    if not name.startswith(_LAYERS):
-        return {_OUTER_NAMES[name]: array}
-    names = _tensor_names(name, len(array))
-    return {tensor: layer.T for tensor, layer in zip(names, array, strict=True)}
+def _as_tensors(arrays: Mapping[str, Array], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Parameters as the files hold them: views, but for what is joined."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, array in arrays.items():
+        layers = [layer.T for layer in np.asarray(array)] if name.startswith(_LAYERS) else [np.asarray(array)]
+        for tensor, layer in zip(_tensor_names(name, config), layers, strict=True):
+            parts.setdefault(tensor, []).append(layer)
+    return {tensor: found[0] if len(found) == 1 else np.concatenate(found) for tensor, found in parts.items()}

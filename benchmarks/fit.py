@@ -1,0 +1,184 @@
+"""What `penstock fit` foretells, beside what happens; and what large models take on chips that are not here.
+
+    python -m benchmarks.fit                                        # foretold and measured peaks on this machine's CPUs
+    python -m benchmarks.fit --target h100:1 --target v5e:1         # models × rows × full and LoRA, by the compilers
+
+The first form runs five shapes, each in a process of its own and at staleness zero: a prefill, decoding over the
+longest window, an update, its hand-over to the engine, and all of it again. All is compiled before, so that the peak is
+of arrays and of programs that run; what the process holds then without any array is subtracted. It exits with 1 where
+one differs by more than 10%. The second form (extras `cuda-fit`, `tpu-fit`) runs nothing and prints the marks below.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import penstock
+from benchmarks.marks import Marks
+from penstock.overseer.config import RunConfig
+from penstock.overseer.estimate import bytes_text, model_shape
+
+BASE = {"async": False, "model.init.vocab_size": 4096, "curriculum.lessons.cats.sampling_params.max_output_tokens": 16}
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide, long rows": {
+        "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_attention_heads": 8,
+        "learner.row_length": 1024, "learner.micro_batch_rows": 4, "inference.max_slots": 32,
+        "inference.max_seq_len": 512,
+    },
+    "deep, short rows": {
+        "model.init.hidden_size": 384, "model.init.intermediate_size": 1024, "model.init.num_hidden_layers": 12,
+        "model.init.num_attention_heads": 6, "learner.row_length": 256, "learner.micro_batch_rows": 16,
+        "inference.max_slots": 64, "inference.max_seq_len": 256,
+    },
+    "large vocabulary": {
+        "model.init.hidden_size": 512, "model.init.intermediate_size": 1024, "model.init.num_attention_heads": 8,
+        "model.init.vocab_size": 65536, "learner.row_length": 256, "learner.micro_batch_rows": 4,
+        "inference.max_slots": 16, "inference.max_seq_len": 256,
+    },
+    "everything kept": {
+        "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_hidden_layers": 6,
+        "model.init.num_attention_heads": 8, "learner.row_length": 256, "learner.micro_batch_rows": 16,
+        "learner.remat": False, "inference.max_slots": 32, "inference.max_seq_len": 256,
+    },
+    "large cache, bfloat16": {
+        "model.init.hidden_size": 512, "model.init.intermediate_size": 1408, "model.init.num_hidden_layers": 4,
+        "model.init.num_attention_heads": 8, "model.dtype": "bfloat16", "learner.row_length": 512,
+        "learner.micro_batch_rows": 2, "inference.max_slots": 64, "inference.max_seq_len": 512,
+    },
+}  # fmt: skip
+"""Changes of the recipe `cats` by what leads in their memory."""
+CLOSE = 0.10
+
+
+def calibrated(name: str) -> RunConfig:
+    """The run of one of `SHAPES`."""
+    return penstock.load_config("cats", BASE | SHAPES[name])  # type: ignore[return-value]
+
+
+def foretold(config: RunConfig) -> int:
+    """Bytes of the whole run."""
+    report = penstock.overseer.fit(config, "cpu")
+    return report.total_bytes  # type: ignore[union-attr]
+
+
+def measured(config: RunConfig) -> int:
+    """Bytes by which this process grows at most while the run's programs run; the first pass compiles them."""
+    _pass_through(config)
+    gc.collect()
+    before = _restarted_peak()
+    _pass_through(config)
+    return _status("VmHWM") - before
+
+
+def _pass_through(config: RunConfig) -> None:
+    """What a run does of its engine's and learner's: prefill, decode, update, hand-over, twice."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from penstock.inference.model_runner import ModelRunner
+    from penstock.inference.scheduler import SlotTable
+    from penstock.learner import Learner
+    from penstock.model.language import Decoder
+
+    model, engine = model_shape(config.model), config.inference
+    shapes = model.parameter_shapes().items()
+    decoder = Decoder.from_arrays(model, {name: jnp.full(shape, 0.01, model.dtype) for name, shape in shapes})
+    runner, learner = ModelRunner(decoder, engine), Learner(decoder, config.learner, total_steps=2)
+    del decoder
+    rows = SlotTable(engine.max_slots, engine.max_stop_token_ids).rows
+    rows["budget"][:] = engine.steps_per_dispatch
+    rows["positions"][:] = engine.max_seq_len - engine.steps_per_dispatch - 1
+    prompts = max(((r, n) for n in engine.prefill_buckets for r in engine.prefill_row_counts(n)), key=np.prod)
+    for step in range(2):
+        runner.resize(engine.max_seq_len)
+        runner.prefill(np.zeros(prompts, np.int32), np.zeros(engine.max_slots, np.int32))
+        runner.fork(np.arange(engine.max_slots, dtype=np.int32))
+        runner.decode(rows)
+        learner.update(_batch(config), step)
+        runner.load(runner.prepare(learner.decoder))
+        runner.resize(engine.window_buckets[0])
+    jax.block_until_ready(runner.weights)
+
+
+def _batch(config: RunConfig) -> Any:
+    """Two micro-batches of full rows."""
+    import numpy as np
+
+    from penstock.batch import example_from_rollout
+    from penstock.types import Rollout, RolloutMetadata, TrainingBatch
+
+    length, answer = config.learner.row_length, config.learner.row_length - 8
+    examples = [
+        example_from_rollout(
+            Rollout(
+                env_name="benchmark",
+                env_example_id="0",
+                prompt_tokens=np.zeros(8, np.int32),
+                response_tokens=np.ones(answer, np.int32),
+                response_logprobs=np.full(answer, -9, np.float32),
+                token_rewards=np.zeros(answer, np.float32),
+                episode_reward=0.0,
+                metadata=RolloutMetadata("benchmark", 0.0, 0),
+                rollout_id=f"benchmark-0-0/{index}",
+            ),
+            advantage=1.0,
+            max_tokens=length,
+        )
+        for index in range(2 * config.learner.micro_batch_rows)
+    ]
+    return TrainingBatch("benchmark", 0, tuple(examples), (), {})
+
+
+def _restarted_peak() -> int:
+    """Gives freed memory back, and counts the peak from now on; bytes held now."""
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    """Of this process, from /proc, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def calibrate(names: Sequence[str]) -> int:
+    """Prints both peaks of each shape; how many marks were missed."""
+    marks = Marks()
+    for name in names:
+        answer = subprocess.run(
+            [sys.executable, "-m", "benchmarks.fit", "--measure", name],
+            capture_output=True, text=True, timeout=1800, check=True,
+        )  # fmt: skip
+        found, told = json.loads(answer.stdout.splitlines()[-1]), foretold(calibrated(name))
+        print(f"{name:<24} foretold {bytes_text(told):>11}   measured {bytes_text(found):>11}", flush=True)
+        marks.at_most(f"{name}: share that differs", abs(told / found - 1), CLOSE)
+    print("\n".join(marks.lines))
+    return marks.missed
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.measure:
+        print(measured(calibrated(arguments.measure)))
+        return 0
+    return int(calibrate(arguments.shape or list(SHAPES)) > 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="of the calibration; by default all")
+    parser.add_argument("--measure", choices=SHAPES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""One call of `penstock fit`: a run, or a table of models and row lengths, compiled for a chip; what would make it fit.
+
+*The smallest change* has the fewest keys; of those the ones that cost least (recomputing activations, fewer rows at
+once, fewer slots, in this order); of those the values nearest to the run's. The formulas of
+`penstock.overseer.estimate` say which candidates to try, and the compiler has the last word.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.model.language.config import ModelConfig
+from penstock.overseer.config import RunConfig
+from penstock.overseer.config_loading import load_config
+from penstock.overseer.estimate import bytes_text, estimate_memory, model_shape
+from penstock.overseer.fitting.chips import parse_target, prepare_compilers
+from penstock.types import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.overseer.fitting.compiling import ChipCompiler
+    from penstock.overseer.fitting.report import FitReport, Remedy
+
+
+def fit(config: RunConfig, target: str, models: Sequence[str] = (), rows: Sequence[int] = ()) -> "FitReport | FitTable":
+    """Compiles a run for a chip; loads JAX, and keeps it from looking for hardware.
+
+    Args:
+        config: Of the run; its weights need not be there, a `config.json` is enough.
+        target: As `parse_target` takes it.
+        models: Names of shapes that ship (`shipped_shapes`), or paths of a `config.json`, in place of the run's policy.
+        rows: Tokens of rows, and of sequences, in place of the run's.
+
+    Returns:
+        A report, with the smallest change that makes it fit where it does not; of several models or rows a table.
+
+    Raises:
+        ConfigError: no such chip, compiler, shape or row length.
+    """
+    named = {name: shape_named(name, config) for name in models} or {"": model_shape(config.model)}
+    sized = [of_rows(config, length) for length in rows] or [config]
+    runs = {(name, run.learner.row_length): (run, model) for name, model in named.items() for run in sized}
+    chip = parse_target(target)
+    if chip.platform != "cpu":
+        prepare_compilers()
+    from penstock.overseer.fitting.compiling import ChipCompiler
+
+    compiler = ChipCompiler(chip)
+    if len(runs) > 1:
+        return FitTable({key: fit_run(*run, compiler) for key, run in runs.items()})
+    (run,) = runs.values()
+    report = fit_run(*run, compiler)
+    return report if report.fits else replace(report, remedy=smallest_change(*run, compiler, report))
+
+
+def shipped_shapes() -> dict[str, Any]:
+    """Files of shapes that ship, by name."""
+    folder = files("penstock.overseer.fitting") / "shapes"
+    return {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+
+
+def shape_named(name: str, config: RunConfig) -> ModelConfig:
+    """A shape that ships, by its name or the end of it (``0.5b``); or that of a `config.json` or its folder.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    shipped = shipped_shapes()
+    path = Path(name).expanduser()
+    found = [file for known, file in shipped.items() if known.lower().endswith(name.lower())]
+    if len(found) == 1 and name:
+        return ModelConfig.from_hugging_face(json.loads(found[0].read_text("utf-8")), config.model.dtype)
+    if name and path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        return model_shape(config.model.model_copy(update={"init": None, "path": str(file.parent)}))
+    known = ", ".join(sorted(shipped))
+    raise ConfigError(f"--models names {name!r}: there are {known}; or give the path of a config.json")
+
+
+def of_rows(config: RunConfig, length: int) -> RunConfig:
+    """The run with rows and sequences of that many tokens."""
+    return load_config(config, {"learner.row_length": length, "inference.max_seq_len": length})  # type: ignore[return-value]
+
+
+def fit_run(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler") -> "FitReport":
+    """Compiles all programs of one run and counts."""
+    from penstock.overseer.fitting.compiling import RunShapes, compile_run
+    from penstock.overseer.fitting.report import make_report
+
+    shapes = RunShapes(config, model, compiler.place)
+    return make_report(config, shapes, compile_run(shapes, compiler), compiler.chip)
+
+
+Change = dict[str, Any]
+"""New values by dotted key."""
+
+
+def candidates(config: RunConfig) -> Iterator[tuple[Change, RunConfig]]:
+    """All changes that might make a run fit, the smallest first, and the run with each."""
+    learner, engine = config.learner, config.inference
+    keys: list[tuple[str, list[Any]]] = [
+        ("learner.remat", [] if learner.remat else [True]),
+        ("learner.micro_batch_rows", halves(learner.micro_batch_rows)),
+        ("inference.max_slots", halves(engine.max_slots)),
+    ]
+    choices = [
+        [(0, 0, None), *((rank, by, value) for by, value in enumerate(values, 1))]
+        for rank, (_, values) in enumerate(keys, 1)
+    ]
+
+    def size(chosen: tuple[tuple[int, int, Any], ...]) -> tuple[int, int, int]:
+        changed = [choice for choice in chosen if choice[1]]
+        return len(changed), sum(rank for rank, _, _ in changed), sum(by for _, by, _ in changed)
+
+    for chosen in sorted(product(*choices), key=size)[1:]:
+        change = {key: value for (key, _), (_, by, value) in zip(keys, chosen, strict=True) if by}
+        try:
+            yield change, load_config(config, change)  # type: ignore[misc]
+        except ConfigError:  # a rule between keys forbids this one
+            continue
+
+
+def halves(count: int) -> list[int]:
+    """8 -> 4, 2, 1."""
+    return [count >> by for by in range(1, count.bit_length())]
+
+
+_CLOSE = 1.15
+"""Within which the formulas are of what compilers allot."""
+
+
+def smallest_change(config: RunConfig, model: ModelConfig, compiler: "ChipCompiler", report: "FitReport") -> "Remedy":
+    """Looks for it; compiles what the formulas think likely to fit.
+
+    Args:
+        config: Of a run that does not fit.
+        model: Shape of its policy, and its dtype.
+        compiler: Keeps what it compiled, for this run and all that are tried.
+        report: Of the run, as `fit_run` made it.
+    """
+    from penstock.overseer.fitting.report import Remedy
+
+    on_cpu, capacity = compiler.chip.platform == "cpu", compiler.chip.memory_bytes
+
+    def estimated(run: RunConfig) -> int:
+        return estimate_memory(model, run.inference, run.learner, on_cpu).total_bytes
+
+    ratio = report.total_bytes / estimated(config)
+    for change, run in candidates(config):
+        if estimated(run) * ratio > _CLOSE * capacity:
+            continue
+        tried = fit_run(run, model, compiler)
+        if tried.fits:
+            words = tuple(f"{key}={json.dumps(value)}" for key, value in change.items())
+            return Remedy(words, tried.total_bytes)
+        ratio = max(ratio, tried.total_bytes / estimated(run))
+    return Remedy((), 0)
+
+
+@dataclass(frozen=True)
+class FitTable:
+    """Reports by model and tokens of a row.
+
+    Attributes:
+        reports: In the order asked for.
+    """
+
+    reports: "dict[tuple[str, int], FitReport]"
+
+    @property
+    def exit_code(self) -> int:
+        """1 where one of them does not fit."""
+        return max(report.exit_code for report in self.reports.values())
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain data, a row for each."""
+        return [{"shape": name, "rows": rows} | report.to_json() for (name, rows), report in self.reports.items()]
+
+    def print(self, console: "Console") -> None:
+        """For people, a line for each."""
+        from rich.table import Table
+
+        from penstock.overseer.fitting.report import NOT_MEASURED
+
+        first = next(iter(self.reports.values()))
+        console.print(f"{first.chip}, {bytes_text(first.capacity_bytes)}: {NOT_MEASURED}\n", highlight=False)
+        names = ("model", "row", "fits", "in all", "gradient's temporaries", "KV cache", "more slots", "step ≥", "by")
+        table = Table(*names, box=None, pad_edge=False)
+        for (name, rows), report in self.reports.items():
+            table.add_row(name, f"{rows:,}", *report.cells())
+        console.print(table)

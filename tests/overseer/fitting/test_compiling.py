@@ -1,0 +1,103 @@
+"""Programs from shapes alone, and what is read from what a compiler made of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import penstock
+from penstock.overseer.fitting.chips import Chip
+from penstock.overseer.fitting.compiling import (
+    ChipCompiler,
+    RunShapes,
+    _compiled,
+    array_bytes,
+    largest_temporaries,
+    tree_bytes,
+)
+from penstock.overseer.fitting.search import shape_named
+
+HLO = """HloModule jit_f
+
+%fused_computation (p0: f32[8,1024]) -> f32[8,1024] {
+  %p0 = f32[8,1024]{1,0} parameter(0)
+  ROOT %big = f32[8,1024,1024]{2,1,0} broadcast(%p0), metadata={op_name="jit(f)/inside a fusion"}
+}
+
+%body (p: (s32[], f32[4,64])) -> (s32[], f32[4,64]) {
+  %p = (s32[], f32[4,64]{1,0}) parameter(0)
+  %x = f32[4,64]{1,0} get-tuple-element(%p), index=1
+  %scores = f32[4,512]{1,0} dot(%x, %x), metadata={op_name="jit(f)/while/body/closed_call/attention/dot_general"}
+  %again = f32[4,512]{1,0} dot(%x, %x), metadata={op_name="jit(f)/while/body/closed_call/attention/dot_general"}
+  ROOT %t = (s32[], f32[4,64]{1,0}) tuple(%i, %x)
+}
+
+ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
+  %a = f32[8,1024]{1,0} parameter(0)
+  %pair = (bf16[16,256]{1,0}, f32[3]{0}) fusion(%a), kind=kLoop, calls=%fused_computation, metadata={op_name="jit(f)/transpose(jvp())/mul"}
+  ROOT %out = f32[8,1024]{1,0} add(%a, %a)
+}
+"""  # noqa: E501
+
+
+def test_the_largest_arrays_that_a_program_makes_are_named_and_counted():
+    found = list(largest_temporaries(HLO, 3))
+    assert [(each.shape, each.size_bytes, each.count) for each in found] == [
+        ("f32[8,1024]", 32768, 1), ("f32[4,512]", 8192, 2), ("bf16[16,256]", 8192, 1),
+    ]  # fmt: skip
+    assert [each.made_by for each in found] == ["add", "attention/dot_general", "transpose(jvp())/mul (backward)"]
+
+
+def test_bytes_of_an_array_by_hand():
+    assert (array_bytes("f32[2,3]"), array_bytes("bf16[7]"), array_bytes("pred[4,4]")) == (24, 14, 16)
+
+
+class Refusing:
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self, options):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_program_that_its_compiler_refuses_needs_what_the_refusal_says():
+    words = "RESOURCE_EXHAUSTED: Ran out of memory. Used 23.50G of 15.75G hbm. Exceeded by 7.75G.\nmore"
+    part = _compiled(Refusing(words), None, arguments_bytes=2**30)
+    assert part.refused == words.splitlines()[0]
+    assert part.arguments_bytes + part.temporaries_bytes == 23.5 * 2**30
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNIMPLEMENTED"):
+        _compiled(Refusing("UNIMPLEMENTED: no such kernel"), None, 0)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return penstock.load_config("cats", ["model.dtype=bfloat16"])
+
+
+def test_seven_billion_parameters_are_counted_without_an_array(config):
+    model, before = shape_named("7b", config), len(jax.live_arrays())
+    shapes = RunShapes(config, model)
+    count = model.parameter_count
+    assert count == 7_615_616_512
+    assert tree_bytes(shapes.decoder) == tree_bytes(shapes.weights) == 2 * count
+    assert shapes.optimizer_bytes == 12 * count + 4  # moments and master, and Adam's count
+    assert 4 * count <= shapes.gradient_bytes < 4 * count + 100  # and the sums of metrics
+    assert len(jax.live_arrays()) - before < 4
+
+
+def test_frozen_arrays_have_no_part_in_gradient_and_state(config):
+    frozen = penstock.load_config(config, {"learner.optimizer.frozen": ["layers.*"]})
+    model = shape_named("0.5b", config)
+    trained = model.vocab_size * model.hidden_size + model.hidden_size
+    assert RunShapes(frozen, model).optimizer_bytes == 12 * trained + 4
+
+
+def test_what_is_lowered_twice_is_compiled_once_and_keeps_its_name():
+    from functools import partial
+
+    compiler = ChipCompiler(Chip("here", "cpu", 2**30, 1e9, {"float32": 1e9}))
+    double = jax.jit(lambda x: (x @ x).sum())
+    lowering = partial(double.lower, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    first, second = compiler.compile("one", "learner", lowering), compiler.compile("two", "engine", lowering)
+    assert (first.name, first.side, second.name, second.side) == ("one", "learner", "two", "engine")
+    assert first.arguments_bytes == second.arguments_bytes == 64 * 64 * 4
+    assert len(compiler._done) == 1

@@ -1,0 +1,138 @@
+"""What a run takes at its worst moment, and how fast a step can be, by hand."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import penstock
+from penstock.model.language.config import ModelConfig
+from penstock.overseer.fitting.chips import Chip
+from penstock.overseer.fitting.compiling import CompiledPart, Temporary
+from penstock.overseer.fitting.report import (
+    FitReport,
+    Phase,
+    Remedy,
+    StepWork,
+    attention_flops,
+    layer_matrices,
+    memory_parts,
+    phases_of,
+)
+
+MODEL = ModelConfig(
+    vocab_size=100, hidden_size=16, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=4, tie_word_embeddings=True,
+)  # fmt: skip
+CHIP = Chip("a chip", "cuda", 1000, 10.0, {"float32": 100.0, "bfloat16": 200.0})
+PROGRAMS = [
+    CompiledPart("gradient", "learner", 0, 500, 7),
+    CompiledPart("empty gradient", "learner", 0, 0, 10_000),
+    CompiledPart("optimiser step", "learner", 0, 20, 300),
+    CompiledPart("decode", "engine", 0, 40, 0),
+    CompiledPart("prefill, 1 × 62 prompt tokens", "engine", 0, 90, 30),
+]
+
+
+class Sized:
+    def __init__(self, count):
+        self.shape, self.dtype = (count,), SimpleNamespace(itemsize=1)
+
+
+@pytest.fixture
+def shapes():
+    return SimpleNamespace(
+        model=MODEL, decoder=[Sized(300)], weights=[Sized(301)], optimizer_bytes=2400, gradient_bytes=1200,
+        cache=lambda slots, window: [Sized(slots * window)],
+    )  # fmt: skip
+
+
+def config(*changes):
+    return penstock.load_config("cats", ["inference.max_slots=2", "inference.windows=[32]", *changes])
+
+
+def test_learner_and_engine_at_their_worst_are_added_where_both_run(shapes):
+    assert memory_parts(config(), shapes, PROGRAMS) == {
+        "parameters of the learner": 300, "parameters of the engine": 301, "optimiser state": 2400,
+        "KV cache": 2 * 64, "accumulated gradient": 1200, "temporaries of the learner (gradient)": 507,
+        "the engine's next version": 301,
+    }  # fmt: skip
+
+
+def test_at_staleness_zero_the_worse_of_the_two_counts(shapes):
+    parts = memory_parts(config("async=false"), shapes, PROGRAMS)
+    assert "accumulated gradient" in parts and "the engine's next version" not in parts
+
+
+def test_several_optimiser_steps_keep_the_version_that_engines_read(shapes):
+    parts = memory_parts(config("learner.minibatches=2"), shapes, PROGRAMS)
+    assert parts["the version that engines read"] == 300
+
+
+def test_a_prefill_that_leads_brings_what_it_prefilled(shapes):
+    programs = [*PROGRAMS[:4], CompiledPart("prefill, 1 × 62 prompt tokens", "engine", 0, 900, 30)]
+    parts = memory_parts(config(), shapes, programs)
+    assert parts["temporaries of the engine (prefill, 1 × 62 prompt tokens)"] == 900
+    assert parts["prefilled keys and values"] == 30
+
+
+def test_a_phase_takes_the_longer_of_products_and_traffic():
+    assert Phase.of("p", 1000.0, 20.0, CHIP, "float32") == Phase("p", 1000.0, 20.0, 10.0, "products")
+    assert Phase.of("p", 1000.0, 200.0, CHIP, "bfloat16") == Phase("p", 1000.0, 200.0, 20.0, "memory")
+
+
+def test_the_work_of_a_step_is_that_of_longest_answers():
+    work = StepWork.of(config())
+    assert work == StepWork(sequences=16 * 8, prompts=16, prompt_tokens=64 - 12, answer_tokens=12)
+    assert work.sequence_tokens == 64
+
+
+def test_products_by_hand():
+    assert layer_matrices(MODEL) == 3 * (2 * 16 * (16 + 8) + 3 * 16 * 48)
+    assert attention_flops(MODEL, 5, 7) == 4 * 3 * 16 * 5 * 7
+    phases = {phase.name: phase for phase in phases_of(config(), MODEL, MODEL.parameter_count, CHIP)}
+    assert phases["prefill"].flops == 16 * (2 * layer_matrices(MODEL) * 52 + attention_flops(MODEL, 52, 52))
+    seen = 52 + 6
+    per_token = 2 * (layer_matrices(MODEL) + 100 * 16) + attention_flops(MODEL, 1, seen)
+    assert phases["decode"].flops == 128 * 12 * per_token
+    # 128 sequences of 64 in rows of 128, 8 rows at once
+    body = 8 * (2 * layer_matrices(MODEL) * 8 * 128 + 8 * attention_flops(MODEL, 128, 128))
+    assert phases["gradient"].flops == 4 * body + 3 * 2 * 100 * 16 * 128 * 12
+    assert phases["optimiser"].moved_bytes == MODEL.parameter_count * (2 * 8 + 4 + 8)
+
+
+def report(**changes):
+    fields = {
+        "model": "qwen2", "chip": "a chip", "capacity_bytes": 1000, "parts": {"parameters": 600, "KV cache": 300},
+        "programs": tuple(PROGRAMS), "slots": (4, 64), "slot_bytes": 30,
+        "phases": (Phase("decode", 1.0, 1.0, 3.0, "memory"), Phase("gradient", 1.0, 1.0, 1.0, "products")),
+    }  # fmt: skip
+    return FitReport(**fields | changes)
+
+
+def test_it_fits_where_there_is_room_and_nothing_was_refused():
+    assert report().fits and report().exit_code == 0 and report().room_slots == 3
+    assert not report(capacity_bytes=899).fits and report(capacity_bytes=899).exit_code == 1
+    refused = CompiledPart("gradient", "learner", 0, 1, 0, refused="RESOURCE_EXHAUSTED")
+    assert not report(programs=(refused,)).fits
+
+
+def printed(found):
+    console = Console(file=io.StringIO(), width=100)
+    found.print(console)
+    return console.file.getvalue()
+
+
+def test_a_report_says_what_was_only_compiled_and_what_would_fit():
+    largest = (Temporary("f32[8,8]", "attention/dot_general", 256, 2),)
+    programs = (CompiledPart("gradient", "learner", 5, 600, 0, largest=largest), *PROGRAMS[1:])
+    text = printed(report(programs=programs, capacity_bytes=800, remedy=Remedy(("inference.max_slots=2",), 700)))
+    assert "not yet measured" in text and "900 B of 800 B: does not fit" in text
+    assert "attention/dot_general" in text and "f32[8,8]" in text and "2 ×" in text
+    assert "A step takes 4 s at best, 75% of it decode, bound by memory" in text
+    assert "It fits with inference.max_slots=2: 700 B" in text
+    assert "No change" in printed(report(remedy=Remedy((), 0)))
+    plain = json.loads(json.dumps(report().to_json()))
+    assert (plain["total_bytes"], plain["fits"], plain["step_s"]) == (900, True, 4.0)

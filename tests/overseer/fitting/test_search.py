@@ -1,0 +1,88 @@
+"""What would make a run fit, found among changes in their order; and names of shapes."""
+
+import json
+
+import pytest
+
+import penstock
+from penstock.overseer.estimate import estimate_memory
+from penstock.overseer.fitting import search
+from penstock.overseer.fitting.chips import Chip
+from penstock.overseer.fitting.report import FitReport, Phase
+from penstock.overseer.fitting.search import candidates, halves, shape_named, smallest_change
+from penstock.types import ConfigError
+
+
+@pytest.fixture(scope="module")
+def config():
+    return penstock.load_config(
+        "cats",
+        ["model.dtype=bfloat16", "learner.remat=false", "learner.micro_batch_rows=4", "inference.max_slots=4",
+         "learner.row_length=4096", "inference.max_seq_len=4096"],
+    )  # fmt: skip
+
+
+def test_changes_come_by_number_of_keys_then_by_what_they_cost(config):
+    changes = [change for change, _ in candidates(config)]
+    assert changes[:5] == [
+        {"learner.remat": True},
+        {"learner.micro_batch_rows": 2},
+        {"learner.micro_batch_rows": 1},
+        {"inference.max_slots": 2},
+        {"inference.max_slots": 1},
+    ]
+    assert len(changes) == 2 * 3 * 3 - 1
+    assert halves(8) == [4, 2, 1] and halves(1) == []
+
+
+class Compiler:
+    def __init__(self, capacity):
+        self.chip = Chip("a chip", "cuda", capacity, 1.0, {"bfloat16": 1.0})
+
+
+@pytest.fixture
+def as_estimated(monkeypatch):
+    """A compiler that allots what the formulas say, and a tenth more; counts its runs."""
+    tried = []
+
+    def fit_run(run, model, compiler):
+        tried.append(run)
+        total = round(1.1 * estimate_memory(model, run.inference, run.learner, False).total_bytes)
+        phases = (Phase("decode", 1.0, 1.0, 1.0, "memory"),)
+        return FitReport("m", "c", compiler.chip.memory_bytes, {"all": total}, (), (4, 64), 1, phases)
+
+    monkeypatch.setattr(search, "fit_run", fit_run)
+    return fit_run, tried
+
+
+def test_the_smallest_change_is_found_and_what_cannot_do_is_not_compiled(config, as_estimated):
+    fit_run, tried = as_estimated
+    model = shape_named("0.5b", config)
+    enough = fit_run(penstock.load_config(config, {"learner.micro_batch_rows": 1}), model, Compiler(0)).total_bytes
+    compiler = Compiler(enough)
+    report = fit_run(config, model, compiler)
+    assert not report.fits
+    tried.clear()
+    remedy = smallest_change(config, model, compiler, report)
+    assert remedy.changes == ("learner.micro_batch_rows=1",) and remedy.total_bytes == enough
+    assert len(tried) <= 2
+
+
+def test_where_nothing_helps_that_is_said(config, as_estimated):
+    fit_run, tried = as_estimated
+    model, compiler = shape_named("7b", config), Compiler(10**9)
+    report = fit_run(config, model, compiler)
+    tried.clear()
+    assert smallest_change(config, model, compiler, report).changes == () and not tried
+
+
+def test_shapes_are_named_by_their_end_or_by_a_path(config, tmp_path):
+    assert shape_named("qwen2.5-0.5B", config) == shape_named("0.5b", config)
+    assert shape_named("0.5b", config).parameter_count == 494_032_768
+    assert shape_named("1.5b", config).parameter_count == 1_543_714_304
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape_named("0.5b", config).to_hugging_face()))
+    assert shape_named(str(file), config).hidden_size == shape_named(str(tmp_path), config).hidden_size == 896
+    for wrong in ("", "5b", "9b"):  # the second is the end of two
+        with pytest.raises(ConfigError, match=r"--models names .*: there are Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B"):
+            shape_named(wrong, config)
