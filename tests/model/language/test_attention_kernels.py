@@ -183,6 +183,8 @@ def test_what_is_asked_for_is_taken():
         ("cudnn", "cpu", {}, None, "cuDNN is NVIDIA's, and this runs on a CPU"),
         ("cudnn", "tpu", {}, None, "cuDNN is NVIDIA's, and this runs on a TPU"),
         ("cudnn", "gpu", {"dtype": "float32"}, 9.0, "its kernel multiplies float32 with fewer bits"),
+        ("pallas", "gpu", {"sliding_window": 9}, 9.0, r"its kernel has no window, and layers .* have one \(9\)"),
+        ("cudnn", "gpu", {"sliding_window": 9}, 9.0, "its kernel has no window"),
         ("cudnn", "gpu", {"head_dim": 264}, 9.0, "heads of 264 are not a multiple of 8 up to 256"),
         ("cudnn", "gpu", {"head_dim": 64}, 8.0, "packed rows need compute capability 9.0, and this GPU has 8.0"),
     ],

@@ -18,6 +18,7 @@ def config():
     return penstock.load_config(
         "cats",
         ["model.dtype=bfloat16", "learner.remat=false", "learner.micro_batch_rows=4", "inference.max_slots=4",
+         "learner.attention=dense",
          "learner.row_length=4096", "inference.max_seq_len=4096"],
     )  # fmt: skip
 
@@ -57,7 +58,7 @@ def as_estimated(monkeypatch):
 
 def test_the_smallest_change_is_found_and_what_cannot_do_is_not_compiled(config, as_estimated):
     fit_run, tried = as_estimated
-    model = shape_named("0.5b", config)
+    config, model = penstock.load_config(config, ["learner.remat=true"]), shape_named("0.5b", config)
     enough = fit_run(penstock.load_config(config, {"learner.micro_batch_rows": 1}), model, Compiler(0)).total_bytes
     compiler = Compiler(enough)
     report = fit_run(config, model, compiler)

@@ -72,9 +72,7 @@ def check_attention(
     elif choice == "pallas" and platform == "cpu":
         reason = "it is for GPUs and TPUs, and this runs on a CPU; leave it at auto"
     elif model.shortest_window is not None and (choice == "cudnn" or (choice == "pallas" and platform == "gpu")):
-        reason = (
-            f"its kernel has no window, and this model's layers have one ({model.shortest_window}); leave it at auto"
-        )
+        reason = f"its kernel has no window, and layers of this model have one ({model.shortest_window}); take auto"
     elif choice == "cudnn":
         reason = _refusal_of_cudnn(platform, model, capability)
     if reason is not None:

@@ -29,7 +29,7 @@ from penstock.inference.model_runner import ONE_DEVICE, ServedWeights, create_ca
 from penstock.inference.scheduler import SlotTable
 from penstock.learner import Learner, LearnerConfig
 from penstock.model.language import Decoder, ModelConfig
-from penstock.model.language.attention_choice import attention_kernel, platform_named
+from penstock.model.language.attention_choice import Platform, attention_kernel, platform_named
 from penstock.overseer.config import RunConfig
 from penstock.overseer.fitting.chips import Chip
 
@@ -99,7 +99,7 @@ class RunShapes:
         self.model, self.engine = model, config.inference
         place = place or SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         (device,) = place.device_set
-        self._platform = platform_named(device.platform)
+        self._platform: Platform = platform_named(device.platform)
         decoder = jax.eval_shape(lambda: Decoder.from_arrays(model, _zeros(model)))
         self.decoder: Decoder = jax.tree.map(lambda leaf: _placed(leaf, place), decoder)
         self._learner = Learner(self.decoder, _without_directories(config.learner), total_steps=1)
