@@ -20,7 +20,11 @@ from penstock.types import (
 )
 
 VERBS = [
+<<<<<<< ours
     "train", "eval", "generate", "serve", "export", "rollouts", "status", "scale", "replay", "why", "recipes", "config",
+=======
+    "train", "eval", "generate", "serve", "rollouts", "status", "scale", "replay", "why", "fit", "recipes", "config",
+>>>>>>> theirs
     "doctor", "fleet", "curriculum", "env",
 ]  # fmt: skip
 
