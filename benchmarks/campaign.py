@@ -96,7 +96,7 @@ def go_through(cells: Sequence[NamedTuple], measure: Measure, path: Path | None 
         jobs: At most as many as there are cores.
 
     Raises:
-        RuntimeError: a run failed; those beside it have been ended, and are kept.
+        RuntimeError: a run failed; the others have been made, and are kept.
     """
     outcomes = Outcomes(path)
     missing = [cell for cell in cells if cell not in outcomes]
@@ -112,15 +112,19 @@ def go_through(cells: Sequence[NamedTuple], measure: Measure, path: Path | None 
         finally:
             free.put(core)
 
+    failures: list[str] = []
     with ThreadPoolExecutor(free.qsize()) as pool:
         waiting = {pool.submit(made, cell): cell for cell in missing}
-        try:
-            for number, future in enumerate(as_completed(waiting), done + 1):
+        for number, future in enumerate(as_completed(waiting), done + 1):
+            try:
                 outcomes.add(waiting[future], future.result())
-                print(f"{number} of {len(cells)}: {_told(waiting[future])}", file=sys.stderr, flush=True)
-        finally:
-            for future in waiting:
-                future.cancel()
+                said = ""
+            except RuntimeError as error:
+                failures.append(str(error))
+                said = f" failed: {error}"
+            print(f"{number} of {len(cells)}: {_told(waiting[future])}{said}", file=sys.stderr, flush=True)
+    if failures:
+        raise RuntimeError(f"{len(failures)} of {len(cells)} runs failed, the first: {failures[0]}")
     return outcomes
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.learning arithmetic --seeds 1 --control
     python -m benchmarks.learning cartpole --seeds 8 --least 475 --within 90
     python -m benchmarks.learning memory --seeds 2 --control model.memory=none
-    python -m benchmarks.learning named_animal --presets all --seeds 3 --least 0.8 --results presets.jsonl --jobs 2
+    python -m benchmarks.learning arithmetic --presets all --seeds 3 --results presets.jsonl --shared-start --jobs 2
 
 What is trained is compared with what the reinforcement learning began with, on the same held-out prompts with the same
 sampling seeds: after a warm start, where there is one, so that nothing it taught counts as a gain. A lesson passes with
@@ -18,11 +18,14 @@ change one answer.
 
 With ``--presets`` each of those named trains with each seed, in a process of its own on one core, with two optimiser
 steps per update where nothing else is said, since a clip can act from the second on; all have the same marks, and a
-preset passes as a recipe does. Its runs are kept in ``--results`` and not made again (`benchmarks.campaign`).
+preset passes as a recipe does. Its runs are kept in ``--results`` and not made again (`benchmarks.campaign`). With
+``--shared-start`` the recipe's warm start is made once for each seed, beside the results, and all presets go on from
+there: the changes are then of the reinforcement learning alone.
 """
 
 import argparse
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -135,9 +138,25 @@ def outcomes_of(cell: Cell, found: Mapping[str, Any]) -> list[Outcome]:
     ]  # fmt: skip
 
 
+def shared_start(recipe: str, seed: int, folder: Path) -> list[str]:
+    """Makes a recipe's warm start, unless it is there, and gives the changes by which a run goes on from it."""
+    start = folder / "checkpoints" / "step-0"
+    if not start.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        words = [f"seed={seed}", "steps=1", STILL, "overseer.checkpoint_every=1", "overseer.keep_every=1"]
+        core = min(os.sched_getaffinity(0))
+        campaign.on_core([sys.executable, "-m", "penstock", "train", recipe, *words, "--run-dir", str(folder)], core)
+    return [f"model.initial_checkpoint={start}", "learner.warm_start=null"]
+
+
 def run_presets(options: argparse.Namespace, seeds: Sequence[int]) -> list[Outcome]:
     """Of every preset that is named with every seed, those of one seed after one another."""
-    cells = [cell_of(options.recipe, options.overrides, name, seed) for seed in seeds for name in presets_of(options)]
+    cells: list[Cell] = []
+    for seed in seeds:
+        words = list(options.overrides)
+        if options.shared_start:
+            words += shared_start(options.recipe, seed, options.results.with_suffix("") / f"{options.recipe}-{seed}")
+        cells += [cell_of(options.recipe, words, name, seed) for name in presets_of(options)]
     found = campaign.go_through(cells, campaign.trained_on_core, options.results, options.jobs)
     return [outcome for cell in cells for outcome in outcomes_of(cell, found[cell])]
 
@@ -206,13 +225,16 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=math.inf, help="seconds")
     parser.add_argument("--control", nargs="?", const=STILL, metavar="KEY=VALUE")
     parser.add_argument("--presets", nargs="+", choices=("all", *get_args(Preset)), metavar="PRESET", help="or all")
+    parser.add_argument("--shared-start", action="store_true", help="one warm start per seed, for all presets")
     campaign.add_options(parser)
     options = parser.parse_intermixed_args()
     chosen: list[int] = options.seed_list or list(range(options.seeds))
     if options.control and options.presets:
         parser.error("--control compares a recipe with itself: leave --presets out")
-    if not options.presets and (options.results or options.jobs != 1):
-        parser.error("--results and --jobs are of --presets: give it, or leave them out")
+    if not options.presets and (options.results or options.shared_start or options.jobs != 1):
+        parser.error("--results, --shared-start and --jobs are of --presets: give it, or leave them out")
+    if options.shared_start and not options.results:
+        parser.error("--shared-start keeps the warm starts beside --results: give it")
     outcomes: list[Outcome] = run_presets(options, chosen) if options.presets else []
     for seed in () if options.presets else chosen:
         outcomes += run(options.recipe, seed, options.overrides, "trained")

@@ -35,8 +35,8 @@ from penstock.text import Tokenizer
 
 RECIPE = "named_animal"
 OURS = "Penstock"
-EVERY, ANSWERS, UPDATES = 10, 8, 320
-"""Updates between evaluations, answers to each problem in one, updates of a run."""
+EVERY, ANSWERS = 10, 8
+"""Updates between evaluations, answers to each problem in one."""
 RATIO = 1.3
 
 
@@ -48,18 +48,20 @@ class Timed(NamedTuple):
         seed: Of the run, and of the weights that both begin with.
         bar: The reward to be reached.
         rate: Peak learning rate.
+        updates: At most.
     """
 
     system: str
     seed: int
     bar: float
     rate: float
+    updates: int
 
 
 def child(cell: Timed, folder: Path) -> None:
     """The process of Penstock that is measured."""
     overrides = (
-        f"seed={cell.seed}", f"steps={UPDATES}", f"curriculum.eval_frequency={EVERY}",
+        f"seed={cell.seed}", f"steps={cell.updates}", f"curriculum.eval_frequency={EVERY}",
         f"learner.optimizer.learning_rate={cell.rate}", "overseer.keep_every=1000000",
     )  # fmt: skip
     penstock.train(penstock.load_config(RECIPE, list(overrides)), folder, recipe=RECIPE, quiet=True)
@@ -125,7 +127,7 @@ def trl_run(cell: Timed, folder: Path, python: str) -> dict[str, Any]:
         "max_grad_norm": 1.0,
     }
     told = peer(
-        python, trainer=cell.system, steps=UPDATES, groups=16, samples=8, tokens=8, seed=cell.seed,
+        python, trainer=cell.system, steps=cell.updates, groups=16, samples=8, tokens=8, seed=cell.seed,
         learning_rate=cell.rate, optimizer=optimizer, task=task_of(folder / f"start-{cell.seed}", cell.bar),
     )  # fmt: skip
     found = [(step, reward, stamp - told["began"]) for step, reward, stamp in told["held_out"]]
@@ -155,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainer", choices=("rloo", "grpo"), default="rloo")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--bar", type=float, default=0.8)
+    parser.add_argument("--updates", type=int, default=320, help="of a run, at most")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate of Penstock")
     parser.add_argument("--trl-rate", type=float, help="of TRL; by default the same")
     parser.add_argument("--child", nargs=2, metavar=("CELL", "FOLDER"), help=argparse.SUPPRESS)
@@ -168,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     theirs_rate = options.rate if options.trl_rate is None else options.trl_rate
     cells = {
-        system: [Timed(system, seed, options.bar, rate) for seed in range(options.seeds)]
+        system: [Timed(system, seed, options.bar, rate, options.updates) for seed in range(options.seeds)]
         for system, rate in ((OURS, options.rate), (options.trainer, theirs_rate))
     }
     trl = partial(trl_run, folder=options.folder, python=options.trl_python)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarks.campaign import Cell, Outcomes, go_through, numbers_of, on_core
@@ -41,7 +42,7 @@ def test_a_line_that_was_being_written_counts_as_not_written(tmp_path):
     assert CELLS[0] not in Outcomes(path) and path.read_text() == ""
 
 
-def test_a_run_that_failed_ends_the_campaign_and_the_others_are_kept(tmp_path):
+def test_a_run_that_failed_is_said_at_the_end_and_the_others_are_kept(tmp_path):
     path, broken = tmp_path / "outcomes.jsonl", [True]
 
     def measure(cell, _core):
@@ -49,9 +50,9 @@ def test_a_run_that_failed_ends_the_campaign_and_the_others_are_kept(tmp_path):
             raise RuntimeError("it broke")
         return {}
 
-    with pytest.raises(RuntimeError, match="it broke"):
+    with pytest.raises(RuntimeError, match="^1 of 4 runs failed, the first: it broke$"):
         go_through(CELLS, measure, path)
-    assert CELLS[0] in Outcomes(path) and CELLS[1] not in Outcomes(path)
+    assert [cell in Outcomes(path) for cell in CELLS] == [True, False, True, True]
     broken.clear()
     assert all(cell in go_through(CELLS, measure, path) for cell in CELLS)
 
@@ -125,12 +126,35 @@ def test_every_preset_has_its_own_line_and_the_same_marks(monkeypatch, capsys, t
 
 
 @pytest.mark.parametrize(
-    "words", [["--results", "x.jsonl"], ["--jobs", "2"], ["--presets", "all", "--control"], ["--presets", "none"]]
-)
+    "words",
+    ["--results x.jsonl", "--jobs 2", "--shared-start", "--presets all --shared-start", "--presets all --control",
+     "--presets none"],
+)  # fmt: skip
 def test_options_that_cannot_act_are_refused(monkeypatch, words):
-    monkeypatch.setattr(sys, "argv", ["learning", "toy", *words])
+    monkeypatch.setattr(sys, "argv", ["learning", "toy", *words.split()])
     with pytest.raises(SystemExit):
         learning.main()
+
+
+def test_a_warm_start_is_made_once_per_seed_and_all_presets_go_on_from_it(monkeypatch, tmp_path):
+    asked, made = [], []
+
+    def measure(cell, _core):
+        asked.append(cell)
+        return results(0.9)
+
+    def on_core(command, _core):
+        made.append(command)
+        (Path(command[-1]) / "checkpoints" / "step-0").mkdir(parents=True)
+
+    monkeypatch.setattr(campaign, "trained_on_core", measure)
+    monkeypatch.setattr(campaign, "on_core", on_core)
+    words = ["--presets", "rloo", "grpo", "--seeds", "2", "--results", str(tmp_path / "o.jsonl"), "--shared-start"]
+    monkeypatch.setattr(sys, "argv", ["learning", "toy", *words])
+    assert learning.main() == 0 == learning.main()
+    assert [command[5] for command in made] == ["seed=0", "seed=1"] and len(asked) == 4
+    start = tmp_path / "o" / "toy-1" / "checkpoints" / "step-0"
+    assert {f"model.initial_checkpoint={start}", "learner.warm_start=null"} <= set(asked[3].overrides)
 
 
 def test_staleness_is_compared_with_fresh_rollouts_seed_by_seed(monkeypatch, capsys):
