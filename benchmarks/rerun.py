@@ -16,6 +16,7 @@ the extra ``ray``.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -36,7 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "control": ("cartpole",),
 }
 """By kind: recipe and changes."""
-LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "reinforce_pp")
+LOSSES = ("grpo", "dr_grpo", "dapo", "cispo", "reinforce_pp")
 """Presets that the first run's update is made with; its own is rloo."""
 VICTIM = "rollout-1"
 LIMIT_S = 1800.0
@@ -138,8 +139,10 @@ def check_losses(folder: Path, step: int, marks: Marks) -> None:
         (update,) = report.get("updates") or [None]
         changed = bool(update and update["stored"]["train/loss"] != update["recomputed"]["train/loss"])
         acted += code == 0 and changed
-        losses = [update[side]["train/loss"] for side in ("stored", "recomputed")] if update else []
-        print(f"  --set learner.loss.preset={preset:<13} exit code {code}; loss {losses} {complaint}")
+        stored, new = (update[side]["train/loss"] if update else math.nan for side in ("stored", "recomputed"))
+        print(
+            f"  --set learner.loss.preset={preset:<13} exit code {code}; loss {stored:.6f}, then {new:.6f} {complaint}"
+        )
     marks.at_least("losses that act on the same data", acted, len(LOSSES))
 
 
