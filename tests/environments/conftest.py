@@ -33,10 +33,13 @@ class CharacterTokenizer:
         shown = {CLOSE_CALL: "</calc>", EOS: "" if skip_special_tokens else "<eos>"}
         return "".join(shown.get(int(token), chr(int(token))) for token in tokens)
 
-    def render(self, prompt, max_tokens=None, chat_template_kwargs=None):
+    def token_bytes(self, token):
+        return bytes([token])
+
+    def render(self, prompt, max_tokens=None, chat_template_kwargs=None, continue_final=False):
         return self.encode(self.render_text(prompt, chat_template_kwargs))
 
-    def render_text(self, prompt, chat_template_kwargs=None):
+    def render_text(self, prompt, chat_template_kwargs=None, continue_final=False):
         if isinstance(prompt, str):
             return prompt
         if not self._chat_template:

@@ -194,7 +194,7 @@ def test_without_an_answer_column(tmp_path, make):
         ({"prompt_column": "qestion"}, r"prompt_column 'qestion': in row 1 of .*did you mean 'question'"),
         (
             {"answer_column": "solution"},
-            "answer_column 'solution': in row 1 of .* does not exist.*: there are question, answer",
+            "answer_column 'solution': in row 1 of .* does not exist.*: there are question, answer; null where ",
         ),
         (
             {"prompt_format": "{query}"},

@@ -8,7 +8,7 @@ import pytest
 from tests.text.test_chat_templates import directory  # noqa: F401  (a fixture)
 
 from penstock.environments import Example, ToolEnvironment
-from penstock.environments.tools import MOST_RESULT_CHARACTERS, ToolCall, tool_calls, tool_schema
+from penstock.environments.tools import MOST_RESULT_CHARACTERS, tool_schema
 from penstock.inference import ScriptedContext
 from penstock.text import Tokenizer
 from penstock.types import Decoding
@@ -131,37 +131,6 @@ def test_tools_that_nobody_is_shown_are_warned_of_before_anything_is_sampled(giv
     said = f"environment Short: no policy is shown its tools (multiply) in {n} of {n} prompts, which are plain text"
     assert (said in caplog.text and "set template: chat, or say in system_prompt" in caplog.text) is warned
     assert warned or caplog.text == ""
-
-
-ONE = ToolCall("multiply", {"a": 6})
-TWO = ToolCall("fails", {"reason": "x"})
-BAD = ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ('<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>', [ONE]),
-        ('I will.\n<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>\n'
-         '<tool_call>{"name": "fails", "arguments": {"reason": "x"}}</tool_call>', [ONE, TWO]),
-        ('<tool_call>{"name": "multiply", "arguments": {"a": 6}}', [ONE]),
-        ('{"name": "multiply", "parameters": {"a": 6}}', [ONE]),
-        ('<|python_tag|>{"name": "multiply", "parameters": {"a": 6}}', [ONE]),
-        ('[TOOL_CALLS] [{"name": "multiply", "arguments": {"a": 6}}]', [ONE]),
-        ('[{"name": "multiply", "arguments": {"a": 6}}, {"name": "fails", "arguments": {"reason": "x"}}]', [ONE, TWO]),
-        ('<tool_call>{"name": "table"}</tool_call>', [ToolCall("table", {})]),
-        ("<tool_call>multiply(6)</tool_call>", [BAD]),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [BAD]),
-        ('<tool_call>{"name": "multiply", "arguments": [6]}</tool_call>', [BAD]),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", [BAD]),
-        ("42", []),
-        ('{"answer": 42}', []),
-        ("[1, 2]", []),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_calls_are_read_in_the_forms_that_models_write(text, calls):
-    assert tool_calls(text) == calls
 
 
 @pytest.mark.parametrize(

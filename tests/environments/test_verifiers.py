@@ -96,6 +96,12 @@ def guess(max_turns=4):
     return Guess(dataset=rows(6), rubric=vf.Rubric(funcs=[quick]), max_turns=max_turns)
 
 
+def same(n=64, answers=True):
+    hidden = [{"answer": str(i)} if answers else {"info": {"hidden": i}} for i in range(n)]
+    data = Dataset.from_list([{"question": "Guess my number.", **each} for each in hidden for _ in range(2)])
+    return Guess(dataset=data, rubric=vf.Rubric(funcs=[quick]))
+
+
 def multiply(a: int, b: int) -> int:
     """The product.
 
@@ -208,6 +214,18 @@ def test_rows_that_are_held_out_are_not_trained_on(made):
     assert [example.answer for example in environment.train_examples()] == [str(i) for i in range(9)]
     first = environment.train_examples()[0]
     assert first.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 0."}]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_games_that_begin_with_the_same_words_are_problems_by_what_is_hidden(made, answers):
+    environment = made("same", args={"answers": answers})
+
+    def hidden(examples):
+        return {each.answer or str(each.columns["info"]) for each in examples}
+
+    train, held_out = environment.train_examples(), environment.eval_examples()
+    assert len(train) + len(held_out) == 128 and 2 <= len(held_out) <= 32
+    assert hidden(train).isdisjoint(hidden(held_out)) and len(hidden(train) | hidden(held_out)) == 64
 
 
 def test_a_reward_function_that_raises_fails_its_group(made):

@@ -29,23 +29,31 @@ class ByteCodec:
         text = bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
         return text if skip_special_tokens else text + "<end>" * sum(int(t) == 256 for t in tokens)
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b"<end>"
+
     def render(
         self,
         prompt: str | Sequence[Message],
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> np.ndarray:
-        text = self.render_text(prompt)
+        text = self.render_text(prompt, continue_final=continue_final)
         if max_tokens is not None and len(text.encode()) > max_tokens:
             raise EnvironmentFailure(f"prompt has {len(text.encode())} bytes, more than {max_tokens} tokens can hold")
         return self.encode(text)
 
     def render_text(
-        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: str | Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
         if isinstance(prompt, str):
             return prompt
-        return "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in prompt)
+        return text[:-1] if continue_final else text
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ def test_with_a_token_any_host_is_answered_and_without_it_none(guarded):
 @pytest.mark.attack
 def test_no_route_changes_anything_so_that_none_needs_more_than_the_token(app, guarded):
     """Whoever adds a route that changes weights or state: not to an application without a token."""
-    generating = {"/v1/completions", "/v1/chat/completions", "/tokenize"}
+    generating = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
     for each in (app, guarded):
         posts = {route.path for route in each.routes if route.methods - {"GET", "HEAD"}}
         assert posts == generating

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from penstock.inference import GenerationRequest
 from penstock.model.arrays import digests_of
@@ -177,3 +178,88 @@ def test_a_perturbed_weight_shows_in_the_logprobs(engine, decoder):
     leaves, structure = jax.tree.flatten(decoder)
     perturbed = jax.tree.unflatten(structure, [leaves[0] * 1.01, *leaves[1:]])
     assert np.abs(completion.response_logprobs - forward_logprobs(perturbed, completion)).max() > 1e-3
+
+
+# --- pauses ---------------------------------------------------------------------------------------------------------
+
+
+def pause_during_first_dispatch(engine, monkeypatch, mode, clear_cache=True):
+    """As another thread would, while the first dispatch runs; returns what joins that thread."""
+    decode, pausing = engine._batch._runner.decode, []
+
+    def decode_and_pause(rows):
+        if not pausing:
+            pause = threading.Thread(target=engine.pause, args=(mode, clear_cache, WAIT_S), daemon=True)
+            pause.start()
+            pausing.append(pause)
+            wait_until(lambda: engine._pause is not None, "the pause is asked for")
+        return decode(rows)
+
+    monkeypatch.setattr(engine._batch._runner, "decode", decode_and_pause)
+
+    def paused():
+        wait_until(lambda: pausing, "a dispatch began")
+        pausing[0].join(WAIT_S)
+        assert engine.paused
+
+    return paused
+
+
+def test_what_is_kept_over_a_pause_goes_on_under_the_new_weights_alone(engine, make_decoder, monkeypatch):
+    new = make_decoder(9)
+    paused = pause_during_first_dispatch(engine, monkeypatch, "keep")
+    (future,) = engine.submit([request(n=2)])
+    paused()
+    engine.set_weights(WeightVersion(0, 5), new)
+    engine.wait_until_served(WeightVersion(0, 5), WAIT_S)
+    assert not future.done() and engine.paused
+    engine.resume()
+    for completion in future.result(WAIT_S):
+        assert completion.weight_steps.tolist() == [0] * 4 + [5] * 12 and completion.oldest_weight_step == 0
+        np.testing.assert_allclose(  # of a cache that the new weights wrote
+            completion.response_logprobs[4:], forward_logprobs(new, completion)[4:], atol=1e-4
+        )
+        first = forward_logprobs(engine_decoder(engine), completion)
+        np.testing.assert_allclose(completion.response_logprobs[:4], first[:4], atol=1e-4)
+
+
+def test_a_cache_that_is_not_cleared_is_read_on(engine, make_decoder, monkeypatch):
+    new = make_decoder(9)
+    paused = pause_during_first_dispatch(engine, monkeypatch, "keep", clear_cache=False)
+    (future,) = engine.submit([request()])
+    paused()
+    engine.set_weights(WeightVersion(0, 5), new)
+    engine.resume()
+    (completion,) = future.result(WAIT_S)
+    assert np.abs(completion.response_logprobs[4:] - forward_logprobs(new, completion)[4:]).max() > 1e-2
+
+
+def test_a_pause_that_aborts_ends_everything_and_frees_the_slots(engine, monkeypatch):
+    slots = engine.config.max_slots
+    paused = pause_during_first_dispatch(engine, monkeypatch, "abort")
+    running, waiting = engine.submit([request(n=slots), request(n=2)])
+    paused()
+    assert [(c.finish_reason, len(c.response_tokens)) for c in running.result(WAIT_S)] == [("aborted", 4)] * slots
+    assert [(c.finish_reason, len(c.response_tokens)) for c in waiting.result(WAIT_S)] == [("aborted", 0)] * 2
+    (later,) = engine.submit([request(n=slots)])
+    engine.resume()
+    assert [len(c.response_tokens) for c in later.result(WAIT_S)] == [16] * slots
+    assert engine.stats()["inference/running"] == engine.stats()["inference/waiting"] == 0
+
+
+def test_a_pause_that_waits_lets_what_runs_end_and_admits_nothing(engine, monkeypatch):
+    slots = engine.config.max_slots
+    paused = pause_during_first_dispatch(engine, monkeypatch, "wait")
+    running, waiting = engine.submit([request(n=slots), request(seed=1)])
+    paused()
+    assert [c.finish_reason for c in running.result(WAIT_S)] == ["length"] * slots and not waiting.done()
+    engine.resume()
+    assert len(waiting.result(WAIT_S)[0].response_tokens) == 16
+
+
+def test_an_idle_engine_pauses_and_a_version_gets_another_name(engine):
+    engine.pause("keep", True, WAIT_S)
+    engine.rename_version(WeightVersion(0, 17))
+    (future,) = engine.submit([request()])
+    engine.resume()
+    assert future.result(WAIT_S)[0].weight_steps.tolist() == [17] * 16

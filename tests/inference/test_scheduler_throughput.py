@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 
 from penstock.inference import scheduler
-from penstock.inference.scheduler import ThroughputMeter
+from penstock.inference.scheduler import LATENCY_BOUNDS_S, ThroughputMeter
+from penstock.inference.sequence import GenerationRequest, PendingRequest, Response
+from penstock.types import Decoding
 
 
 @pytest.fixture
@@ -31,3 +34,22 @@ def test_a_model_whose_dispatches_take_longer_than_the_window_still_has_a_rate(n
         meter.add_dispatch(started, 60)
     now[0] += 600.0  # an update
     assert meter.read()["tokens_per_s"] == 2.0
+
+
+def test_how_long_responses_wait(now: list[float]):
+    meter, pending = ThroughputMeter(), PendingRequest(GenerationRequest(np.array([1], np.int32), Decoding(), 0), (), 9)
+    pending.submitted_s = now[0]
+    response = Response(pending, 0)
+    now[0] += 0.3
+    meter.add_waits([response])
+    now[0] += 0.4
+    meter.add_tokens([(2, response)], np.array([0, 0, 4]))
+    now[0] += 0.08
+    response.finish_reason = "stop"
+    meter.add_tokens([(2, response)], np.array([0, 0, 2]))
+    found = {name: (each.total_s, each.counts) for name, each in meter.latencies().items()}
+    seen = {name: [(LATENCY_BOUNDS_S[i], n) for i, n in enumerate(counts) if n] for name, (_, counts) in found.items()}
+    assert seen == {
+        "queue_s": [(0.5, 1)], "first_token_s": [(1.0, 1)], "between_tokens_s": [(0.05, 2)], "whole_s": [(1.0, 1)],
+    }  # fmt: skip
+    assert [total for total, _ in found.values()] == pytest.approx([0.3, 0.7, 0.08, 0.78])

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import Future
+from importlib.metadata import version
 
 import httpx
 import numpy as np
@@ -11,7 +12,9 @@ import openai
 import pytest
 
 from penstock.inference import AccessRules, GenerationRequest, HttpServer, create_app
-from penstock.types import Decoding, fold
+from penstock.model.arrays import digests_of
+from penstock.model.language import named_arrays
+from penstock.types import CheckpointError, Decoding, fold
 
 TOKEN = "a test's token"
 WAIT_S = 60.0
@@ -149,6 +152,64 @@ def test_without_a_seed_answers_differ(client):
     assert client.completions.create(**asked).choices[0].text != client.completions.create(**asked).choices[0].text
 
 
+def test_values_of_others_extras_that_ask_for_nothing_are_taken(raw):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 12, "seed": 1}
+    neutral = {
+        "top_k": -1, "min_p": 0.0, "top_p": 1.0, "min_tokens": 0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+        "ignore_eos": False, "skip_special_tokens": True, "prompt_logprobs": None, "stop": None, "guided_json": None,
+    }  # fmt: skip
+    plain, extras = (raw.post("/v1/completions", json=asked | more).json() for more in ({}, neutral))
+    assert extras["choices"] == plain["choices"]
+
+
+def test_tokens_by_their_ids_and_bytes(raw, client):
+    asked = {"model": "tiny", "prompt": "go", "max_tokens": 9, "seed": 1, "logprobs": 1, "return_token_ids": True}
+    (choice,) = raw.post("/v1/completions", json=asked | {"return_tokens_as_token_ids": True}).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    said = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=24, seed=2, logprobs=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    told = [entry.bytes for entry in said.choices[0].logprobs.content]
+    assert told == [[token] if token < 256 else list(b"<end>") for token in said.choices[0].token_ids]
+    assert any(entry[0] > 127 for entry in told)  # a part of a character, whose text alone would be U+FFFD
+
+
+def test_a_last_message_is_continued(raw):
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    going_on = body | {"continue_final_message": True, "add_generation_prompt": False}
+    assert raw.post("/tokenize", json=going_on).json()["tokens"] == list(b"user: a\nassistant: b")
+    for wrong in ({"add_generation_prompt": False}, {"add_generation_prompt": True, "continue_final_message": True}):
+        assert raw.post("/tokenize", json=body | wrong).status_code == 400
+
+
+def test_detokenize_version_and_ready(raw):
+    assert raw.post("/detokenize", json={"tokens": [104, 105, 256]}).json() == {"prompt": "hi<end>"}
+    assert raw.post("/detokenize", json={"tokens": [1] * 65}).status_code == 400
+    assert raw.get("/version").json() == {"version": version("penstock")}
+    assert raw.get("/ready").json() == {"status": "ok"}
+
+
+def test_metrics(raw, served_engine):
+    def read() -> dict[str, float]:
+        lines = raw.get("/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = read()
+    body = {"model": "tiny", "prompt": "metrics", "max_tokens": 20, "n": 3, "stop_token_ids": [999]}
+    raw.post("/v1/completions", json=body)
+    raw.post("/v1/completions", json=body)
+    grown = {name: value - before[name] for name, value in read().items()}
+    assert grown["penstock_inference_responses_total"] == 6 and grown["penstock_inference_tokens_total"] == 120
+    for name, times in (("queue", 6), ("first_token", 6), ("whole", 6)):
+        assert grown[f"penstock_inference_{name}_seconds_count"] == times
+        assert grown[f'penstock_inference_{name}_seconds_bucket{{le="+Inf"}}'] == times
+        assert grown[f"penstock_inference_{name}_seconds_sum"] > 0
+    first = 6 * served_engine.config.steps_per_dispatch  # which came with the first token
+    assert grown["penstock_inference_between_tokens_seconds_count"] == 120 - first
+    assert "penstock_inference_running" in grown and "penstock_inference_kv_used" in grown
+
+
 def test_tokenize_and_health(raw):
     assert raw.post("/tokenize", json={"prompt": "ab"}).json() == {
         "count": 2, "max_model_len": 64, "tokens": [97, 98],
@@ -163,7 +224,10 @@ def test_tokenize_and_health(raw):
 @pytest.mark.parametrize(
     ("change", "status", "param", "message"),
     [
-        ({"stream": True}, 400, "stream", "stream is not supported"),
+        ({"stream_options": {"chunks": 3}}, 400, "stream_options", "Extra inputs"),
+        ({"min_tokens": 2}, 400, "min_tokens", "not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos", "not supported"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
         ({"best_of": 3}, 400, "best_of", "not supported"),
         ({"nonsense": 1}, 400, "nonsense", "Extra inputs"),
@@ -206,11 +270,6 @@ def test_older_weights_than_were_asked_for_do_not_answer(raw, least, status):
 def test_neutral_parameters_are_accepted(raw):
     neutral = {"stream": False, "best_of": 1, "presence_penalty": 0, "logit_bias": None, "echo": False}
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1} | neutral).is_success
-
-
-def test_the_client_sees_the_refusal_of_streams(client):
-    with pytest.raises(openai.BadRequestError, match="stream is not supported"):
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], stream=True)
 
 
 @pytest.mark.attack
@@ -342,3 +401,84 @@ def test_an_aborted_response_is_an_error_not_an_answer(raw, served_engine, monke
     future.set_result([finished])
     monkeypatch.setattr(served_engine, "submit", lambda requests: [future])
     assert raw.post("/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 503
+
+
+# --- routes that drive a server -------------------------------------------------------------------------------------
+
+ROUTES = [("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("GET", "/weight_info"),
+          ("POST", "/collective_rpc"), ("POST", "/update_weight_version"), ("POST", "/weight_checker")]  # fmt: skip
+
+
+RELOAD = {"method": "reload_weights"}
+
+
+@pytest.fixture
+def driven(start_engine, decoder, make_decoder, codec):
+    """A server that may be driven, whose directory "other" holds another policy."""
+
+    def load(path):
+        if path.name == "wider":
+            return make_decoder(hidden_size=64)
+        if path.name != "other":
+            raise CheckpointError(f"{path} holds no config.json")
+        return make_decoder(9)
+
+    engine = start_engine(decoder)
+    server = HttpServer(create_app(engine, codec, "tiny", AccessRules(TOKEN), load))
+    server.start()
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=WAIT_S) as client:
+        client.engine = engine
+        yield client
+    server.stop()
+
+
+def test_a_trainer_drives_a_server_by_the_routes_of_vllm(driven, make_decoder):
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    before = driven.post("/v1/completions", json=asked).json()["choices"][0]
+    assert driven.get("/weight_info").json() == {"weight_version": "0-0"}
+    assert driven.post("/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
+    assert driven.get("/is_paused").json() == {"is_paused": True}
+    reload = RELOAD | {"kwargs": {"weights_path": "/checkpoints/other"}}
+    assert driven.post("/collective_rpc", json=reload).json() == {"results": [None]}
+    assert driven.post("/update_weight_version", json={"new_version": "1-17"}).json()["success"]
+    assert driven.post("/resume").json() == {"status": "resumed"}
+    after = driven.post("/v1/completions", json=asked).json()["choices"][0]
+    assert (after["weight_steps"], after["lineage"]) == ([17] * 6, 1) and before["weight_steps"] == [0] * 6
+    assert after["token_logprobs"] != before["token_logprobs"]
+    checksums = driven.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+    assert checksums == digests_of(named_arrays(make_decoder(9)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/pause?mode=sleep", {}, 400, "mode is 'sleep'"),
+        ("/pause?mode=keep&clear_cache=maybe", {}, 400, "clear_cache 'maybe'"),
+        ("/collective_rpc", {"method": "shutdown"}, 400, "method must be reload_weights"),
+        ("/collective_rpc", RELOAD | {"kwargs": {}}, 400, "kwargs.weights_path"),
+        ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/nowhere"}}, 400, "no config.json"),
+        ("/collective_rpc", RELOAD | {"kwargs": {"weights_path": "/wider"}}, 400, "differ in name"),
+        ("/update_weight_version", {"new_version": "default"}, 400, "<lineage>-<step>"),
+        ("/update_weight_version", {"new_version": "1-" + "9" * 40}, 400, "<lineage>-<step>"),
+        ("/weight_checker", {"action": "corrupt"}, 400, "action must be checksum"),
+    ],
+)
+def test_what_a_trainer_says_wrongly_changes_nothing(driven, path, body, status, said):
+    answer = driven.post(path, json=body)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
+    assert driven.get("/weight_info").json() == {"weight_version": "0-0"} and not driven.engine.paused
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_nobody_drives_a_server_without_its_token(driven, served_engine, codec, method, path):
+    body = {} if method == "GET" else {"json": {}}
+    assert httpx.request(method, f"{driven.base_url}{path}", **body).status_code == 401
+    for access, load in ((None, lambda path: None), (AccessRules(TOKEN), None)):  # no token; a run's own server
+        server = HttpServer(create_app(served_engine, codec, "tiny", access, load))
+        server.start()
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        try:
+            assert httpx.request(method, f"{server.url}{path}", headers=headers, **body).status_code == 404
+        finally:
+            server.stop()

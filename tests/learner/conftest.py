@@ -94,3 +94,17 @@ def make_batch() -> Callable[..., TrainingBatch]:
 def draw_examples() -> Callable[..., tuple[RLExample, ...]]:
     """`make_examples`, for tests that need several different batches."""
     return make_examples
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """How many programs were compiled since the fixture's list was cleared."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **details: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

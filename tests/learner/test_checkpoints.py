@@ -10,6 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from penstock.learner import (
+    BestCheckpoint,
     Learner,
     OptimizerConfig,
     checkpoints,
@@ -270,3 +271,99 @@ def test_who_may_read_a_checkpoint_follows_the_umask(tmp_path, learner, umask, m
     files = [file for file in path.rglob("*") if file.is_file()]
     assert {file.name: file.stat().st_mode & 0o777 for file in files} == {file.name: mode for file in files}
     assert {"learner.safetensors", "model.safetensors", "manifest.json"} <= {file.name for file in files}
+
+
+def test_a_snapshot_stays_what_it_was_while_the_learner_goes_on(tmp_path, learner, config, draw_examples, make_batch):
+    """Written after two further updates, byte for byte as if it had been written at once."""
+    at_once = _save(tmp_path / "at once", learner)
+    snapshot = learner.snapshot()
+    for step in (1, 2):
+        learner.update(make_batch(draw_examples([(2, 9), (4, 13)], seed=step), step), step)
+    late = save_checkpoint(tmp_path / "late", 1, snapshot, FakeTokenizer(), STATES)
+    for name in ("learner.safetensors", "model/model.safetensors", "model/config.json", "state.json", "manifest.json"):
+        assert (late / name).read_bytes() == (at_once / name).read_bytes(), name
+    assert restore_learner(load_checkpoint(late), config, 10).step == 1
+
+
+REWARD = "eval/cats/reward_mean"
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("step-*"))
+
+
+def test_the_best_stays_and_is_called_best(tmp_path, learner):
+    best = BestCheckpoint(tmp_path, REWARD)
+    assert best.record is None and not (tmp_path / "best").is_symlink()
+    _save(tmp_path, learner, 1, keep_last=1, best=best)
+    assert best.note(1, 0.5) == (REWARD, 0.5, 1, 1)
+    for step, value in ((2, 0.4), (3, float("nan")), (4, None)):
+        _save(tmp_path, learner, step, keep_last=1, best=best)
+        assert best.note(step, value) is None
+    assert _names(tmp_path) == ["step-1", "step-4"] and (tmp_path / "best").resolve() == tmp_path / "step-1"
+    assert load_checkpoint(tmp_path / "best").step == 1 and latest_checkpoint(tmp_path) == tmp_path / "step-4"
+    assert best.note(4, 0.6) == (REWARD, 0.6, 4, 4)
+    _save(tmp_path, learner, 5, keep_last=1, best=best)
+    assert _names(tmp_path) == ["step-4", "step-5"]
+
+
+def test_a_version_without_a_checkpoint_is_kept_by_the_first_after_it(tmp_path, learner):
+    best = BestCheckpoint(tmp_path, REWARD)
+    _save(tmp_path, learner, 5, best=best)
+    assert best.note(7, 0.5) is None and best.record is None
+    _save(tmp_path, learner, 10, best=best)
+    assert best.record == (REWARD, 0.5, 7, 10)
+    assert best.note(3, 0.7) == (REWARD, 0.7, 3, 5)
+    best.note(12, 0.8), best.note(11, 0.75)
+    _save(tmp_path, learner, 15, best=best)
+    assert best.record == (REWARD, 0.8, 12, 15)
+
+
+def test_an_evaluation_that_takes_long_finds_its_checkpoint(tmp_path, learner):
+    best = BestCheckpoint(tmp_path, REWARD)
+    for step in (5, 10, 15, 20):
+        _save(tmp_path, learner, step, keep_last=1, best=best)
+        if step == 10:
+            best.expect(8)
+    assert _names(tmp_path) == ["step-10", "step-20"]
+    assert best.note(8, 0.5) == (REWARD, 0.5, 8, 10)
+    best.expect(20)
+    assert best.note(20, None) is None
+    _save(tmp_path, learner, 25, keep_last=1, best=best)
+    assert _names(tmp_path) == ["step-10", "step-25"]
+
+
+def test_what_is_best_outlives_its_process_unless_it_is_gone_or_judged_otherwise(tmp_path, learner):
+    before = BestCheckpoint(tmp_path, REWARD)
+    for step in (1, 2):
+        _save(tmp_path, learner, step, best=before)
+    before.note(1, 0.5)
+    (tmp_path / "best").unlink()  # as where a kill came between record and link
+    (tmp_path / ".best").symlink_to("step-1")
+    again = BestCheckpoint(tmp_path, REWARD)
+    assert again.record == (REWARD, 0.5, 1, 1) and (tmp_path / "best").resolve() == tmp_path / "step-1"
+    assert again.note(2, 0.4) is None and not list(tmp_path.glob(".best*"))
+    assert BestCheckpoint(tmp_path, "eval/cats/success_rate").record is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    (tmp_path / "best.json").write_text(
+        '{"metric": "eval/cats/reward_mean", "value": 1, "evaluated_step": 9, "step": 9}'
+    )
+    assert BestCheckpoint(tmp_path, REWARD).record is None, "its checkpoint is gone"
+    (tmp_path / "best.json").write_text("{")
+    assert BestCheckpoint(tmp_path, REWARD).record is None
+
+
+def test_a_link_that_cannot_be_written_is_tried_again_and_costs_no_checkpoint(tmp_path, learner, monkeypatch):
+    best = BestCheckpoint(tmp_path, REWARD)
+    best.note(1, 0.5)
+
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(BestCheckpoint, "_write", full)
+        for step in (1, 2, 3):
+            _save(tmp_path, learner, step, keep_last=1, best=best)
+    assert best.record is None and "No space left" in best.failure and _names(tmp_path) == ["step-1", "step-3"]
+    _save(tmp_path, learner, 4, keep_last=1, best=best)
+    assert best.record == (REWARD, 0.5, 1, 1) and not best.failure

@@ -31,20 +31,6 @@ def policy() -> ControlPolicy:
     return make_policy()
 
 
-@pytest.fixture
-def compilations():
-    """How many programs were compiled since the fixture's list was cleared."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **details: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def changed(before: ControlPolicy, after: ControlPolicy) -> set[str]:
     """Names of the arrays that differ."""
     old, new = named_arrays(before), named_arrays(after)

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.batch import example_from_pair
 from penstock.learner import Learner, LearnerConfig, OptimizerConfig, WarmStartConfig
-from penstock.learner.learner import scored_lengths
 from penstock.learner.parity import differences_of
+from penstock.learner.step import scored_lengths
 from penstock.model.language import Decoder
 from penstock.types import ConfigError, NonFiniteError, RLExample, WeightsError
 
@@ -28,20 +28,6 @@ def _leaves(decoder: Decoder) -> list[np.ndarray]:
 def _perturbed(decoder: Decoder) -> Decoder:
     """One weight of one layer moved by a hundredth."""
     return jax.tree.map(lambda leaf: leaf.at[1, 3, 5].add(0.01) if leaf.shape == (2, 16, 24) else leaf, decoder)
-
-
-@pytest.fixture
-def compilations():
-    """How many programs were compiled since the fixture's list was cleared."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **details: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_an_update_moves_probability_towards_what_had_an_advantage(decoder, config, examples, make_batch):

@@ -11,7 +11,7 @@ from penstock.batch import DeadlineBatchMaker
 from penstock.learner import Learner, LearnerConfig, LossConfig, OptimizerConfig
 from penstock.learner.config import Preset
 from penstock.learner.step import minibatches_of
-from penstock.types import Rollout, RolloutMetadata, generator
+from penstock.types import Rollout, RolloutMetadata, fold, generator
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def test_the_clip_acts_from_the_second_minibatch_on(decoder, config, grouped, ma
     step = learner._optimiser_step
     learner._optimiser_step = lambda *arguments: seen.append(step(*arguments)) or seen[-1]
     metrics = learner.update(make_batch(grouped), 0)
+    seen = [outcome for outcome, _ in seen]
     clipped = [float(outcome.sums.clipped) for outcome in seen]
     assert clipped[0] == 0 < clipped[1]
     assert metrics["train/clip_fraction"] == pytest.approx(sum(clipped) / metrics["train/tokens"])
@@ -86,9 +87,11 @@ def test_the_first_step_is_that_of_a_learner_whose_batch_is_the_first_minibatch(
     """Each step has denominators of its own: over the sequences of its minibatch alone."""
     learner, seen = Learner(decoder, config, 10, seed=3), []
     step = learner._optimiser_step
-    learner._optimiser_step = lambda *arguments: seen.append((arguments[0].examples, step(*arguments))) or seen[-1][1]
+    learner._optimiser_step = lambda *arguments: seen.append(step(*arguments)) or seen[-1]
+    first = generator(fold(3, "minibatches", 0))
+    part = [grouped[index] for index in minibatches_of(grouped, config.minibatches, first)[0]]
     learner.update(make_batch(grouped), 0)
-    part, outcome = seen[0]
+    outcome, _ = seen[0]
     assert 0 < len(part) < len(grouped)
     alone = Learner(decoder, config.model_copy(update={"minibatches": 1, "epochs": 1}), 10)
     metrics = alone.update(make_batch(part), 0)

@@ -1,5 +1,7 @@
 import pytest
 
+from penstock.overseer import RunConfig
+from penstock.replay import ReplayBufferConfig
 from penstock.types import ConfigError
 from tests.overseer.conftest import tiny
 
@@ -69,3 +71,36 @@ def test_concurrency_is_what_may_be_outstanding():
 def test_what_would_fail_or_do_nothing_later_is_refused_now(changes, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         tiny(changes)
+
+
+def filters(changes):
+    maker = tiny(changes).replay.batch_maker
+    return maker.filter_zero_variance, maker.filter_overlong
+
+
+DAPO = {"learner": {"loss": {"preset": "dapo"}}}
+
+
+def test_dapo_brings_its_filters_where_nothing_else_is_said():
+    assert filters({}) == (False, None) and filters(DAPO) == (True, "mask")
+    own = {"filter_zero_variance": False, "name": "recency"}
+    assert filters({**DAPO, "replay": {"batch_maker": own}}) == (False, "mask")
+    penalised = {"filter_overlong": "penalise", "overlong_fraction": 0.5}
+    assert filters({**DAPO, "replay": {"batch_maker": penalised}}) == (True, "penalise")
+    assert tiny({**DAPO, "replay": {"groups_per_batch": 5}}).replay.groups_per_batch == 5
+    config = tiny(DAPO)
+    assert type(config).model_validate(config.dump()) == config
+    made = type(config)(**{**dict(config), "replay": ReplayBufferConfig(groups_per_batch=5)})
+    assert made.replay.batch_maker.filter_overlong == "mask" and made.replay.groups_per_batch == 5
+
+
+def test_what_a_run_recorded_before_there_were_filters_stays_without():
+    content = tiny({**DAPO, "replay": {"batch_maker": {"filter_overlong": None}}}).dump()
+    del content["replay"]["batch_maker"]["filter_overlong"]
+    recorded = RunConfig.model_validate(content | {"versions": {"penstock": "0.1"}})
+    assert recorded.replay.batch_maker.filter_overlong is None
+
+
+def test_filters_of_dapo_that_its_other_keys_forbid_are_named_with_what_to_set():
+    with pytest.raises(ConfigError, match=r"filter_zero_variance is true.*set it to false"):
+        tiny({"learner": {"loss": {"preset": "dapo", "advantage": "turn"}}})

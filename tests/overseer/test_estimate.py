@@ -21,6 +21,7 @@ from penstock.overseer.estimate import (
     estimate_memory,
     gradient_temporaries,
     kv_cache_bytes,
+    optimizer_state_bytes,
     prefill_temporaries,
     step_temporaries,
 )
@@ -63,6 +64,20 @@ def test_what_is_frozen_has_no_gradient_and_no_state():
     assert estimate.parameters_bytes == 2 * HALF.parameter_count * 2
 
 
+def test_the_state_of_each_optimiser_by_hand():
+    def state_bytes(**optimizer):
+        return optimizer_state_bytes(MODEL, LearnerConfig(optimizer=optimizer))
+
+    matrices = 3 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 48)
+    vectors = 3 * 2 * 16 + 16
+    others = 100 * 16 + vectors
+    assert state_bytes() == 8 * (matrices + others)
+    assert state_bytes(name="muon") == 4 * matrices + 8 * others
+    rows_and_columns = 3 * (32 + 2 * 24 + 32 + 3 * 64) + 116
+    assert state_bytes(name="adafactor") == 4 * (rows_and_columns + vectors)
+    assert state_bytes(name="adafactor", frozen=["embedding"]) == 4 * (rows_and_columns - 116 + vectors)
+
+
 @pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
 def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model, width, state):
     count = model.parameter_count
@@ -74,6 +89,15 @@ def test_a_run_counts_two_versions_on_either_side_and_a_master_in_float32(model,
     assert estimate.copies_bytes == (0 if width == 4 else copies)
     names = estimate.__dataclass_fields__
     assert estimate.total_bytes == sum(getattr(estimate, name) for name in names)
+
+
+@pytest.mark.parametrize(("model", "width", "state"), [(MODEL, 4, 8), (HALF, 2, 12)])
+def test_a_checkpoint_that_is_written_beside_the_training_takes_what_it_holds_once_more(model, width, state):
+    learner = LearnerConfig(kl={"reference": "initial", "coefficient": 0.1})
+    without = estimate_memory(model, EngineConfig(), learner)
+    beside = estimate_memory(model, EngineConfig(), learner, snapshots=True)
+    assert without.snapshot_bytes == 0 and beside.snapshot_bytes == model.parameter_count * (2 * width + state)
+    assert beside.total_bytes == without.total_bytes + beside.snapshot_bytes
 
 
 @pytest.mark.parametrize(("devices", "sets"), [(1, 2), (2, 3), (None, 3)])
@@ -153,14 +177,19 @@ def test_the_gradient_takes_what_the_compiler_allots(shapes, remat):
     assert held + sum(gradient_temporaries(model, learner).values()) == pytest.approx(allotted, rel=CLOSE)
 
 
-def test_the_optimiser_step_takes_what_the_compiler_allots(shapes):
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_the_optimiser_step_takes_what_the_compiler_allots(shapes, name):
     model, decoder, _ = shapes
-    learner = LearnerConfig()
+    learner = LearnerConfig(optimizer={"name": name})
     gradients, scalar = jax.eval_shape(step.zeros, decoder).gradients, jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(lambda parameters: initial_state(learner.optimizer, parameters), decoder)
+    moments = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.adam))
+    assert optimizer_state_bytes(model, learner) == pytest.approx(
+        moments, abs=512
+    )  # counters, and what factored arrays keep
     allotted = peak_bytes(applier(learner.optimizer).lower(decoder, state, gradients, scalar, scalar))
-    held = 16 * model.parameter_count  # moments, gradient, and the master or the parameters where they are their own
-    assert held + step_temporaries(model) == pytest.approx(allotted, rel=CLOSE)
+    held = moments + 8 * model.parameter_count  # and the gradient, and the master or the parameters without one
+    assert held + step_temporaries(model, learner) == pytest.approx(allotted, rel=CLOSE)
 
 
 def test_prefill_and_decoding_take_what_the_compiler_allots(shapes):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.dashboard import read_run_status
+from penstock.learner import latest_checkpoint
 from penstock.overseer import OverseerConfig, train
 from penstock.overseer.progress import Progress
 from penstock.overseer.run_log import RunLog
@@ -238,6 +239,30 @@ def starts_anew(kind: str, point: str, run_dir: Path, config: Any) -> None:
     assert [event["event"] for event in events].count("started_anew") == 1
     assert [event["lineage"] for event in events if event["event"] == "start"][-1] == 1
     assert not list((run_dir / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["language", "control"])
+def test_a_kill_while_a_checkpoint_is_written_beside_the_training_leaves_the_one_before(kind: str, run_dir: Path):
+    """All files of version 6 are written, nothing is renamed, and two more updates were made: none of it counts."""
+    from tests.overseer.test_fleet_training import tiny as tiny_control
+
+    with child(kind, run_dir, "in a checkpoint beside the training") as process:
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == -signal.SIGKILL, err
+    folder = run_dir / "checkpoints"
+    (left,) = folder.glob(".tmp-step-6-*")
+    assert (left / "manifest.json").is_file() and latest_checkpoint(folder) == folder / "step-3"
+    assert len(list((run_dir / "batches").glob("*.parquet"))) >= 8
+    config = (tiny if kind == "language" else tiny_control)({"steps": 9})
+    assert train(config, run_dir, resume=True, quiet=True).complete
+    assert not list(folder.glob(".tmp-*"))
+    ledger = read_status(run_dir / "status.json")["ledger"]
+    assert ledger["started"] == sum(count for state, count in ledger.items() if state != "started")
+    if kind == "language":
+        assert ledger["trained"] == 9 * 3 * 3, "uses of the updates 3 to 7 of the life that ended do not count"
+    resumed = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "start"][-1]
+    assert resumed["lineage"] == 1 and resumed["step"] == 3
 
 
 @pytest.mark.attack

@@ -1,5 +1,6 @@
 """The learner's broadcaster may be restarted at any time, while versions are published too."""
 
+import errno
 import threading
 from typing import Any
 
@@ -10,9 +11,10 @@ from penstock.model.arrays import digests_of
 from penstock.overseer import load_config, trainer
 from penstock.overseer.component import Settings
 from penstock.overseer.language.kind import LanguageKind
+from penstock.overseer.supervision import ThreadGroup
 from penstock.overseer.trainer import LearnerComponent
 from penstock.rundir import RunDirectory
-from penstock.types import CompiledProgram, NoProgressError, UnreachableError, WeightVersion
+from penstock.types import CompiledProgram, NoProgressError, RunFailed, Stopped, UnreachableError, WeightVersion
 from penstock.weights import open_client
 from tests.overseer.lonely import Lonely
 from tests.waiting import wait_until
@@ -24,6 +26,9 @@ class Step:
     """Stands for the learner, whose weights are given by the test."""
 
     step = 0
+
+    def snapshot(self) -> "Step":
+        return self
 
 
 class Replay(Lonely):
@@ -183,4 +188,81 @@ def test_an_evaluation_that_the_checkpoint_counts_as_done_is_in_its_curriculum(r
     begin(role)
     asked.clear()
     role.save(0)
+    role.wait_until_saved()
     assert asked == ["evaluation_state", "checkpoint_states", "save", "checkpoint_saved"]
+
+
+class Writing:
+    """A writer over a disk that the test opens and closes."""
+
+    def __init__(self, tmp_path, monkeypatch, changes: list[str]) -> None:
+        self.open, self.error, self.written, self.stopped = threading.Event(), None, [], []
+        self.events: list[tuple[str, Any]] = []
+        config = load_config("cats", changes)
+        settings = Settings(config, RunDirectory.create(tmp_path / "run", {}), "0" * 64)
+        ctx = Lonely("learner")
+        ctx.event = lambda kind, step=None, **fields: self.events.append((kind, step))
+        monkeypatch.setattr(trainer, "save_checkpoint", self._save)
+        self.crew = ThreadGroup()
+        self.stopping = threading.Event()
+        stop = lambda: self.stopped.append(True)  # noqa: E731
+        self.writer = trainer.CheckpointWriter(ctx, settings, self.written.append, stop, self.crew.start, self.stopping)
+
+    def _save(self, folder, step, learner, codec, states, *kept):
+        assert self.open.wait(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return folder / f"step-{step}"
+
+
+def test_a_checkpoint_is_written_beside_and_the_end_is_waited_for(tmp_path, monkeypatch):
+    it = Writing(tmp_path, monkeypatch, [])
+    it.writer.write_beside(4, Step(), None, {})
+    assert it.written == [] and it.events == []
+    waiting = threading.Thread(target=it.writer.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    it.open.set()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive() and it.written == [4] and it.events == [("checkpoint", 4)]
+
+
+def test_a_write_that_never_ends_is_waited_for_until_the_limit(tmp_path, monkeypatch):
+    it = Writing(tmp_path, monkeypatch, ["overseer.no_progress_s=0.05"])
+    monkeypatch.setattr(trainer, "POLL_S", 0.01)
+    it.writer.write_beside(4, Step(), None, {})
+    with pytest.raises(NoProgressError, match=r"of step 4 was not written within 0.05 s \(overseer.no_progress_s"):
+        it.writer.wait()
+    it.open.set()
+    it.writer.wait()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RunFailed("the run directory is gone")])
+def test_a_write_that_fails_ends_the_training_and_is_raised_to_whoever_waits(tmp_path, monkeypatch, error):
+    it = Writing(tmp_path, monkeypatch, [])
+    it.error = error
+    it.open.set()
+    it.writer.write_beside(4, Step(), None, {})
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error).rpartition("] ")[2]):
+            it.writer.wait()
+    assert it.stopped == [True] and it.written == [] and it.crew.failure is None
+
+
+def test_a_full_disk_is_waited_for_by_the_writer_alone_and_a_stop_ends_that(tmp_path, monkeypatch):
+    it = Writing(tmp_path, monkeypatch, ["overseer.no_progress_s=0.05", "replay.store.full_disk_s=60"])
+    monkeypatch.setattr(trainer, "POLL_S", 0.01)
+    it.error = OSError(errno.ENOSPC, "No space left on device", "step-4")
+    it.open.set()
+    it.writer.write_beside(4, Step(), None, {})
+    wait_until(lambda: it.events.count(("disk_full", None)) >= 2)  # longer than what a silent disk is given
+    wait_until(lambda: "no room on the disk" in it.writer.no_room)
+    it.error = None
+    it.writer.wait()
+    assert it.events[-1] == ("checkpoint", 4) and it.writer.no_room == ""
+    it.error = OSError(errno.ENOSPC, "No space left on device", "step-8")
+    it.writer.write_beside(8, Step(), None, {})
+    it.stopping.set()
+    with pytest.raises(Stopped, match="no room"):
+        it.writer.wait()

@@ -357,6 +357,10 @@ def test_a_run_ends_complete_once_so_many_rollouts_were_begun(run_dir: Path):
     ledger = read_status(run_dir / "status.json")["ledger"]
     assert summary.complete and 40 <= ledger["started"] <= 40 + 2 * 3 * 3  # what a worker may begin at a time
     assert 2 <= summary.step <= ledger["started"] // 9 and summary.after["cats"].groups == 4
+    [told] = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "goal_reached"]
+    assert told["step"] == summary.step and told["reason"].endswith(
+        "rollouts were begun, and rollout.max_rollouts is 40"
+    )
     again = train(tiny({"steps": 500, "rollout": {"max_rollouts": 40}}), run_dir, resume=True, quiet=True)
     assert again.complete and again.step <= summary.step + 1
     assert read_status(run_dir / "status.json")["ledger"]["started"] <= ledger["started"] + 2 * 3 * 3

@@ -54,6 +54,9 @@ class Fakes:
     def save(self, step: int) -> None:
         self.seen.append(f"checkpoint {step}")
 
+    def wait_until_saved(self) -> None:
+        self.seen.append("saved")
+
 
 def loop_of(fakes: Fakes, steps: int = 2, checkpoint_every: int = 1, publish_first: bool = False) -> TrainingLoop:
     fakes.checkpoint_every = checkpoint_every
@@ -72,7 +75,7 @@ def test_when_no_batch_can_come_the_last_version_is_kept():
     fakes.next_batch = next_batch
     with pytest.raises(RunFailed, match="32 groups failed"):
         loop.run()
-    assert fakes.seen[-1] == "checkpoint 2"
+    assert fakes.seen[-2:] == ["checkpoint 2", "saved"]
 
 
 def test_a_checkpoint_that_fails_too_does_not_hide_what_ended_the_run():
@@ -98,7 +101,7 @@ def test_a_version_is_committed_and_measured_before_it_is_published_and_the_last
     loop.run()
     first = ["publish 0", "batch 0", "before 0", "after 1", "finish 0", "current 1", "checkpoint 1", "metrics 1"]
     second = ["publish 1", "batch 1", "before 1", "after 2", "finish 1", "current 2", "checkpoint 2", "metrics 2"]
-    assert fakes.seen == first + second
+    assert fakes.seen == [*first, *second, "saved"]
     assert loop.doing == "done at step 2"
 
 
@@ -125,4 +128,4 @@ def test_a_stop_while_waiting_checkpoints_the_version_reached():
         raise Stopped("closed")
 
     loop_of(fakes, steps=9, checkpoint_every=50).run()
-    assert fakes.seen[-2:] == ["publish 1", "checkpoint 1"]
+    assert fakes.seen[-3:] == ["publish 1", "checkpoint 1", "saved"]

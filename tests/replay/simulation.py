@@ -63,6 +63,7 @@ class World:
     failing: float = 0.0
     flat: float = 0.0
     malformed: float = 0.0
+    cut: float = 0.0
     hanging: float = 0.0
     slow: float = 0.2
     serving_lag_s: float = 0.0
@@ -261,6 +262,10 @@ class Simulation:
         )
         if world.failing + world.flat < kind < world.failing + world.flat + world.malformed:
             group = self._break(group, outcome)
+        if world.cut:
+            ends = ["length" if outcome.random() < world.cut else "stop" for _ in group.rollouts]
+            cut = [replace(rollout, finish_reason=end) for rollout, end in zip(group.rollouts, ends, strict=True)]
+            group = replace(group, rollouts=tuple(cut))
         deliver(self.buffer, group)
         self.buffer.check_ledger()
 

@@ -228,6 +228,22 @@ def test_the_curriculum_hears_of_every_group_once_filtered_ones_included(sim, ru
     assert f"{tickets[0].ticket_id}/0" in run.store.sealed  # stored all the same
 
 
+def test_a_masked_rollout_is_in_no_batch_and_filtered_with_the_reason(sim, run):
+    run = run(groups_per_batch=1, batch_maker=BatchMakerConfig(filter_overlong="mask"))
+    [ticket] = run.issuer.acquire(1, 0)
+    size = sim.GROUP_SIZES[ticket.lesson_id]
+    group = sim.make_group(ticket, [0.0] + [1.0] * (size - 1), timestamp=run.now)
+    cut = sim.replace(group.rollouts[-1], finish_reason="length")
+    sim.deliver(run.buffer, sim.replace(group, rollouts=(*group.rollouts[:-1], cut)))
+    batch = run.buffer.try_next_batch(0)
+    assert [example.rollout_ids[0] for example in batch.examples] == [r.rollout_id for r in group.rollouts[:-1]]
+    assert (batch.metrics["replay/filtered"], batch.metrics["replay/filtered_overlong"]) == (1.0, 1.0)
+    assert run.ledger.snapshot()["filtered"] == 1 and cut.rollout_id in run.store.sealed
+    run.buffer.finish_update(0)
+    assert run.ledger.snapshot()["trained"] == size - 1
+    run.buffer.check_ledger()
+
+
 def test_what_the_batch_maker_refuses_is_invalid(sim, run):
     run = run(groups_per_batch=1)
     [ticket] = run.issuer.acquire(1, 0)

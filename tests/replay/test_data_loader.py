@@ -43,6 +43,21 @@ def test_the_next_batch_is_stored_while_the_learner_is_busy(paced):
     assert list(first.group_ids + second.group_ids) == [ticket.ticket_id for ticket in tickets]
 
 
+def test_who_looks_ahead_gets_what_comes_next_and_takes_nothing(paced):
+    run = paced()
+    run.fill()
+    with ReplayDataLoader(run.buffer) as loader:
+        assert loader.peek(0) is None, "its thread starts with the first batch that is asked for"
+        loader.next_batch(0, 5.0)
+        wait_until(lambda: loader.peek(1) is not None)
+        assert loader.peek(2) is None and loader.peek(1) is loader.peek(1)
+        looked_at = loader.peek(1)
+        run.buffer.finish_update(0)
+        run.buffer.set_current_step(1)
+        assert loader.next_batch(1, 5.0).batch_id == looked_at.batch_id and loader.peek(1) is None
+    assert ReplayDataLoader(run.buffer, prefetch=0).peek(1) is None
+
+
 def test_it_stops_before_the_end_of_the_run(paced):
     run = paced()
     run.fill()

@@ -13,9 +13,9 @@ from tests.replay.stored import HandClock
 from tests.waiting import wait_until
 
 from penstock.replay import PacedReplayBuffer, ReplayBufferConfig, TicketIssuer, TicketRules, training_pool
-from penstock.replay.condition import NotifyingCondition
 from penstock.replay.digests import WeightDigests
 from penstock.replay.freshness import Verdict
+from penstock.replay.ledger import NotifyingCondition
 from penstock.replay.paced import VERIFY_S
 from penstock.types import MismatchError
 

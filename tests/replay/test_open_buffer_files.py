@@ -1,11 +1,12 @@
 """An open buffer and its files: what a resume brings back, what is kept for it, what a disk refuses."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from tests.replay.open_buffers import Open, ids
 
-from penstock.batch import DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
+from penstock.batch import BatchMakerConfig, DeadlineBatchMaker, GrpoBatchMaker, RecencyBatchMaker
 from penstock.replay import (
     OpenAdmission,
     PacedReplayBuffer,
@@ -118,6 +119,37 @@ def test_after_a_resume_the_rest_of_a_group_keeps_its_baseline(sim, tmp_path, ki
     [example] = again.buffer.sample(1).examples
     reward = 1.0 if example.rollout_ids == ("easy-0-0/3",) else 0.0
     assert float(example.advantage.max() + example.advantage.min()) == pytest.approx(reward - (1.0 - reward) / 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("mask", {0: -0.5, 1: -0.5, 2: 1.0}), ("penalise", {0: -1 / 3, 1: -1 / 3, 2: 1.0, 3: -1 / 3})],
+)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_after_a_resume_filters_hold_for_those_that_wait_and_those_that_are_gone(sim, tmp_path, kind, expected, before):
+    """Rewards 0, 0, 1, 1, of which the last was cut: masked, or worth 0; some are drawn before the resume."""
+
+    def opened(store, *states):
+        maker = RecencyBatchMaker(unit="rollout", max_tokens=16, seed=0)
+        settings = {"max_rollout_step_delay": 9, "batch_maker": BatchMakerConfig(filter_overlong=kind)}
+        return Open(sim, maker, store, *states, **settings)
+
+    directory = RunDirectory.create(tmp_path / "run", {})
+    run = opened(store := RolloutStore(directory))
+    group = run.group([0.0, 0.0, 1.0, 1.0])
+    cut = replace(group.rollouts[3], finish_reason="length")
+    run.add(replace(group, rollouts=(*group.rollouts[:3], cut)))
+    drawn = list(run.buffer.sample(before).examples) if before else []
+    run.buffer.set_current_step(1)
+    with run.buffer.boundary():
+        states = run.buffer.state()
+    store.close()
+    again = opened(RolloutStore(directory), states, 1)
+    drawn += again.buffer.sample(len(expected) - before).examples
+    found = {int(e.rollout_ids[0][-1]): float(e.advantage[e.loss_mask][0]) for e in drawn}
+    assert found == pytest.approx(expected)
+    again.buffer.check_ledger()
+    assert again.counts()["filtered"] == (kind == "mask") if kind == "mask" else "filtered" not in again.counts()
 
 
 def test_rollouts_whose_file_could_not_be_written_are_written_with_the_next(open_buffer):

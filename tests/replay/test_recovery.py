@@ -44,16 +44,20 @@ def config_of(s, **changes):
     return ReplayBufferConfig(**fields | changes)
 
 
-@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"filter_zero_variance": True},
+        {"filter_zero_variance": True, "filter_overlong": "mask"},
+        {"filter_overlong": "penalise", "filter_difficulty": (0.2, 0.7)},
+    ],
+)
 @pytest.mark.parametrize("schedule", range(4))
-def test_at_staleness_zero_a_resumed_run_trains_what_an_unbroken_one_does(sim, tmp_path, no_fsync, schedule, filtering):
-    config = config_of(
-        0,
-        groups_per_batch=4,
-        batch_maker=BatchMakerConfig(filter_zero_variance=filtering),
-        store=StoreConfig(buffer_size=1),
-    )
-    world = dict(outcome_seed=3, failing=0.15, flat=0.2, malformed=0.1)
+def test_at_staleness_zero_a_resumed_run_trains_what_an_unbroken_one_does(sim, tmp_path, no_fsync, schedule, filters):
+    config = config_of(0, groups_per_batch=4, batch_maker=BatchMakerConfig(**filters), store=StoreConfig(buffer_size=1))
+    cut = 0.3 if "filter_overlong" in filters else 0.0
+    world = dict(outcome_seed=3, failing=0.15, flat=0.2, malformed=0.1, cut=cut)
     straight = sim.Simulation(config, sim.World(schedule_seed=99, **world))
     expected = straight.run(6)
 
@@ -186,14 +190,15 @@ def crashes(examples):
 
 def close_after_crashes(sim, tmp_path_factory, s, samples, lives, filtering, every, explicit, ahead, maker):
     """Several lives in a row, each ending anywhere, resumed from the newest checkpoint or from any earlier one."""
+    overlong = "mask" if filtering else None
     config = config_of(
         s,
         max_samples=samples,
-        batch_maker=BatchMakerConfig(name=maker, filter_zero_variance=filtering),
+        batch_maker=BatchMakerConfig(name=maker, filter_zero_variance=filtering, filter_overlong=overlong),
         store=StoreConfig(buffer_size=4),
         max_filtered_groups_per_batch=10_000,
     )
-    world = dict(outcome_seed=1, ahead=ahead, failing=0.1, flat=0.2, malformed=0.1)
+    world = dict(outcome_seed=1, ahead=ahead, failing=0.1, flat=0.2, malformed=0.1, cut=0.2 * filtering)
     disk = sim.MemoryStore(tmp_path_factory.mktemp("run") / "lineages.jsonl")
     states, checkpoints = None, {}
 

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from penstock.types import (
     Stopped,
     SupersededError,
     TicketSource,
+    TrainingBatch,
     TransferError,
     UnreachableError,
 )
@@ -143,6 +145,38 @@ def test_a_learner_waits_in_slices_up_to_its_own_limit(wire, serve, loop, monkey
     with pytest.raises(NoProgressError, match="update 0 needs 2 groups"):
         RemoteBatches(caller, 0, on_wait=heard.append).next_batch(0, 0.1)
     assert caller.calls.count("next_batch") > 3 and "update 0 needs 2 groups" in heard[0]
+
+
+class FormsAhead:
+    """Batches of which the next is always there."""
+
+    def __init__(self) -> None:
+        self.metrics = {"replay/wait_s": 0.0}
+
+    def peek(self, step):
+        return TrainingBatch(f"batch-{step}", step, ("examples of", step), (), {})
+
+    def next_batch(self, step, timeout_s):
+        return replace(self.peek(step), metrics=self.metrics)
+
+
+@pytest.mark.parametrize("fault", [None, "request", "answer"])
+def test_a_batch_that_a_learner_looked_at_travels_once(wire, serve, loop, fault):
+    s = serve()
+    s.service.service._batches = FormsAhead()
+    answers = []
+    caller = wire.Wire(s.service, loop, lambda method: fault if method == "formed_batch" else None)
+    call = caller.call
+    caller.call = lambda *asked, timeout_s: answers.append(call(*asked, timeout_s=timeout_s)) or answers[-1]
+    learner = RemoteBatches(caller, 0)
+    assert learner.next_batch(0, 1.0).examples == ("examples of", 0)
+    looked_at = learner.peek(1)
+    assert (looked_at is None) == (fault is not None), "who looks ahead does not insist"
+    assert learner.peek(1) is looked_at
+    batch = learner.next_batch(1, 1.0)
+    assert (batch.batch_id, batch.examples, batch.metrics) == ("batch-1", ("examples of", 1), {"replay/wait_s": 0.0})
+    assert (answers[-1].examples == ()) == (fault is None)
+    assert learner.next_batch(2, 1.0).examples == ("examples of", 2)
 
 
 class Crowd:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,27 @@ def test_any_text_survives_the_round_trip(text):
 @given(st.lists(st.integers(0, PACKAGED_TOKENIZER.vocab_size - 1)))
 def test_any_tokens_decode_to_some_text(tokens):
     assert isinstance(PACKAGED_TOKENIZER.decode(tokens), str)
+
+
+@given(st.text())
+def test_the_bytes_of_tokens_are_those_of_the_text(text):
+    tokens = PACKAGED_TOKENIZER.encode(text)
+    assert b"".join(map(PACKAGED_TOKENIZER.token_bytes, tokens)) == text.encode()
+    assert PACKAGED_TOKENIZER.token_bytes(PACKAGED_TOKENIZER.vocab_size) == b""
+
+
+def test_the_bytes_of_tokens_with_byte_fallback(tmp_path):
+    vocabulary = {"</s>": 0, "<0xC3>": 1, "<0xA9>": 2, "\u2581cat": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_bytes(token) for token in range(5)] == [b"</s>", b"\xc3", b"\xa9", b" cat", b""]
+    assert tokenizer.decode([3, 1, 2]) == " caté"
 
 
 @pytest.mark.parametrize("text", ["Hello , world !", " two  spaces ", "don 't", "a\r\n\tb", "<calc>1 + 2</calc> ."])

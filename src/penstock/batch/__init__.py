@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from penstock.batch.factory import (
         make_batch_maker,
     )
+    from penstock.batch.filters import (
+        GroupFilters,
+        overlong_penalty,
+    )
     from penstock.batch.fragments import (
         FragmentBatchMaker,
     )
@@ -69,6 +73,7 @@ _EXPORTS = {
     "Dropped": "maker",
     "FragmentBatchMaker": "fragments",
     "GroupAdvantage": "advantages",
+    "GroupFilters": "filters",
     "GrpoBatchMaker": "reservoir",
     "PacedBatchMaker": "maker",
     "PackedBatch": "packing",
@@ -84,6 +89,7 @@ _EXPORTS = {
     "grpo": "advantages",
     "has_signal": "advantages",
     "make_batch_maker": "factory",
+    "overlong_penalty": "filters",
     "pack": "packing",
     "place": "packing",
     "reinforce_pp": "advantages",
@@ -98,11 +104,11 @@ _EXPORTS = {
 
 __all__ = [
     "ADVANTAGES", "BUILT_IN_MAKERS", "AdvantageName", "BatchMaker", "BatchMakerConfig", "DeadlineBatchMaker",
-    "Dropped", "FragmentBatchMaker", "GroupAdvantage", "GrpoBatchMaker", "PacedBatchMaker", "PackedBatch",
-    "Placement", "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages", "dr_grpo",
-    "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker", "pack", "place",
-    "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack", "valid_rollouts",
-    "with_kl_in_reward",
+    "Dropped", "FragmentBatchMaker", "GroupAdvantage", "GroupFilters", "GrpoBatchMaker", "PacedBatchMaker",
+    "PackedBatch", "Placement", "RecencyBatchMaker", "Unit", "batch_metadata", "check_trainable", "compute_advantages",
+    "dr_grpo", "example_from_pair", "example_from_rollout", "grpo", "has_signal", "make_batch_maker",
+    "overlong_penalty", "pack", "place", "reinforce_pp", "rloo", "stack", "trainable_tokens", "turn", "unpack",
+    "valid_rollouts", "with_kl_in_reward",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,14 @@ def train(
             "The run's own recorded configuration is used.",
         ),
     ] = False,
+    from_rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Train on stored rollouts and generate none: a run directory, a folder of parts, or the Parquet file "
+            "of penstock generate.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved config, a memory estimate and the components.")
     ] = False,
@@ -51,6 +60,8 @@ def train(
     from penstock.overseer.config_loading import load_config, split_words
 
     names, changes = split_words([word for word in (recipe, *(overrides or ())) if word is not None])
+    if from_rollouts is not None:
+        changes = [*changes, f"replay.from_rollouts={dumps(str(from_rollouts.absolute()))}"]
     if resume:
         source, directory = _resumed(names, run_dir)
         config = recorded_config(directory, changes, trust)

@@ -62,6 +62,11 @@ class Reference:
         stop = np.array(tokenizer.stop_token_ids[:1] if self.ends else (), np.int32)
         return np.concatenate(before), np.concatenate([tokenizer.encode(self.response), stop])
 
+    def response_tokens(self, tokenizer: TextCodec) -> int:
+        """Tokens of all that follows the prompt, as ``max_output_tokens`` counts them."""
+        pieces = [tokenizer.encode(piece) for piece in (*self.earlier, self.response)]
+        return sum(map(len, pieces)) + (self.ends and len(tokenizer.stop_token_ids) > 0)
+
 
 class Environment(ABC):
     """Problems with a verifier.

@@ -45,8 +45,8 @@ def read_rows(paths: str | Sequence[str], field: str) -> list[Row]:
     return rows
 
 
-def column(row: Row, name: str, field: str, source: str) -> Any:
-    """A row's value.
+def column(row: Row, name: str, field: str, source: str, remedy: str = "") -> Any:
+    """A row's value; `remedy` is what else may help where there is none.
 
     Raises:
         ConfigError: the row has no such column, or null in it.
@@ -54,7 +54,7 @@ def column(row: Row, name: str, field: str, source: str) -> Any:
     if row.get(name) is None:
         known = ", ".join(row)
         problem = "is null" if name in row else f"does not exist{nearest(name, row)}: there are {known}"
-        raise ConfigError(f"{field} {name!r}: in {source} this column {problem}")
+        raise ConfigError(f"{field} {name!r}: in {source} this column {problem}{remedy}")
     return row[name]
 
 
@@ -232,7 +232,10 @@ class _Reader:
         for number, row in enumerate(rows, start=1):
             source = f"row {number} of {path}"
             prompt = self._prompt(row, source)
-            answer = column(row, self._answer_column, "env_args.answer_column", source) if self._answer_column else ""
+            answer = ""
+            if self._answer_column:
+                without = "; null where the problems have none"
+                answer = column(row, self._answer_column, "env_args.answer_column", source, without)
             identity = f"{int(stable_unit(_identity(prompt, answer)) * 2**48):012x}"
             seen[identity] = seen.get(identity, 0) + 1
             example_id = identity if seen[identity] == 1 else f"{identity}-{seen[identity]}"

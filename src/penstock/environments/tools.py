@@ -21,10 +21,8 @@ tools that must be fenced in.
 import inspect
 import json
 import logging
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -34,56 +32,13 @@ from typing_extensions import override
 from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example
 from penstock.environments.multi_turn import Conversation, GaveNoAnswer, MultiTurnEnvironment, Reply, within
+from penstock.text.tool_calls import CALL_END, ToolCall, tool_calls
 from penstock.types import Message, Mode
 
 logger = logging.getLogger(__name__)
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-CALL_END = "</tool_call>"
 MOST_RESULT_CHARACTERS = 8192
 """A longer result is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One that the policy wrote.
-
-    Attributes:
-        name: Of the tool; empty where it cannot be read.
-        arguments: By name.
-        error: What is wrong with it; empty where nothing is.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    error: str = ""
-
-
-def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in what a policy said, in order; none where it calls nothing."""
-    written = _CALL.findall(text)
-    if written:
-        return [call for each in written for call in _calls_of(each)]
-    alone = text.removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
-    if not alone.startswith(("{", "[")):
-        return []
-    found = _calls_of(alone)
-    return [] if any(call.error for call in found) else found  # JSON that is no call is an answer
-
-
-def _calls_of(text: str) -> list[ToolCall]:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return [ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')]
-    return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
-
-
-def _call_of(value: Any) -> ToolCall:
-    given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-    if not isinstance(given, dict) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, 'a call is JSON: {"name": …, "arguments": {…}}')
-    return ToolCall(value["name"], given)
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from typing_extensions import override
 from penstock.environments.base import Prompt
 from penstock.environments.example_environment import Example, split_by_hash, stable_unit
 from penstock.environments.multi_turn import Conversation, MultiTurnEnvironment, Reply
-from penstock.environments.tools import CALL_END, tool_calls
+from penstock.text.tool_calls import CALL_END, said_beside, tool_calls
 from penstock.types import ConfigError, EnvironmentFailure, Message
 from penstock.types.importing import load_attribute, load_module
 
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _KEY = "verifiers"
-_CALL = CALL_END.replace("/", "")
 _UNLIMITED_TURNS = 1_000
 _CLOSE_S = 30.0
 _LOADING = threading.Lock()
@@ -161,17 +160,18 @@ class VerifiersEnvironment(MultiTurnEnvironment):
         rows, held_out_rows = self.environment.build_dataset(), self.environment.build_eval_dataset()
         if rows is None or held_out_rows is None:
             examples = _examples(held_out_rows if rows is None else rows)
-            train, held_out = split_by_hash(examples, self.eval_fraction, _prompt_key)
+            train, held_out = split_by_hash(examples, self.eval_fraction, _problem_key(examples))
         else:
-            held_out = _examples(held_out_rows)
-            known = {_prompt_key(example) for example in held_out}
-            train = [example for example in _examples(rows) if _prompt_key(example) not in known]
-            if len(train) < len(rows):
-                left_out = len(rows) - len(train)
-                logger.warning("environment %s: %d training rows have held-out prompts: left out", self.name, left_out)
+            asked, held_out = _examples(rows), _examples(held_out_rows)
+            key = _problem_key([*asked, *held_out])
+            known = {key(example) for example in held_out}
+            train = [example for example in asked if key(example) not in known]
+            if len(train) < len(asked):
+                left_out = len(asked) - len(train)
+                logger.warning("environment %s: %d training rows are held-out problems: left out", self.name, left_out)
         if not train or not held_out:
             raise ConfigError(
-                f"env_args.env_id: {self.name} has {len(train)} prompts to train on and {len(held_out)} others to "
+                f"env_args.env_id: {self.name} has {len(train)} problems to train on and {len(held_out)} others to "
                 "evaluate with: give it more rows by env_args.args"
             )
         return train, held_out
@@ -298,7 +298,7 @@ def _response(conversation: Conversation, has_tools: bool, model: str) -> Any:
         model=model,
         usage=Usage(prompt_tokens=asked, reasoning_tokens=0, completion_tokens=said, total_tokens=asked + said),
         message=ResponseMessage(
-            content=(text.partition(_CALL)[0].strip() if _CALL in text else "") if calls else text,
+            content=said_beside(text) if calls else text,
             tool_calls=calls or None,
             finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
             is_truncated=is_cut,
@@ -350,8 +350,28 @@ def _prompt(prompt: Any) -> Prompt:
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
-def _prompt_key(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True, default=str)
+def _problem_key(examples: Sequence[Example]) -> Callable[[Example], str]:
+    """What tells problems apart: the prompt, and what is expected where one prompt stands for several problems.
+
+    A game may begin with the same words whatever there is to be found; rows that differ in `info` alone, which may be
+    a number of the row, are one problem unless none has an answer.
+    """
+    answered = any(example.answer for example in examples)
+    expected: dict[str, set[str]] = {}
+
+    def expectation(example: Example) -> str:
+        return example.answer if answered else json.dumps(example.columns.get("info"), sort_keys=True, default=str)
+
+    def prompt(example: Example) -> str:
+        return json.dumps(example.prompt, sort_keys=True, default=str)
+
+    def key(example: Example) -> str:
+        text = prompt(example)
+        return text if len(expected[text]) == 1 else json.dumps([text, expectation(example)])
+
+    for example in examples:
+        expected.setdefault(prompt(example), set()).add(expectation(example))
+    return key
 
 
 # --- verifiers' objects -----------------------------------------------------------------------------------------------

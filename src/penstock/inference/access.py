@@ -196,7 +196,7 @@ class BoundedPosts:
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         self._refuse_if_full()
         declared = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if declared != "application/json":
+        if declared != "application/json" and (declared or headers.get("content-length") != "0"):
             raise ApiError(415, f"content-type is {declared!r}: it must be application/json")
         too_large = ApiError(413, f"the body is larger than {self._most_bytes} bytes", code="request_too_large")
         if _declared_bytes(headers) > self._most_bytes:

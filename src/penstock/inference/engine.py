@@ -13,15 +13,16 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from typing import Literal
 
 import jax
 import numpy as np
 
 from penstock.inference.config import EngineConfig
 from penstock.inference.model_runner import ServedWeights
-from penstock.inference.scheduler import RunningBatch, ThroughputMeter
+from penstock.inference.scheduler import LatencyHistogram, RunningBatch, ThroughputMeter
 from penstock.inference.sequence import GenerationRequest, PendingRequest, Response, check_request
 from penstock.model.language import Decoder
 from penstock.types import (
@@ -36,6 +37,9 @@ from penstock.types import (
     WeightsError,
     WeightVersion,
 )
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of running responses while an engine is paused."""
 
 IDLE_WAKE_S = 60.0
 """An idle engine waits to be notified; it wakes this often so that no wait is unbounded."""
@@ -73,6 +77,8 @@ class InferenceEngine:
         self._ready, self._stopping = False, False
         self._failure: BaseException | None = None
         self._running, self._cached_tokens = 0, 0
+        self._pause: PauseMode | None = None
+        self._paused, self._recompute = False, False
         self._thread = threading.Thread(target=self._run, name="inference-engine", daemon=True)
 
     @property
@@ -251,6 +257,47 @@ class InferenceEngine:
         return version, weights.digests()
 
     @property
+    def paused(self) -> bool:
+        """Whether nothing is computed until `resume`."""
+        with self._changed:
+            return self._paused
+
+    def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float) -> None:
+        """Computes nothing more; requests wait, and weights are taken meanwhile.
+
+        Args:
+            mode: What becomes of responses that run: they are kept for `resume`, waited for, or aborted, with those
+                that have not begun.
+            clear_cache: Those that are kept compute their cache anew when they go on, under the weights of then.
+            timeout_s: Longest wait, in seconds.
+
+        Raises:
+            NoProgressError: they took longer; the engine pauses when they are done.
+            RunFailed: the engine failed meanwhile.
+            Stopped: it was stopped meanwhile.
+        """
+        with self._changed:
+            self._refuse_if_ended()
+            self._pause, self._recompute = mode, clear_cache
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._paused or self._stopping or self._failure, timeout_s)
+            self._refuse_if_ended()
+            if not self._paused:
+                raise NoProgressError(f"the inference engine had not paused after {timeout_s} s")
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        with self._changed:
+            self._pause, self._paused = None, False
+            self._changed.notify_all()
+
+    def rename_version(self, version: WeightVersion) -> None:
+        """What is served now is called so, from the next token on."""
+        with self._changed:
+            self._refuse_if_ended()
+            self._served = version
+
+    @property
     def busy_s(self) -> float:
         """Seconds in which it prefilled or decoded, since its start."""
         return self._meter.busy_s
@@ -265,6 +312,10 @@ class InferenceEngine:
                 "kv_used": self._cached_tokens / capacity,
             }
         return {f"inference/{name}": value for name, value in (self._meter.read() | gauges).items()}
+
+    def latencies(self) -> dict[str, LatencyHistogram]:
+        """How long responses took, by the names of `penstock.inference.scheduler.LATENCIES`."""
+        return self._meter.latencies()
 
     def raise_if_failed(self) -> None:
         """Raises RunFailed, caused by the original error, if the engine's thread died."""
@@ -312,14 +363,35 @@ class InferenceEngine:
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; False when the engine is to stop."""
         with self._changed:
-            while not (self._stopping or self._waiting or self._next_weights or self._batch.running):
+            while not (self._stopping or self._next_weights or self._has_work()):
+                if self._pause is not None and not self._paused:
+                    self._paused = True
+                    self._changed.notify_all()
                 self._changed.wait(IDLE_WAKE_S)
             return not self._stopping
+
+    def _has_work(self) -> bool:
+        """What a pause leaves of it: waited for is what runs, aborted is everything."""
+        if self._pause is None:
+            return bool(self._waiting or self._batch.running)
+        left = {"keep": 0, "wait": self._batch.running, "abort": self._batch.running + len(self._waiting)}
+        return left[self._pause] > 0
 
     def _step(self) -> None:
         self._take_weights()
         self._drop_cancelled()
-        self._admit()
+        with self._changed:
+            pause = self._pause
+            recompute, self._recompute = self._recompute and pause is None, self._recompute and pause is not None
+        if pause == "abort":
+            self._close(self._abort())
+            self._batch.clear()
+        if recompute:
+            self._batch.recompute(self._served)
+        if pause is None:
+            self._admit()
+        elif pause != "wait":
+            return
         ended = self._batch.decode(self._served)
         self._close(len(ended))
         for response in ended:
@@ -357,14 +429,15 @@ class InferenceEngine:
             self._open_responses -= responses
             self._running, self._cached_tokens = self._batch.running, self._batch.cached_tokens
 
-    def _unfinished(self) -> Iterable[Response]:
+    def _unfinished(self) -> list[Response]:
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
         return [*self._batch.responses, *waiting]
 
-    def _abort(self) -> None:
-        self._end(lambda response: response.finish(self._tokenizer, self._served, self._name))
+    def _abort(self) -> int:
+        """What waits and what runs ends as it is; returns how many responses that is."""
+        return self._end(lambda response: response.finish(self._tokenizer, self._served, self._name))
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -372,10 +445,12 @@ class InferenceEngine:
             self._changed.notify_all()
         self._end(lambda response: response.pending.fail(error))
 
-    def _end(self, settle: Callable[[Response], None]) -> None:
-        for response in self._unfinished():
+    def _end(self, settle: Callable[[Response], None]) -> int:
+        unfinished = self._unfinished()
+        for response in unfinished:
             if not response.pending.future.done():
                 settle(response)
+        return len(unfinished)
 
     def _pend(self, request: GenerationRequest) -> PendingRequest:
         stops = request.decoding.stop_token_ids or self._tokenizer.stop_token_ids

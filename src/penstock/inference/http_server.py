@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -23,7 +24,8 @@ from penstock.inference.access import (
 from penstock.inference.config import ServeConfig, ServedEngineConfig, is_loopback
 from penstock.inference.engine import InferenceEngine
 from penstock.inference.server import create_app
-from penstock.model.language import PolicyConfig, load_policy
+from penstock.model.language import Decoder, PolicyConfig, load_policy
+from penstock.model.language.config import Dtype
 from penstock.text import Tokenizer
 from penstock.types import CheckpointError, ConfigError, NoProgressError, RunFailed, WeightVersion
 
@@ -196,7 +198,7 @@ def serve(
     engine = InferenceEngine(decoder, WeightVersion(0, 0), tokenizer, engine_config)
     name = config.model_name or Path(checkpoint).resolve().name
     access = AccessRules(config.token, config.host, config.max_body_bytes, config.max_waiting)
-    app = create_app(engine, tokenizer, name, access)
+    app = create_app(engine, tokenizer, name, access, partial(_same_policy, config.model.dtype, tokenizer))
     server = HttpServer(app, config.host, config.port, config.stop_timeout_s, config.tls_cert, config.tls_key)
     with ExitStack() as closing:
         announce(f"compiling for {engine_config.max_slots} responses of at most {max_seq_len} tokens …")
@@ -204,6 +206,11 @@ def serve(
         engine.start()
         closing.callback(server.stop)
         _run_until(ending, engine, server, config, lambda: announce(_announcement(name, server.url, config)))
+
+
+def _same_policy(dtype: Dtype, tokenizer: Tokenizer, path: Path) -> Decoder:
+    """The policy of another directory, in the dtype that is served."""
+    return load_policy(PolicyConfig(path=str(model_directory(str(path))), dtype=dtype), 0, tokenizer)
 
 
 def _run_until(

@@ -12,9 +12,10 @@ so that what an idle engine does with a submission depends on the submission alo
 import heapq
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -147,7 +148,7 @@ class SlotTable:
             "positions": np.zeros(slots, np.int32),
             "budget": np.zeros(slots, np.int32),
             "seeds": np.zeros((slots, 2), np.uint32),
-            **{name: np.full(slots, field.neutral, field.dtype) for name, field in SAMPLING_FIELDS.items()},
+            **{name: np.full(slots, each.neutral, each.dtype) for name, each in SAMPLING_FIELDS.items()},
             "stop_token_ids": np.full((slots, max_stop_token_ids), -1, np.int32),
         }
 
@@ -191,9 +192,9 @@ class SlotTable:
         rows["positions"][slot] = len(response.prompt) - 1
         rows["budget"][slot] = response.remaining_tokens
         rows["seeds"][slot] = response.seed >> WORD_BITS, response.seed & (2**WORD_BITS - 1)
-        for name, field in SAMPLING_FIELDS.items():
+        for name, parameter in SAMPLING_FIELDS.items():
             value = getattr(decoding, name)
-            rows[name][slot] = field.neutral if value is None else value
+            rows[name][slot] = parameter.neutral if value is None else value
         stops = response.pending.stop_token_ids
         rows["stop_token_ids"][slot] = -1
         rows["stop_token_ids"][slot, : len(stops)] = stops
@@ -203,8 +204,8 @@ class SlotTable:
         """Frees a slot; its cache entries stay, its parameters must not slow down the others."""
         self._responses[slot] = None
         self._rows["budget"][slot] = 0
-        for name, field in SAMPLING_FIELDS.items():
-            self._rows[name][slot] = field.neutral
+        for name, parameter in SAMPLING_FIELDS.items():
+            self._rows[name][slot] = parameter.neutral
         heapq.heappush(self._free, slot)
 
     def advance(self, sampled: HostSamples, version: WeightVersion) -> list[tuple[int, Response]]:
@@ -228,13 +229,38 @@ LEAST_DISPATCHES = 4
 """and over at least so many, however long ago: one of a slow model may take longer, and so may a pause."""
 
 
+LATENCIES = ("queue_s", "first_token_s", "between_tokens_s", "whole_s")
+"""Seconds of a response: until it has a slot, until its first tokens, between two tokens, and until its end."""
+LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+@dataclass(slots=True)
+class LatencyHistogram:
+    """How often something took how long.
+
+    Attributes:
+        counts: By upper bound, `LATENCY_BOUNDS_S` and then everything longer; not cumulative.
+        total_s: Sum of all, in seconds.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """It took so long, so many times."""
+        self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += times
+        self.total_s += seconds * times
+
+
 class ThroughputMeter:
-    """Totals, and the recent rate of generation."""
+    """Totals, the recent rate of generation, and how long responses wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = {"tokens_total": 0.0, "prefill_tokens_total": 0.0, "prompts_total": 0.0}
         self._totals |= {"responses_total": 0.0, "dispatches_total": 0.0, "weight_swaps_total": 0.0}
+        self._totals |= {"prefix_hits_total": 0.0}
+        self._latencies = {name: LatencyHistogram() for name in LATENCIES}
         self._busy_s = 0.0
         self._recent: deque[tuple[float, float, int]] = deque()
 
@@ -252,6 +278,35 @@ class ThroughputMeter:
             self._busy_s += now - started
             self._recent.append((started, now, tokens))
             self._forget(now)
+
+    def add_waits(self, arrivals: Sequence[Response]) -> None:
+        """These have their slots now."""
+        now = time.monotonic()
+        with self._lock:
+            for response in arrivals:
+                self._latencies["queue_s"].add(now - response.pending.submitted_s)
+
+    def add_tokens(self, running: Sequence[tuple[int, Response]], count: np.ndarray) -> None:
+        """A dispatch gave each slot so many tokens, which are told all at once."""
+        now = time.monotonic()
+        with self._lock:
+            for slot, response in running:
+                self._add_tokens(response, int(count[slot]), now)
+
+    def _add_tokens(self, response: Response, count: int, now: float) -> None:
+        began = response.pending.submitted_s
+        if response.told_s is None:
+            self._latencies["first_token_s"].add(now - began)
+        else:
+            self._latencies["between_tokens_s"].add((now - response.told_s) / count, count)
+        response.told_s = now
+        if response.finish_reason is not None:
+            self._latencies["whole_s"].add(now - began)
+
+    def latencies(self) -> dict[str, LatencyHistogram]:
+        """By the names of `LATENCIES`."""
+        with self._lock:
+            return {name: LatencyHistogram([*each.counts], each.total_s) for name, each in self._latencies.items()}
 
     @property
     def busy_s(self) -> float:
@@ -342,14 +397,41 @@ class RunningBatch:
         self._fill(admission)
         for response in arrivals:
             response.prefilled_by = version if len(response.prompt) > 1 else None
+        self._meter.add_waits(arrivals)
+
+    def recompute(self, version: WeightVersion) -> None:
+        """The cache of all that runs is computed anew, under these weights.
+
+        Args:
+            version: Of the weights that are served.
+        """
+        self._prefixes.clear()
+        slots: dict[bytes, list[int]] = defaultdict(list)
+        texts: dict[bytes, np.ndarray] = {}
+        for slot, response in self._slots.occupied():
+            text = np.concatenate([response.prompt, np.array(response.tokens, np.int32)])
+            if len(text) > 1:
+                slots[text.tobytes()].append(slot)
+                texts[text.tobytes()] = text
+                response.prefilled_by = version
+        admission = AdmissionPlan(None, _batch(texts, slots, self._config))
+        self._fit_window(admission, fresh_start=False)
+        self._fill(admission)
+
+    def clear(self) -> None:
+        """Frees all slots."""
+        for slot, _ in self._slots.occupied():
+            self._slots.release(slot)
 
     def decode(self, version: WeightVersion) -> list[Response]:
         """Runs one dispatch; returns the responses that ended with it, whose slots are free again."""
         if not self._slots.running:
             return []
         started = time.monotonic()
+        running = list(self._slots.occupied())
         sampled = self._runner.decode(self._slots.rows)
         ended = self._slots.advance(sampled, version)
+        self._meter.add_tokens(running, sampled.count)
         for slot, _ in ended:
             self._slots.release(slot)
         self._meter.add(responses=len(ended))
@@ -380,6 +462,7 @@ class RunningBatch:
     def _fill(self, admission: AdmissionPlan) -> None:
         if admission.fork is not None:
             self._runner.fork(admission.fork)
+            self._meter.add(prefix_hits=int((admission.fork != np.arange(len(admission.fork))).sum()))
         for prefill in admission.prefills:
             self._runner.prefill(prefill.tokens, prefill.source)
             self._meter.add(prefill_tokens=prefill.tokens.size)

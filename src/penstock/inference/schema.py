@@ -1,25 +1,15 @@
-"""Bodies, answers and errors of the OpenAI-compatible API.
+"""Bodies and errors of the OpenAI-compatible API.
 
 *Bodies* are read strictly. What the API knows but this engine cannot do is refused by name, never ignored: a silently
 dropped penalty would change what is sampled. Beyond OpenAI's own: the other `SAMPLING_FIELDS`, named as vLLM names
 them, `stop_token_ids`, `return_token_ids`, `chat_template_kwargs`, `seeds` (one per prompt), prompts as token ids.
-Tools go through the chat template; what a policy says of them comes back as text, as it was sampled. Reading a body
+Tools go through the chat template. Reading a body
 costs time in proportion to its size and no more: lists and objects are counted before they are validated, and
 validation ends at the first error (pydantic would otherwise make one for each entry, and each arm of a union).
-
-*Answers* are built from completions. A response's text ends before the stop string; its tokens, log-probabilities and
-usage count everything that was sampled. `system_fingerprint` names the oldest weights behind the answer. With
-`return_token_ids` each choice has all that the engine recorded: a log-probability's shortest decimal form reads back as
-the same float32; one that is not finite, which JSON cannot say, is null. When a response was finished is said by its
-age, for clocks of two machines differ.
 """
 
 import json
-import math
 import secrets
-import time
-import uuid
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -29,126 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from penstock.inference.sequence import MOST_STOP_STRINGS
-from penstock.types import SAMPLING_FIELDS, Completion, Decoding, TextCodec, WeightVersion, fold
-
-
-def completion_answer(
-    groups: Sequence[Sequence[Completion]],
-    tokenizer: TextCodec,
-    model: str,
-    stop: Sequence[str],
-    logprobs: bool,
-    token_ids: bool,
-) -> dict[str, Any]:
-    """The answer of ``/v1/completions``: choices by prompt, then by sample."""
-    choices: list[dict[str, Any]] = []
-    for completion in (completion for group in groups for completion in group):
-        choice: dict[str, Any] = {
-            "index": len(choices),
-            "text": _text_before_stop(completion, stop),
-            "finish_reason": completion.finish_reason,
-            "logprobs": _legacy_logprobs(completion, tokenizer) if logprobs else None,
-        }
-        if token_ids:
-            choice |= _record(completion) | {"prompt_token_ids": completion.prompt_tokens.tolist()}
-        choices.append(choice)
-    return _envelope("cmpl", "text_completion", model, groups) | {"choices": choices}
-
-
-def chat_answer(
-    completions: Sequence[Completion],
-    tokenizer: TextCodec,
-    model: str,
-    stop: Sequence[str],
-    logprobs: bool,
-    token_ids: bool,
-) -> dict[str, Any]:
-    """The answer of ``/v1/chat/completions``."""
-    choices: list[dict[str, Any]] = []
-    for index, completion in enumerate(completions):
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": _text_before_stop(completion, stop), "refusal": None},
-            "finish_reason": completion.finish_reason,
-            "logprobs": {"content": _token_logprobs(completion, tokenizer), "refusal": None} if logprobs else None,
-        }
-        if token_ids:
-            choice |= _record(completion)
-        choices.append(choice)
-    answer = _envelope("chatcmpl", "chat.completion", model, [completions]) | {"choices": choices}
-    if token_ids:
-        answer["prompt_token_ids"] = completions[0].prompt_tokens.tolist()
-    return answer
-
-
-def _envelope(prefix: str, kind: str, model: str, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-    """What both answers share. A prompt counts once, however many samples it has."""
-    prompt_tokens = sum(len(group[0].prompt_tokens) for group in groups)
-    completion_tokens = sum(len(completion.response_tokens) for group in groups for completion in group)
-    oldest = min((c.lineage, c.oldest_weight_step) for group in groups for c in group)
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": f"weights-{oldest[0]}-{oldest[1]}",
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
-    }
-
-
-def _text_before_stop(completion: Completion, stop: Sequence[str]) -> str:
-    """The text without the stop string that ended it (a completion's text ends with it)."""
-    ending = max((s for s in stop if completion.text.endswith(s)), key=len, default="")
-    return completion.text[: len(completion.text) - len(ending)]
-
-
-def _record(completion: Completion) -> dict[str, Any]:
-    """What the engine recorded of one response."""
-    return {
-        "token_ids": _ids(completion),
-        "token_logprobs": _logprobs(completion),
-        "weight_steps": completion.weight_steps.tolist(),
-        "oldest_weight_step": completion.oldest_weight_step,
-        "lineage": completion.lineage,
-        "engine": completion.engine,
-        "age_s": 0.0 if completion.finished_s is None else round(time.monotonic() - completion.finished_s, 6),
-    }
-
-
-def _logprobs(completion: Completion) -> list[float | None]:
-    return [logprob if math.isfinite(logprob) else None for logprob in completion.response_logprobs.tolist()]
-
-
-def _ids(completion: Completion) -> list[int]:
-    return completion.response_tokens.tolist()
-
-
-def _strings(completion: Completion, tokenizer: TextCodec) -> list[str]:
-    return [tokenizer.decode([token], skip_special_tokens=False) for token in _ids(completion)]
-
-
-def _token_logprobs(completion: Completion, tokenizer: TextCodec) -> list[dict[str, Any]]:
-    strings = _strings(completion, tokenizer)
-    return [
-        {"token": string, "logprob": logprob, "bytes": list(string.encode()), "top_logprobs": []}
-        for string, logprob in zip(strings, _logprobs(completion), strict=True)
-    ]
-
-
-def _legacy_logprobs(completion: Completion, tokenizer: TextCodec) -> dict[str, Any]:
-    strings = _strings(completion, tokenizer)
-    offsets = np.cumsum([0, *map(len, strings)])[:-1].tolist()
-    return {
-        "tokens": strings,
-        "token_logprobs": _logprobs(completion),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
-
+from penstock.types import SAMPLING_FIELDS, Decoding, WeightVersion, fold
 
 LONGEST_MESSAGE = 1000
 """In characters: an error repeats what a client sent, but not all of it."""
@@ -170,7 +41,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
-    def response(self) -> JSONResponse:
+    @property
+    def body(self) -> dict[str, Any]:
         """``{"error": {"message", "type", "param", "code"}}``."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
@@ -179,7 +51,11 @@ class ApiError(Exception):
             "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
-        return JSONResponse({"error": error}, status_code=self.status)
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The answer that it is."""
+        return JSONResponse(self.body, status_code=self.status)
 
 
 def _encodable(text: str) -> str:
@@ -197,8 +73,6 @@ async def respond(_: Request, error: Exception) -> JSONResponse:
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
@@ -209,9 +83,32 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": (),
+    # vLLM's
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "documents": (),
+    "chat_template": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "bad_words": ([],),
+    "priority": (0,),
 }
 """Parameters that are accepted only with these values (or null), which ask for nothing."""
 
@@ -232,20 +129,37 @@ _SAMPLING: dict[str, Any] = {name: (field.kind | None, None) for name, field in 
 _Sampling = create_model("_Sampling", __config__=ConfigDict(frozen=True, extra="forbid", strict=True), **_SAMPLING)
 
 
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
 class _Body(_Sampling):
     model: str
     n: int = Field(default=1, ge=1, le=MOST_RESPONSES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool = False
     seed: int | None = None
     stop: str | _Listed[str] | None = None
     stop_token_ids: _Listed[int] | None = None
     return_token_ids: bool = False
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether a stream ends with a count of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def decoding(self, max_output_tokens: int) -> Decoding:
         """How to sample; ranges are the engine's to check."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         return Decoding(
-            **{name: value for name, value in given.items() if value not in (None, SAMPLING_FIELDS[name].neutral)},
+            **{name: value for name, value in given.items() if not SAMPLING_FIELDS[name].asks_nothing(value)},
             max_output_tokens=max_output_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             stop_strings=tuple(stops),
@@ -346,8 +260,14 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Conversation(BaseModel):
-    """What the chat template is given beside the messages."""
+    """What the chat template is given beside the messages.
 
+    Attributes:
+        continue_final_message: The answer goes on with the last message, instead of being the next one.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     tools: _Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -355,6 +275,16 @@ class _Conversation(BaseModel):
     def given(self) -> dict[str, Any]:
         """The same as `TextCodec.render` takes it."""
         return {**(self.chat_template_kwargs or {}), **({"tools": self.tools} if self.tools else {})}
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> "_Conversation":
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise ValueError(
+                "add_generation_prompt is false, which goes with continue_final_message only: leave it out"
+            )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other: leave one out")
+        return self
 
 
 class ChatBody(_Body, _Conversation):
@@ -364,6 +294,28 @@ class ChatBody(_Body, _Conversation):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are read out of the answer.
+
+        Raises:
+            ApiError: status 400: a call is demanded, which nothing here can force.
+        """
+        if self.tool_choice not in (None, "auto", "none"):
+            message = "tool_choice can be auto or none: this server forces no calls; leave it out"
+            raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``: token ids to text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: _Listed[int]
 
 
 class TokenizeBody(_Conversation):
@@ -374,6 +326,17 @@ class TokenizeBody(_Conversation):
     model: str | None = None
     prompt: str | None = None
     messages: _Listed[ChatMessage] | None = None
+
+
+class ControlBody(BaseModel):
+    """What the routes that drive a server are sent, each its own part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: str | None = None
+    kwargs: dict[str, str] | None = None
+    new_version: str | None = None
+    action: str | None = None
 
 
 _Read = TypeVar("_Read", bound=BaseModel)
@@ -419,7 +382,7 @@ def _refuse_unless_neutral(name: str, value: Any) -> None:
 def _count_entries(wanted: dict[str, Any], max_seq_len: int) -> None:
     """Refuses lists that are too long for what they are, whatever they hold."""
     for name, value in wanted.items():
-        if isinstance(value, list) and name != "prompt":
+        if isinstance(value, list) and name not in ("prompt", "tokens"):
             _at_most(MOST_STOP_STRINGS if name == "stop" else MOST_ENTRIES, value, name)
     prompt, messages = wanted.get("prompt"), wanted.get("messages")
     if isinstance(prompt, list):
@@ -430,6 +393,8 @@ def _count_entries(wanted: dict[str, Any], max_seq_len: int) -> None:
             _at_most(MOST_ENTRIES, prompt, "prompt")
     if isinstance(messages, list):
         _count_parts(messages)
+    if isinstance(tokens := wanted.get("tokens"), list):
+        _at_most(max_seq_len, tokens, "tokens")
 
 
 def _check_length(tokens: list[Any], max_seq_len: int) -> None:
@@ -464,8 +429,6 @@ def folded_seeds(seed: int | None, prompts: int) -> list[int]:
 
 
 def _unsupported(name: str) -> str:
-    if name == "stream":
-        return "stream is not supported: leave it out and take the whole response"
     return f"{name} is not supported by this server: leave it out"
 
 

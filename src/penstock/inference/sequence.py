@@ -10,7 +10,7 @@ and nothing after it does. Only the response's tail is decoded each time, so the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -46,12 +46,15 @@ class GenerationRequest:
         decoding: How to sample; no `stop_token_ids` means the tokenizer's.
         seed: Sample j draws from ``fold(seed, j)``, and from nothing else.
         n: Responses; they share the prompt's prefill.
+        on_tokens: Told of the tokens and log-probabilities that each dispatch gave sample j: called by the engine's
+            thread, so it returns at once and raises nothing.
     """
 
     prompt: np.ndarray
     decoding: Decoding
     seed: int
     n: int = 1
+    on_tokens: Callable[[int, list[int], list[float]], None] | None = None
 
 
 def check_request(request: GenerationRequest, config: EngineConfig, vocab_size: int) -> None:
@@ -168,6 +171,7 @@ class PendingRequest:
         request: What was asked.
         stop_token_ids: The request's, or the tokenizer's.
         max_tokens: Most per response: what was asked for, or what the sequence length leaves.
+        submitted_s: When, in seconds of this process's monotonic clock.
         future: Resolved with n completions in order.
         completions: Those that have ended, by sample.
     """
@@ -175,6 +179,7 @@ class PendingRequest:
     request: GenerationRequest
     stop_token_ids: tuple[int, ...]
     max_tokens: int
+    submitted_s: float = field(default_factory=time.monotonic)
     future: Future[list[Completion]] = field(default_factory=Future)
     completions: dict[int, Completion] = field(default_factory=dict[int, Completion])
 
@@ -203,6 +208,7 @@ class Response:
         versions: The weights that sampled each of them.
         prefilled_by: The weights behind the prompt's cache; None for a prompt that needed none.
         finish_reason: None while it runs.
+        told_s: When it had its newest tokens, in seconds of this process's monotonic clock; None before the first.
     """
 
     pending: PendingRequest
@@ -213,6 +219,7 @@ class Response:
     versions: list[WeightVersion] = field(default_factory=list[WeightVersion])
     prefilled_by: WeightVersion | None = None
     finish_reason: FinishReason | None = None
+    told_s: float | None = None
     _stop_strings: StopStrings | None = None
 
     @classmethod
@@ -244,6 +251,8 @@ class Response:
             self.finish_reason = "stop"
         elif self.remaining_tokens == 0:
             self.finish_reason = "length"
+        if self.pending.request.on_tokens is not None:
+            self.pending.request.on_tokens(self.index, tokens[:count], logprobs[:count])
 
     def finish(self, tokenizer: TextCodec, current: WeightVersion, engine: str) -> None:
         """Hands the completion to its request.

@@ -1,17 +1,23 @@
 """The OpenAI-compatible API over an engine, as a Starlette application.
 
-``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize`` and ``/health``. Handlers never block
-the event loop: bodies are read, texts encoded and answers made in a thread, one at a time, and the engine's futures
-are awaited. `penstock.inference.access` bounds what may be asked before any handler runs. A client that goes away
-frees its slots. No route changes weights or the server's state: one that did must not exist without a token. Not
-covered: streaming, penalties (refused by name), reading tool calls out of an answer, alternatives' log-probabilities.
+``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/tokenize``, ``/detokenize``, ``/health``, ``/ready``
+and ``/version``. Handlers never block the event loop: bodies are read, texts encoded and answers made in a thread, one
+at a time, and the engine's futures are awaited. `penstock.inference.access` bounds what may be asked before any handler
+runs. A client that goes away frees its slots, in the middle of a stream, too. Routes that pause the engine or change
+its weights exist only where a token is asked for (`_Control`), and never on the servers of a run. Not covered:
+penalties (refused by name), log-probabilities of alternatives.
 """
 
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,34 +25,38 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.inference.access import AccessRules
+from penstock.inference.answers import CONTENT_TYPE, AnswerForm, AnswerStream, event, exposition
 from penstock.inference.codec import largest_body_bytes
-from penstock.inference.engine import InferenceEngine
+from penstock.inference.engine import InferenceEngine, PauseMode
 from penstock.inference.schema import (
     ApiError,
     ChatBody,
-    ChatMessage,
     CompletionBody,
+    ControlBody,
+    DetokenizeBody,
     TokenizeBody,
-    chat_answer,
-    completion_answer,
     folded_seeds,
     read_body,
     respond,
 )
 from penstock.inference.sequence import GenerationRequest
+from penstock.model.language import Decoder
 from penstock.types import (
+    CheckpointError,
     Completion,
     ConfigError,
-    Decoding,
     EnvironmentFailure,
     Message,
+    NoProgressError,
     RunFailed,
     Stopped,
     TextCodec,
+    WeightsError,
+    WeightVersion,
 )
 
 SMALL_WORK_BYTES = 4096
@@ -55,12 +65,20 @@ SMALL_WORK_BYTES = 4096
 LONGEST_PAUSE_S = 0.05
 """After each piece of work in a thread, before the next one begins."""
 
-_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody)
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _Result = TypeVar("_Result")
 
 
+LoadWeights = Callable[[Path], Decoder]
+"""Reads a policy directory; raises `ConfigError` or `CheckpointError`."""
+
+
 def create_app(
-    engine: InferenceEngine, tokenizer: TextCodec, model_name: str, access: AccessRules | None = None
+    engine: InferenceEngine,
+    tokenizer: TextCodec,
+    model_name: str,
+    access: AccessRules | None = None,
+    load_weights: LoadWeights | None = None,
 ) -> Starlette:
     """Makes the application.
 
@@ -69,20 +87,26 @@ def create_app(
         tokenizer: The policy's; renders conversations and decodes texts.
         model_name: The only model that it knows.
         access: Who may ask, and how much at once; None asks for no token, and answers to this machine's names only.
+        load_weights: With it, and only with a token, there are routes that pause the engine and give it other weights.
     """
+    rules = access or AccessRules()
     api = _Api(engine, tokenizer, model_name)
+    control = [] if load_weights is None or rules.token is None else _Control(engine, load_weights).routes()
     routes = [
         Route("/health", api.health, methods=["GET"]),
+        Route("/ready", api.health, methods=["GET"]),
+        Route("/version", api.version, methods=["GET"]),
+        Route("/metrics", api.metrics, methods=["GET"]),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
+        *control,
     ]
     handlers = {ApiError: respond, HTTPException: respond, Exception: respond}
-    middleware = (access or AccessRules()).middleware(
-        largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size)
-    )
+    middleware = rules.middleware(largest_body_bytes(engine.config.max_seq_len, tokenizer.vocab_size))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
@@ -119,15 +143,12 @@ class _Api:
         decoding = body.decoding(body.max_tokens)
         prompts = await self._work(lambda: [self._render(prompt) for prompt in body.prompts])
         seeds = body.prompt_seeds(len(prompts))
-        groups = await self._generate(request, prompts, body.n, decoding, seeds)
-        return await self._work(
-            lambda: _response(
-                completion_answer(
-                    groups, self._tokenizer, self._model_name, decoding.stop_strings,
-                    body.logprobs is not None, body.return_token_ids,
-                )
-            )
+        requests = [GenerationRequest(p, decoding, seed, body.n) for p, seed in zip(prompts, seeds, strict=True)]
+        form = AnswerForm(
+            self._tokenizer, self._model_name, False, decoding.stop_strings, body.logprobs is not None,
+            body.return_token_ids, body.return_tokens_as_token_ids,
         )  # fmt: skip
+        return await self._answered(request, requests, form, body)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
@@ -135,17 +156,34 @@ class _Api:
         self._check_model(body.model)
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         decoding = body.decoding(self._max_seq_len if limit is None else limit)
-        prompt = await self._work(lambda: self._conversation(body.messages, body.given))
-        seeds = folded_seeds(body.seed, 1)
-        (completions,) = await self._generate(request, [prompt], body.n, decoding, seeds)
-        return await self._work(
-            lambda: _response(
-                chat_answer(
-                    completions, self._tokenizer, self._model_name, decoding.stop_strings,
-                    bool(body.logprobs), body.return_token_ids,
-                )
-            )
+        prompt = await self._work(lambda: self._conversation(body))
+        form = AnswerForm(
+            self._tokenizer, self._model_name, True, decoding.stop_strings, bool(body.logprobs),
+            body.return_token_ids, body.return_tokens_as_token_ids, body.reads_calls,
         )  # fmt: skip
+        asked = GenerationRequest(prompt, decoding, folded_seeds(body.seed, 1)[0], body.n)
+        return await self._answered(request, [asked], form, body)
+
+    async def _answered(
+        self, request: Request, requests: list[GenerationRequest], form: AnswerForm, body: CompletionBody | ChatBody
+    ) -> Response:
+        if body.stream:
+            return await self._streamed(requests, form, body.counts_usage)
+        futures = await self._submit(requests)
+        groups = await _wait(request, futures, self._engine.config.request_timeout_s)
+        return await self._work(lambda: _response(form.answer(groups)))
+
+    async def _streamed(self, requests: list[GenerationRequest], form: AnswerForm, with_usage: bool) -> Response:
+        """Begins once the engine has taken the requests: what it refuses is answered as ever."""
+        dispatches: asyncio.Queue[Sampled | None] = asyncio.Queue()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, dispatches.put_nowait)
+        watched = [
+            replace(each, on_tokens=partial(_sampled, tell, number * each.n)) for number, each in enumerate(requests)
+        ]
+        futures = await self._submit(watched)
+        stream = AnswerStream(form, sum(each.n for each in requests), with_usage)
+        events = _events(stream, futures, dispatches, self._engine.config.request_timeout_s)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids that a prompt, or a conversation with its template, becomes."""
@@ -154,9 +192,22 @@ class _Api:
             raise ApiError(400, "give exactly one of prompt and messages", param="prompt")
         return await self._work(lambda: self._tokenized(body))
 
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await self._read(request, DetokenizeBody)
+        return await self._work(lambda: JSONResponse({"prompt": self._tokenizer.decode(body.tokens, False)}))
+
+    async def version(self, _: Request) -> JSONResponse:
+        """Of Penstock."""
+        return JSONResponse({"version": version("penstock")})
+
+    async def metrics(self, _: Request) -> Response:
+        """All numbers in Prometheus' text form."""
+        content = await self._work(lambda: exposition(self._engine.stats(), self._engine.latencies()))
+        return Response(content, media_type=CONTENT_TYPE)
+
     def _tokenized(self, body: TokenizeBody) -> Response:
-        said = body.messages or ()
-        tokens = self._conversation(said, body.given) if body.prompt is None else self._render(body.prompt)
+        tokens = self._conversation(body) if body.prompt is None else self._render(body.prompt)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_seq_len, "tokens": tokens.tolist()})
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
@@ -188,37 +239,179 @@ class _Api:
             message = f"model {name!r:.200} does not exist: this server has {self._model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _conversation(self, messages: Sequence[ChatMessage], given: Mapping[str, Any]) -> np.ndarray:
-        return self._render([message.as_mapping() for message in messages], given)
+    def _conversation(self, body: ChatBody | TokenizeBody) -> np.ndarray:
+        said = [message.as_mapping() for message in body.messages or ()]
+        return self._render(said, body.given, body.continue_final_message)
 
     def _render(
-        self, prompt: str | Sequence[Message] | np.ndarray, given: Mapping[str, Any] | None = None
+        self,
+        prompt: str | Sequence[Message] | np.ndarray,
+        given: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> np.ndarray:
         if isinstance(prompt, np.ndarray):
             return prompt
         try:
-            return self._tokenizer.render(prompt, self._max_seq_len, given)
+            return self._tokenizer.render(prompt, self._max_seq_len, given, continue_final)
         except EnvironmentFailure as error:
             raise ApiError(400, str(error), code="invalid_prompt") from error
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from error
 
-    async def _generate(
-        self, request: Request, prompts: list[np.ndarray], n: int, decoding: Decoding, seeds: list[int]
-    ) -> list[list[Completion]]:
-        requests = [GenerationRequest(p, decoding, seed, n) for p, seed in zip(prompts, seeds, strict=True)]
+    async def _submit(self, requests: list[GenerationRequest]) -> "list[Future[list[Completion]]]":
+        with _engines_errors():
+            return await run_in_threadpool(self._engine.submit, requests)
+
+
+@contextmanager
+def _engines_errors() -> Iterator[None]:
+    """What the engine raises, as the API says it."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        raise ApiError(400, str(error), code="invalid_prompt") from error
+    except ConfigError as error:
+        raise ApiError(400, str(error), code="invalid_value") from error
+    except (NoProgressError, RunFailed, Stopped) as error:
+        raise ApiError(503, str(error), code="engine_unavailable") from error
+
+
+class _Control:
+    """Routes by which a trainer drives a server, as vLLM names them. All of them need the token."""
+
+    def __init__(self, engine: InferenceEngine, load_weights: LoadWeights) -> None:
+        self._engine, self._load_weights = engine, load_weights
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/pause", self.pause, methods=["POST"]),
+            Route("/resume", self.resume, methods=["POST"]),
+            Route("/is_paused", self.is_paused, methods=["GET"]),
+            Route("/weight_info", self.weight_info, methods=["GET"]),
+            Route("/collective_rpc", self.reload_weights, methods=["POST"]),
+            Route("/update_weight_version", self.rename_version, methods=["POST"]),
+            Route("/weight_checker", self.checksum, methods=["POST"]),
+        ]
+
+    async def pause(self, request: Request) -> JSONResponse:
+        """Computes nothing more; ``mode`` (keep, wait, abort) and ``clear_cache`` stand in the query."""
+        mode, clear = request.query_params.get("mode", "abort"), request.query_params.get("clear_cache", "true")
+        modes: dict[str, PauseMode] = {"keep": "keep", "wait": "wait", "abort": "abort"}
+        if mode not in modes or clear not in ("true", "false"):
+            message = f"mode is {mode!r:.100}, clear_cache {clear!r:.100}: keep, wait or abort, and true or false"
+            raise ApiError(400, message, "mode", "invalid_value")
+        timeout_s = self._engine.config.request_timeout_s
+        with _engines_errors():
+            await run_in_threadpool(self._engine.pause, modes[mode], clear == "true", timeout_s)
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, _: Request) -> JSONResponse:
+        """Goes on."""
+        self._engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> JSONResponse:
+        """Whether it is."""
+        return JSONResponse({"is_paused": self._engine.paused})
+
+    async def weight_info(self, _: Request) -> JSONResponse:
+        """The version that is served."""
+        served = self._engine.version
+        return JSONResponse({"weight_version": f"{served.lineage}-{served.step}"})
+
+    async def reload_weights(self, request: Request) -> JSONResponse:
+        """Serves the policy of a directory of this machine; its version follows by ``/update_weight_version``."""
+        body = read_body(ControlBody, await request.body(), 0)
+        path = (body.kwargs or {}).get("weights_path")
+        if body.method != "reload_weights" or not path:
+            message = "method must be reload_weights, with kwargs.weights_path: nothing else can be called"
+            raise ApiError(400, message, "method", "unsupported_parameter")
+        await run_in_threadpool(self._reload, Path(path))
+        return JSONResponse({"results": [None]})
+
+    def _reload(self, path: Path) -> None:
+        served = self._engine.version
         try:
-            futures = await run_in_threadpool(self._engine.submit, requests)
-            groups = await _wait(request, futures, self._engine.config.request_timeout_s)
-        except EnvironmentFailure as error:
-            raise ApiError(400, str(error), code="invalid_prompt") from error
-        except ConfigError as error:
-            raise ApiError(400, str(error), code="invalid_value") from error
-        except (RunFailed, Stopped) as error:
+            decoder = self._load_weights(path)
+            self._engine.set_weights(served, decoder)
+            self._engine.digests(self._engine.config.request_timeout_s)  # until they are swapped in
+        except (ConfigError, CheckpointError, WeightsError) as error:
+            raise ApiError(400, str(error), "weights_path", "invalid_value") from error
+        except (NoProgressError, RunFailed, Stopped) as error:
             raise ApiError(503, str(error), code="engine_unavailable") from error
-        if any(completion.finish_reason == "aborted" for group in groups for completion in group):
-            raise ApiError(503, "the engine was stopped before the response was complete", code="engine_unavailable")
-        return groups
+
+    async def rename_version(self, request: Request) -> JSONResponse:
+        """What is served is called ``new_version``, ``<lineage>-<step>``, from the next token on."""
+        name = read_body(ControlBody, await request.body(), 0).new_version or ""
+        lineage, _, step = name.partition("-")
+        if not (lineage.isdecimal() and step.isdecimal() and len(name) <= LONGEST_VERSION):
+            raise ApiError(400, f"new_version is {name!r:.100}: it must be <lineage>-<step>", "new_version")
+        with _engines_errors():
+            self._engine.rename_version(WeightVersion(int(lineage), int(step)))
+        return JSONResponse({"success": True, "weight_version": name})
+
+    async def checksum(self, request: Request) -> JSONResponse:
+        """The digest of every array, as the device holds it."""
+        if read_body(ControlBody, await request.body(), 0).action != "checksum":
+            raise ApiError(400, "action must be checksum", "action", "unsupported_parameter")
+        with _engines_errors():
+            _, digests = await run_in_threadpool(self._engine.digests, self._engine.config.request_timeout_s)
+        return JSONResponse({"checksums": digests})
+
+
+LONGEST_VERSION = 19
+"""In characters: lineage and step are below 2**31."""
+
+
+Sampled = tuple[int, list[int], list[float]]
+"""A choice, and the tokens and log-probabilities that a dispatch gave it."""
+
+
+def _sampled(
+    tell: Callable[[Sampled], object], first: int, index: int, tokens: list[int], logprobs: list[float]
+) -> None:
+    """Called by the engine's thread."""
+    with suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+        tell((first + index, tokens, logprobs))
+
+
+async def _events(
+    stream: AnswerStream,
+    futures: "Sequence[Future[list[Completion]]]",
+    dispatches: "asyncio.Queue[Sampled | None]",
+    timeout_s: float,
+) -> AsyncIterator[bytes]:
+    """A streamed answer; where the client leaves, the futures are cancelled, and the slots are free."""
+    whole = asyncio.wrap_future(_gathered(futures))
+    whole.add_done_callback(lambda _: dispatches.put_nowait(None))
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + timeout_s
+    try:
+        for begun in stream.begin():
+            yield begun
+        while (sampled := await asyncio.wait_for(dispatches.get(), limit - loop.time())) is not None:
+            if told := stream.add(*sampled):
+                yield told
+        with _engines_errors():
+            groups = _complete(whole.result())
+        for told in stream.end(groups):
+            yield told
+    except TimeoutError:
+        yield event(ApiError(504, f"no complete response within {timeout_s} s", code="timeout").body)
+    except ApiError as error:
+        yield event(error.body)
+    finally:
+        whole.cancel()
+        for future in futures:
+            future.cancel()
+
+
+def _complete(groups: list[list[Completion]]) -> list[list[Completion]]:
+    """The same, unless the engine was stopped meanwhile."""
+    if any(completion.finish_reason == "aborted" for group in groups for completion in group):
+        raise ApiError(503, "the engine was stopped before the response was complete", code="engine_unavailable")
+    return groups
 
 
 async def _wait(
@@ -230,7 +423,8 @@ async def _wait(
     try:
         await asyncio.wait({answer, departure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
-            return answer.result()
+            with _engines_errors():
+                return _complete(answer.result())
         if departure.done():
             raise ApiError(499, "the client closed the connection")
         raise ApiError(504, f"no complete response within {timeout_s} s", code="timeout")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.learner.checkpoints import (
+        BestCheckpoint,
         Checkpoint,
         latest_checkpoint,
         load_checkpoint,
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from penstock.learner.learner import Learner
     from penstock.learner.loss_terms import CriticConfig, KlConfig
     from penstock.learner.losses import LossInputs, PolicyLoss, TokenLoss, sequence_weights, tiled_logprobs
+    from penstock.learner.snapshot import LearnerSnapshot
 
 _EXPORTS = {
+    "BestCheckpoint": "checkpoints",
     "Checkpoint": "checkpoints",
     "ControlLearner": "control_learner",
     "ControlOptimizerConfig": "config",
@@ -40,6 +43,7 @@ _EXPORTS = {
     "KlConfig": "loss_terms",
     "Learner": "learner",
     "LearnerConfig": "config",
+    "LearnerSnapshot": "snapshot",
     "LossConfig": "config",
     "LossInputs": "losses",
     "OptimizerConfig": "config",
@@ -63,11 +67,11 @@ _EXPORTS = {
 }
 
 __all__ = [
-    "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "CriticConfig", "KlConfig",
-    "Learner", "LearnerConfig", "LossConfig", "LossInputs", "OptimizerConfig", "PolicyLoss", "PpoConfig",
-    "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae", "latest_checkpoint", "load_checkpoint",
-    "newest_good_checkpoint", "read_states", "restore_control_learner", "restore_learner", "save_checkpoint",
-    "sequence_weights", "tiled_logprobs", "vtrace",
+    "BestCheckpoint", "Checkpoint", "ControlLearner", "ControlOptimizerConfig", "CorrectionConfig", "CriticConfig",
+    "KlConfig", "Learner", "LearnerConfig", "LearnerSnapshot", "LossConfig", "LossInputs", "OptimizerConfig",
+    "PolicyLoss", "PpoConfig", "ReferenceKlConfig", "TokenLoss", "VTraceConfig", "WarmStartConfig", "gae",
+    "latest_checkpoint", "load_checkpoint", "newest_good_checkpoint", "read_states", "restore_control_learner",
+    "restore_learner", "save_checkpoint", "sequence_weights", "tiled_logprobs", "vtrace",
 ]  # fmt: skip
 
 

@@ -2,26 +2,30 @@
 
 Layout of ``<root>/step-<n>/``: ``model/`` (written by the learner: a Hugging Face directory, or a control policy's
 folder), ``learner.safetensors`` (optimiser state and counters), ``state.json`` (every other component's state),
-``manifest.json`` (size and CRC-32 of each file).
+``manifest.json`` (size and CRC-32 of each file). Beside them may be ``best``, a link to one of them, and ``best.json``,
+which says why (`BestCheckpoint`).
 Everything is written into ``.tmp-…`` beside it, flushed to the disk, and renamed; the rename is the run's only
 commit. Each step is written once. Leftovers of a writer that died are ignored by readers and removed by the next
-writer. No pickle.
+writer. No pickle. What is written may be a learner itself, which then stands still, or a `LearnerSnapshot`.
 
 Where checkpoints lie, whether they are whole, and what the components other than the learner left in them needs no
 array and no JAX: any process may ask.
 """
 
 import json
+import math
 import os
 import re
 import shutil
+import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, final, get_args, runtime_checkable
 
 import numpy as np
 import safetensors.numpy
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 TEMPORARY = ".tmp-"
+BEST = "best"
+_BEST_RECORD = "best.json"
 
 _REMEDY = "move it out of the way, and --resume goes on from the checkpoint before it"
 
@@ -156,7 +162,143 @@ def find_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+class BestRecord(NamedTuple):
+    """What ``best.json`` says.
+
+    Attributes:
+        metric: Greatest of all evaluations, such as ``eval/cats/reward_mean``.
+        value: Of it.
+        evaluated_step: The version that was evaluated.
+        step: The checkpoint that is kept for it: of that version, or the first after it that there was.
+    """
+
+    metric: str
+    value: float
+    evaluated_step: int
+    step: int
+
+
+@final
+class BestCheckpoint:
+    """Which of a run's checkpoints is the best by an evaluation, and the link ``best`` to it. Thread-safe.
+
+    An evaluation of a version without a checkpoint counts for the first one after it. One that is under way keeps its
+    checkpoint from being removed. What is known outlives the process: a resumed run compares with it.
+
+    Args:
+        root: The run's ``checkpoints`` directory.
+        metric: By which it is judged, greater is better; None: a link that was there goes.
+
+    Attributes:
+        failure: Why the link could not be written, which is tried again with the next checkpoint or evaluation; empty
+            where it was.
+    """
+
+    def __init__(self, root: Path, metric: str | None) -> None:
+        self.failure = ""
+        self._root = root
+        self._metric = metric
+        self._lock = threading.RLock()
+        self._waiting: tuple[float, int] | None = None
+        self._evaluating: int | None = None
+        for path in root.glob(f".{BEST}*"):
+            path.unlink()
+        self._record = _read_best(root, metric)
+        if self._record is not None:
+            self._link(self._record.step)
+            return
+        for name in (BEST, _BEST_RECORD):
+            (root / name).unlink(missing_ok=True)
+
+    def expect(self, step: int) -> None:
+        """An evaluation of version `step` begins."""
+        with self._lock:
+            self._evaluating = step
+
+    def note(self, step: int, value: float | None) -> BestRecord | None:
+        """An evaluation of version `step` is over; None: without a value.
+
+        Returns:
+            The record of the checkpoint that is the best now, if that is another than before.
+        """
+        with self._lock:
+            self._evaluating = None
+            known = max((-math.inf if self._record is None else self._record.value, (self._waiting or (-math.inf,))[0]))
+            if value is not None and value > known:
+                self._waiting = value, step
+            return self._settle()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """A checkpoint was written; inside, nobody else changes what is the best."""
+        with self._lock:
+            self._settle()
+            yield
+
+    @property
+    def record(self) -> BestRecord | None:
+        """Of the best checkpoint; None where there is none yet."""
+        with self._lock:
+            return self._record
+
+    def needed(self) -> set[Path]:
+        """Checkpoints that must stay: the best, and what an evaluation that goes on may make the best."""
+        with self._lock:
+            awaited = [self._evaluating, None if self._waiting is None else self._waiting[1]]
+            steps = [self._first_from(step) for step in awaited if step is not None]
+            steps += [] if self._record is None else [self._record.step]
+            return {self._root / f"step-{step}" for step in steps if step is not None}
+
+    def _settle(self) -> BestRecord | None:
+        if self._waiting is None or self._metric is None:
+            return None
+        value, evaluated = self._waiting
+        step = self._first_from(evaluated)
+        if step is None:
+            return None
+        record, self.failure = BestRecord(self._metric, value, evaluated, step), ""
+        try:
+            self._write(record)
+        except OSError as error:
+            self.failure = str(error)
+            return None
+        self._waiting, self._record = None, record
+        return record
+
+    def _write(self, record: BestRecord) -> None:
+        aside = self._root / f".{BEST}.json"
+        aside.write_text(json.dumps(record._asdict()))
+        _flush(aside)
+        aside.replace(self._root / _BEST_RECORD)
+        self._link(record.step)
+
+    def _link(self, step: int) -> None:
+        aside = self._root / f".{BEST}"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(f"step-{step}", target_is_directory=True)
+        aside.replace(self._root / BEST)
+
+    def _first_from(self, step: int) -> int | None:
+        return next((found for found in map(_step_of, find_checkpoints(self._root)) if found >= step), None)
+
+
+def _read_best(root: Path, metric: str | None) -> BestRecord | None:
+    """What an earlier life of the run left, if its checkpoint is there still."""
+    try:
+        found = json.loads((root / _BEST_RECORD).read_text())
+        record = BestRecord(
+            str(found["metric"]), float(found["value"]), int(found["evaluated_step"]), int(found["step"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if record.metric == metric and (root / f"step-{record.step}").is_dir() else None
 
 
 @runtime_checkable
@@ -247,17 +389,19 @@ def save_checkpoint(
     states: Mapping[str, Any],
     keep_last: int = 2,
     keep_every: int | None = None,
+    best: "BestCheckpoint | None" = None,
 ) -> Path:
     """Writes ``root/step-<step>`` and returns it once it is on the disk.
 
     Args:
         root: The run's ``checkpoints`` directory; made if missing. It has one writer.
         step: The version that the learner holds.
-        learner: Parameters and optimiser state.
+        learner: Parameters and optimiser state; nothing may change them meanwhile.
         tokenizer: Goes into ``model/``; None for a control policy.
         states: JSON-serialisable, by component.
         keep_last: How many of the newest checkpoints stay; older ones are removed.
         keep_every: But not those whose step is a multiple of this.
+        best: Nor those that it needs; it looks whether the new one is what an evaluation waits for.
 
     Raises:
         CheckpointError: the step exists already, or a state cannot be written as JSON.
@@ -280,7 +424,8 @@ def save_checkpoint(
     _settle(temporary)
     os.rename(temporary, target)
     _flush(root)
-    _remove_oldest(root, keep_last, keep_every, target)
+    with nullcontext() if best is None else best.settled():
+        _remove_oldest(root, keep_last, keep_every, {target} if best is None else {target, *best.needed()}, target)
     return target
 
 
@@ -354,10 +499,10 @@ def _write(directory: Path, step: int, learner: SavedLearner, tokenizer: Any, st
     (directory / "manifest.json").write_text(json.dumps(make_manifest(directory), indent=1))
 
 
-def _remove_oldest(root: Path, keep_last: int, keep_every: int | None, newest: Path) -> None:
+def _remove_oldest(root: Path, keep_last: int, keep_every: int | None, kept: Collection[Path], newest: Path) -> None:
     others = [path for path in find_checkpoints(root) if path != newest]
     for path in others[: len(others) + 1 - max(keep_last, 1)]:
-        if keep_every is not None and int(path.name.removeprefix("step-")) % keep_every == 0:
+        if path in kept or (keep_every is not None and _step_of(path) % keep_every == 0):
             continue
         doomed = root / f"{TEMPORARY}removed-{path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(path, doomed)  # half a checkpoint must never look like one

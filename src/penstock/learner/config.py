@@ -5,7 +5,9 @@ config loads as itself. What PPO minimises, and what is masked where, is in docs
 """
 
 import logging
+import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -37,6 +39,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "aggregation": "token"},
 }
 """What each preset changes of the defaults below; docs/learner.md has the table with sources."""
+
+PRESET_FILTERS: dict[str, dict[str, Any]] = {"dapo": {"filter_zero_variance": True, "filter_overlong": "mask"}}
+"""What presets change of ``replay.batch_maker``, whose filters act before the learner has anything."""
 
 
 class _Frozen(BaseModel, frozen=True, extra="forbid"):
@@ -169,10 +174,15 @@ class LossConfig(_Frozen, frozen=True):
         return made
 
 
+_ADAMW_KEYS = ("beta1", "beta2", "epsilon")
+
+
 class OptimizerConfig(_Frozen, frozen=True):
-    """AdamW with warm-up and clipping.
+    """An optimiser with warm-up and clipping; `penstock.learner.optimizer` has the equations.
 
     Attributes:
+        name: ``adamw``; ``adafactor``, whose second moments are a row and a column per matrix; ``muon``, which
+            orthogonalises the momentum of every matrix inside the layers, and is AdamW for all else.
         learning_rate: Peak; 0 trains nothing (a control).
         warmup_steps: Updates over which it rises linearly; the first one already has 1 / warmup_steps of it.
         schedule: After the warm-up: constant, or down to `final_fraction` at the run's last update; ``wsd`` stays
@@ -180,14 +190,18 @@ class OptimizerConfig(_Frozen, frozen=True):
         final_fraction: Share of the peak that is left at the end (cosine, linear, wsd).
         decay_fraction: Share of the run's updates that ``wsd`` falls over.
         weight_decay: Decoupled; norms and biases are spared.
-        beta1: Decay of the gradient's mean.
-        beta2: Decay of its square's mean.
-        epsilon: Added to the root of the latter.
+        beta1: Decay of the gradient's mean (adamw, and muon where it is AdamW).
+        beta2: Decay of its square's mean (likewise).
+        epsilon: Added to the root of the latter (likewise).
+        momentum: Decay of the mean that muon orthogonalises.
         max_grad_norm: Gradients of a larger global norm are scaled down to it; None: never.
         frozen: Names of arrays that do not train, such as ``embedding`` or ``layers.*``; they cost no gradient, moments
             or arithmetic, and do not travel with new weights.
+        rates: By pattern of names, such as ``{"embedding": 0.1, "layers.*norm": 2}``: what multiplies the learning
+            rate of those arrays, decay included; the product where several match.
     """
 
+    name: Literal["adamw", "adafactor", "muon"] = "adamw"
     learning_rate: float = Field(default=1e-5, ge=0)
     warmup_steps: int = Field(default=5, ge=0)
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
@@ -197,14 +211,50 @@ class OptimizerConfig(_Frozen, frozen=True):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     frozen: tuple[str, ...] = ()
+    rates: dict[str, float] = {}
+
+    def __hash__(self) -> int:
+        """Of all fields; a dict has none of its own."""
+        return hash(self.model_dump_json())
 
     @model_validator(mode="after")
-    def _decay_acts(self) -> "OptimizerConfig":
+    def _every_key_acts(self) -> "OptimizerConfig":
         if self.schedule != "wsd":
             refuse_idle(self, ("decay_fraction",), f"schedule is {self.schedule!r}, and it is of 'wsd'")
+        if self.name == "adafactor":
+            refuse_idle(self, _ADAMW_KEYS, "name is 'adafactor', whose constants are Shazeer and Stern's")
+        if self.name != "muon":
+            refuse_idle(self, ("momentum",), f"name is {self.name!r}, and it is of 'muon'")
+        for pattern, multiplier in self.rates.items():
+            if not 0 < multiplier < float("inf"):
+                raise ValueError(
+                    f"rates has {multiplier} for {pattern!r}: it multiplies the learning rate and must be above 0; "
+                    "arrays that should not train belong into frozen"
+                )
         return self
+
+    def rate_of(self, name: str) -> float:
+        """What multiplies the learning rate of an array."""
+        return math.prod(multiplier for pattern, multiplier in self.rates.items() if fnmatchcase(name, pattern))
+
+    def orthogonalises(self, name: str, rank: int) -> bool:
+        """Whether Muon's own rule is an array's, by its name and number of axes; else it has AdamW's.
+
+        A matrix that is no embedding and no head; ``layers.`` of a language policy are stacked, one axis more.
+        """
+        if self.name != "muon" or rank - name.startswith(STACKED) != 2:
+            return False
+        return not name.endswith(("norm", "bias")) and _OUTER.isdisjoint(name.split("."))
+
+
+STACKED = "layers."
+"""Arrays whose name begins so have the layer as their first axis (`ModelConfig.parameter_shapes`)."""
+
+_OUTER = frozenset(("embedding", "head", "heads", "value_head"))
+"""Parts of names of what is at a policy's ends."""
 
 
 class WarmStartConfig(_Frozen, frozen=True):
@@ -266,7 +316,7 @@ class LearnerConfig(_Frozen, frozen=True):
         loss: What is minimised.
         kl: What keeps the policy near a reference.
         critic: The value head of `loss.advantage: gae`.
-        optimizer: AdamW: learning rate and its course, decay, clipping.
+        optimizer: Which one; learning rate and its course, decay, clipping.
         epochs: How often an update goes through its batch.
         minibatches: Optimiser steps per epoch, each on whole groups with denominators of its own; no more than groups
             are in the batch.
@@ -373,7 +423,7 @@ class LearnerConfig(_Frozen, frozen=True):
 
 
 class ControlOptimizerConfig(OptimizerConfig, frozen=True):
-    """AdamW as `OptimizerConfig` has it, with PPO's usual settings.
+    """As `OptimizerConfig`, with PPO's usual settings.
 
     The learning rate's course counts updates, not optimiser steps: all of an update are at one rate.
     """

@@ -13,6 +13,7 @@ A metric that is undefined for a batch or not finite is left out, never zero.
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from penstock.learner.control_step import (
     minibatch_columns,
     stack_fragments,
 )
-from penstock.learner.metrics import finite_only
+from penstock.learner.metrics import finite_only, rate_metrics
 from penstock.learner.optimizer import AppliedUpdate, from_named, initial_state, learning_rate, to_named
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.model.control import (
     ControlPolicy,
     load_control_policy,
@@ -315,7 +317,7 @@ class ControlLearner:
         self._count_skipped(outcomes)
         metrics = {
             "train/fragments": float(len(fragments)),
-            "train/learning_rate": rate,
+            **rate_metrics(self._config.optimizer, rate),
             "time/place": placed - started,
             "time/prepare": prepared - placed,
             "time/optimise": ended - prepared,
@@ -346,6 +348,10 @@ class ControlLearner:
         """Writes the policy's folder, ``config.json`` and ``model.safetensors``; a control policy has no tokenizer."""
         save_control_policy(folder, self._policy, self._policy.config, self._policy.spaces)
         return {"policy": "control", "dtype": self._policy.config.dtype}
+
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        return LearnerSnapshot.of(self.state_arrays(), copy(self).write_model)
 
     @property
     def _optimise(self) -> Any:

@@ -105,8 +105,8 @@ class Critic:
 
     def __init__(self, config: LearnerConfig, hidden_size: int) -> None:
         self._config = config.critic
-        changes = {"learning_rate": config.critic.learning_rate, "weight_decay": 0.0, "frozen": ()}
-        self._optimizer = config.optimizer.model_copy(update=changes)
+        changes = {"learning_rate": config.critic.learning_rate, "weight_decay": 0.0, "frozen": (), "rates": {}}
+        self._optimizer = config.optimizer.model_copy(update=changes | {"name": "adamw"})
         self.head = ValueHead.zero(hidden_size) if config.has_critic else None
         self._state = None if self.head is None else initial_state(self._optimizer, self.head)
         self._apply = applier(self._optimizer)

@@ -4,34 +4,36 @@ It holds the parameters, the optimiser's state and the step; what is drawn (whic
 seed and step alone. An update is `epochs` · `minibatches` optimiser steps, and one new version. Each step adds the
 gradients of micro-batches of one fixed shape, waiting for each, so that an engine on the same device gets its turns.
 Parameters that were handed out are never donated: `decoder` stays valid for whoever holds it. One thread at a time.
+While the device computes, the host packs what comes after it, the next optimiser step's rows or the next update's where
+its batch is known, and hands them to the device: one step ahead, never more.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int64
+from jaxtyping import Array, Float32
 
-from penstock.batch import unpack
 from penstock.learner import step as compiled
-from penstock.learner.config import LearnerConfig, LossConfig, OptimizerConfig
+from penstock.learner.config import LearnerConfig, LossConfig
 from penstock.learner.critic import Critic, ValueHead, ValueTargets
 from penstock.learner.metrics import (
     StepOutcome,
     batch_metrics,
     finite_only,
     loss_metrics,
+    rate_metrics,
     step_metrics,
     throughput_metrics,
 )
 from penstock.learner.optimizer import (
     AppliedUpdate,
-    OptimizerState,
     applier,
     from_named,
     initial_state,
@@ -39,62 +41,24 @@ from penstock.learner.optimizer import (
     to_named,
 )
 from penstock.learner.reference import ReferenceWeights
-from penstock.learner.step import LossSums, UpdatePlan, empty_micro_batch, plan_scoring, plan_update
+from penstock.learner.snapshot import LearnerSnapshot
+from penstock.learner.step import (
+    LossSums,
+    Minibatch,
+    PackedBeside,
+    PlannedStep,
+    UpdatePlan,
+    empty_micro_batch,
+    plan_scoring,
+    plan_update,
+    score_plan,
+    scored_lengths,
+)
+from penstock.learner.warm_start import WarmStart
 from penstock.model.language import Decoder, named_arrays, save_decoder
 from penstock.model.language.hugging_face import PolicyTokenizer
 from penstock.model.programs import Programs, compile_programs
 from penstock.types import ConfigError, NonFiniteError, RLExample, TrainingBatch, WeightsError, fold, generator
-
-
-class _Minibatch(NamedTuple):
-    """What an optimiser step is made of.
-
-    Attributes:
-        examples: Its own.
-        proximal: ℓ_p of each, of those that are computed; None where it is not read.
-        targets: What a value head learns of each; None without one.
-    """
-
-    examples: Sequence[RLExample]
-    proximal: Sequence[Float32[np.ndarray, " _"] | None] | None
-    targets: Sequence[ValueTargets] | None
-
-    def chosen(self, indices: Int64[np.ndarray, " n"]) -> "_Minibatch":
-        """These only."""
-        proximal = None if self.proximal is None else [self.proximal[index] for index in indices]
-        targets = None if self.targets is None else [self.targets[index] for index in indices]
-        return _Minibatch([self.examples[index] for index in indices], proximal, targets)
-
-
-class PlannedStep(NamedTuple):
-    """An optimiser step that is not applied yet; valid until the next is asked for.
-
-    Attributes:
-        decoder: Parameters before it.
-        state: The optimiser's, before it.
-        rollout_ids: Whom it trains on.
-        gradients: Of the whole step.
-        rate: Learning rate.
-        gradient_of: Given a rollout's id, and first and last + 1 of its positions: the part of `gradients` that its
-            tokens there made, with the step's own denominators; by a backward pass of its own.
-    """
-
-    decoder: Decoder
-    state: OptimizerState
-    rollout_ids: Sequence[str]
-    gradients: Any
-    rate: float
-    gradient_of: Callable[[str, int, int], Any]
-
-
-def scored_lengths(row_length: int) -> tuple[int, ...]:
-    """Tokens of the rows in which sequences are scored, ascending: few lengths, all compiled before they are needed."""
-    lengths, length = [], 64
-    while length <= row_length // 2:
-        lengths.append(length)
-        length *= 4
-    return (*lengths, row_length)
-
 
 _SUPERVISED = LossConfig()
 """Only its aggregation matters: the mean over all response tokens."""
@@ -110,6 +74,9 @@ class Learner:
         seed: The run's seed; shuffles the minibatches.
         max_output_tokens: By lesson id, denominators of ``constant`` aggregation; of lessons that are not in it the
             largest, and the row length where it is empty.
+
+    Attributes:
+        coming: Gives the batch of a later update where it is known, without waiting; asked while an update is computed.
     """
 
     def __init__(
@@ -125,12 +92,15 @@ class Learner:
         self._total_steps = total_steps
         self._seed = seed
         self._max_output_tokens = max_output_tokens or {}
+        self.coming: Callable[[int], TrainingBatch | None] = lambda step: None
+        self._ahead: tuple[str, UpdatePlan] | None = None  # of the batch with that id
+        self._coming_id = ""
         self._step = 0
         self._skipped_in_a_row = 0
         self._state = initial_state(config.optimizer, decoder)
         self._reference = ReferenceWeights(config.kl, decoder)
-        self._warm_start = _WarmStart(config)
         options = _forward_options(config)
+        self._warm_start = WarmStart(config, options)
         frozen = config.optimizer.frozen
         self._zeros = compiled.zeros_maker(frozen)
         self._critic = Critic(config, decoder.config.hidden_size)
@@ -213,18 +183,25 @@ class Learner:
             NonFiniteError: too many updates in a row had a loss or gradient that was not finite.
         """
         rate, outcomes, scoring_s = self._rate(), list[StepOutcome](), dict[str, float]()
-        whole, value_metrics = self._prepared(batch, version_step, scoring_s)
-        for minibatch in self._minibatches(whole):
-            outcomes.append(self._optimiser_step(minibatch, rate, left_out))
+        first = None if left_out else self._taken_ahead(batch)
+        whole, value_metrics = self._prepared(batch, version_step, scoring_s, first)
+        makers = [partial(self._planned, each, left_out) for each in self._minibatches(whole, self._step)]
+        plan = None if self._scores_first else first
+        for following in [*makers[1:], self._plan_coming]:
+            outcome, plan = self._optimiser_step(plan or makers[len(outcomes)](), rate, following)
+            outcomes.append(outcome)
+        self._ahead = None if plan is None else (self._coming_id, plan)
         self._end_update()
         self._count_skipped([outcome.applied for outcome in outcomes])
         return finite_only(
             batch_metrics(replace(batch, examples=tuple(whole.examples))),
             value_metrics,
             loss_metrics(outcomes, _has_reference(whole.examples)),
-            step_metrics(outcomes, rate),
+            step_metrics(outcomes),
+            rate_metrics(self._config.optimizer, rate),
             throughput_metrics(outcomes, scoring_s),
             {"train/skipped_sequences": float(len(self._uncomputed(whole.examples)))},
+            {"throughput/packed_ahead": float(first is not None)},
         )
 
     def planned_steps(self, batch: TrainingBatch, version_step: int) -> Iterator[PlannedStep]:
@@ -235,7 +212,7 @@ class Learner:
             version_step: The version that the caller believes the parameters to have.
         """
         rate, (whole, _) = self._rate(), self._prepared(batch, version_step, {})
-        for minibatch in self._minibatches(whole):
+        for minibatch in self._minibatches(whole, self._step):
             plan = self._planned(minibatch, ())
             (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
             ids = [example.rollout_ids[0] for example in minibatch.examples]
@@ -244,7 +221,7 @@ class Learner:
             self._applied(gradients, of_critic, rate, sums)
         self._end_update()
 
-    def _gradient_of(self, minibatch: _Minibatch, rollout_id: str, start: int, stop: int) -> Any:
+    def _gradient_of(self, minibatch: Minibatch, rollout_id: str, start: int, stop: int) -> Any:
         ids = {example.rollout_ids[0]: len(example.tokens) for example in minibatch.examples}
         length = next(n for n in scored_lengths(self._config.row_length) if n >= ids[rollout_id])
         (micro_batch,) = self._plan(minibatch, (length, 1), ids.keys() - {rollout_id}).micro_batches
@@ -268,7 +245,7 @@ class Learner:
         longest = max(len(example.tokens) for example in examples)
         length = next(n for n in scored_lengths(self._config.row_length) if n >= longest)
         scoring = partial(self._score, self._decoder if decoder is None else decoder)
-        return self._scored(plan_scoring(examples, length, 1), scoring)
+        return score_plan(plan_scoring(examples, length, 1), scoring)
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[Float32[np.ndarray, " pos"]]]:
         """ℓ_ref by the loss's own forward pass; from any thread, also while an update is made.
@@ -324,7 +301,7 @@ class Learner:
         outcome = StepOutcome(sums, jax.device_get(applied), 0.0, 0.0, 0, 0)
         self._count_skipped([outcome.applied])
         losses = {"train/tokens": float(sums.tokens), "train/loss": float(sums.loss)}
-        return finite_only(losses, step_metrics([outcome], rate))
+        return finite_only(losses, step_metrics([outcome]), rate_metrics(self._config.optimizer, rate))
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Everything but the parameters, by name, as a checkpoint keeps it."""
@@ -349,6 +326,10 @@ class Learner:
         save_decoder(self._decoder, folder, codec)
         return {"policy": "language", "dtype": self._decoder.config.dtype}
 
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        return LearnerSnapshot.of(self.state_arrays(), copy(self).write_model)
+
     def _check_batch(self, batch: TrainingBatch, version_step: int) -> None:
         if version_step != self._step:
             raise WeightsError(f"batch {batch.batch_id} is for version {version_step}, the learner holds {self._step}")
@@ -372,7 +353,7 @@ class Learner:
         return with_scores
 
     def _proximal(
-        self, examples: Sequence[RLExample], scoring_s: dict[str, float]
+        self, examples: Sequence[RLExample], scoring_s: dict[str, float], plan: UpdatePlan | None
     ) -> list[Float32[np.ndarray, " pos"] | None] | None:
         """ℓ_p of the sampled tokens of each example that is computed; None where it is not read. Adds the seconds."""
         if not self._config.recomputes_proximal:
@@ -380,58 +361,78 @@ class Learner:
         started = time.perf_counter()
         without = self._uncomputed(examples)
         computed = [index for index, example in enumerate(examples) if example.rollout_ids[0] not in without]
-        scores = self._scored_sampled([examples[index] for index in computed], self._decoder)
-        logprobs = dict(zip(computed, scores, strict=True))
+        plan = plan or self._sampled_plan([examples[index] for index in computed])
+        logprobs = dict(zip(computed, score_plan(plan, partial(self._score, self._decoder)), strict=True))
         scoring_s["time/proximal"] = time.perf_counter() - started
         return [logprobs.get(index) for index in range(len(examples))]
 
     def _with_values(
-        self, examples: Sequence[RLExample], scoring_s: dict[str, float]
+        self, examples: Sequence[RLExample], scoring_s: dict[str, float], plan: UpdatePlan | None
     ) -> tuple[Sequence[RLExample], list[ValueTargets] | None, dict[str, float]]:
         """The examples with advantages over a value head's values, where there is one, and what it learns."""
         head = self._critic.head
         if head is None:
             return examples, None, {}
         started = time.perf_counter()
-        rows = self._config.row_length, self._config.micro_batch_rows
-        plan = plan_scoring(examples, *rows, every_token=False)
-        values = self._scored(plan, partial(self._value, self._decoder, head))
+        values = score_plan(plan or self._sampled_plan(examples), partial(self._value, self._decoder, head))
         scoring_s["time/values"] = time.perf_counter() - started
         return self._critic.advantages(examples, values)
 
     def _scored_sampled(self, examples: Sequence[RLExample], decoder: Decoder) -> list[Float32[np.ndarray, " pos"]]:
         """Log-probabilities of sampled tokens, in micro-batches of an update's shape."""
-        rows = self._config.row_length, self._config.micro_batch_rows
-        return self._scored(plan_scoring(examples, *rows, every_token=False), partial(self._score, decoder))
+        return score_plan(self._sampled_plan(examples), partial(self._score, decoder))
 
-    def _scored(self, plan: UpdatePlan, scoring: Callable[[Any], Any]) -> list[Float32[np.ndarray, " pos"]]:
-        """What is scored at a plan's entries, aligned with the tokens of its examples; 0 elsewhere."""
-        scores = []
-        for micro_batch in plan.micro_batches:
-            found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
-            rows = np.zeros(micro_batch.tokens.shape, np.float32)
-            rows.reshape(-1)[micro_batch.positions[:count]] = found[:count]
-            scores.append(rows)
-        return unpack(np.concatenate(scores), plan.placements) if scores else []
+    def _sampled_plan(self, examples: Sequence[RLExample]) -> UpdatePlan:
+        """Micro-batches of an update's shape that score sampled tokens."""
+        return plan_scoring(examples, self._config.row_length, self._config.micro_batch_rows, every_token=False)
 
     def _rate(self) -> float:
         return learning_rate(self._config.optimizer, self._step, self._total_steps)
 
     def _prepared(
-        self, batch: TrainingBatch, version_step: int, scoring_s: dict[str, float]
-    ) -> tuple[_Minibatch, dict[str, float]]:
-        """All that forward passes of their own tell of a batch, and the value head's metrics; as `update` begins."""
+        self, batch: TrainingBatch, version_step: int, scoring_s: dict[str, float], first: UpdatePlan | None = None
+    ) -> tuple[Minibatch, dict[str, float]]:
+        """All that forward passes of their own tell of a batch, and the value head's metrics; as `update` begins.
+
+        The first of them is of the plan `first`, where that is given.
+        """
         self._check_batch(batch, version_step)
         self._warm_start.discard()
         self._reference.keep(self._decoder)
         examples = self._with_reference(batch.examples, scoring_s)
-        proximal = self._proximal(examples, scoring_s)
-        examples, targets, metrics = self._with_values(examples, scoring_s)
-        return _Minibatch(examples, proximal, targets), metrics
+        proximal = self._proximal(examples, scoring_s, first)
+        examples, targets, metrics = self._with_values(examples, scoring_s, first if proximal is None else None)
+        return Minibatch(examples, proximal, targets), metrics
 
-    def _minibatches(self, whole: _Minibatch) -> Iterator[_Minibatch]:
-        """Of every optimiser step of an update, drawn by seed and step."""
-        rng = generator(fold(self._seed, "minibatches", self._step))
+    # --- what is packed ahead --------------------------------------------------------------------------------------
+
+    @property
+    def _scores_first(self) -> bool:
+        """Whether an update begins with forward passes alone."""
+        return self._config.recomputes_proximal or self._critic.head is not None
+
+    def _taken_ahead(self, batch: TrainingBatch) -> UpdatePlan | None:
+        """What was packed of this batch; whatever else there is, is let go."""
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead is not None and ahead[0] == batch.batch_id and batch.step == self._step else None
+
+    def _plan_coming(self) -> UpdatePlan | None:
+        """Of the next update's first forward passes; None where its batch is not known, or must be scored before."""
+        batch = self.coming(self._step + 1)
+        if batch is None or (self._config.reads_reference and not _has_reference(batch.examples)):
+            return None
+        self._coming_id = batch.batch_id
+        if self._config.recomputes_proximal:
+            without = self._uncomputed(batch.examples)
+            return self._sampled_plan([each for each in batch.examples if each.rollout_ids[0] not in without])
+        if self._critic.head is not None:
+            return self._sampled_plan(batch.examples)
+        first = next(self._minibatches(Minibatch(batch.examples, None, None), batch.step))
+        return self._planned(first, (), batch.step)
+
+    def _minibatches(self, whole: Minibatch, step: int) -> Iterator[Minibatch]:
+        """Of every optimiser step of update `step`, drawn by seed and step."""
+        rng = generator(fold(self._seed, "minibatches", step))
         for _ in range(self._config.epochs):
             for indices in compiled.minibatches_of(whole.examples, self._config.minibatches, rng):
                 yield whole.chosen(indices)
@@ -440,15 +441,20 @@ class Learner:
         self._step += 1
         self._reference.follow(self._step, self._decoder)
 
-    def _optimiser_step(self, minibatch: _Minibatch, rate: float, left_out: Collection[str]) -> StepOutcome:
-        started = time.perf_counter()
-        plan = self._planned(minibatch, left_out)
-        (gradients, of_critic), sums = self._gradients(self._accumulate, plan.micro_batches, self._critic.head)
+    def _optimiser_step(
+        self, plan: UpdatePlan, rate: float, following: Callable[[], UpdatePlan | None]
+    ) -> tuple[StepOutcome, UpdatePlan | None]:
+        """One step; and what comes after it, packed and on the device, where it could be made meanwhile."""
+        started, beside = time.perf_counter(), PackedBeside(following)
+        (gradients, of_critic), sums = self._gradients(
+            self._accumulate, plan.micro_batches, self._critic.head, beside.try_to_make
+        )
         differentiated = time.perf_counter()
         applied = self._applied(gradients, of_critic, rate, sums)
         times = differentiated - started, time.perf_counter() - differentiated
         tokens = sum(placement.stop - placement.start for placement in plan.placements)
-        return StepOutcome(sums, applied, *times, tokens, sum(batch.tokens.size for batch in plan.micro_batches))
+        row_tokens = sum(batch.tokens.size for batch in plan.micro_batches)
+        return StepOutcome(sums, applied, *times, tokens, row_tokens), beside.plan
 
     def _applied(self, gradients: Any, of_critic: Any, rate: float, sums: LossSums) -> AppliedUpdate:
         """What the optimiser made of a step's gradients; parameters and states are new afterwards."""
@@ -459,18 +465,20 @@ class Learner:
         self._critic.step(of_critic, sums.loss if applied.finite else np.float32(np.nan), self._step, self._total_steps)
         return applied
 
-    def _planned(self, minibatch: _Minibatch, left_out: Collection[str]) -> UpdatePlan:
-        """Micro-batches of an update's shape, without those that need no forward pass."""
+    def _planned(self, minibatch: Minibatch, left_out: Collection[str], step: int | None = None) -> UpdatePlan:
+        """Micro-batches of an update's shape, without those that need no forward pass; of this update or another."""
         rows = self._config.row_length, self._config.micro_batch_rows
-        return self._plan(minibatch, rows, {*left_out, *self._uncomputed(minibatch.examples)})
+        return self._plan(minibatch, rows, {*left_out, *self._uncomputed(minibatch.examples)}, step)
 
-    def _plan(self, minibatch: _Minibatch, rows: tuple[int, int], left_out: Collection[str]) -> UpdatePlan:
+    def _plan(
+        self, minibatch: Minibatch, rows: tuple[int, int], left_out: Collection[str], step: int | None = None
+    ) -> UpdatePlan:
         """Micro-batches of an optimiser step, of so many tokens per row and rows each."""
         return plan_update(
             minibatch.examples,
             self._config.loss,
             *rows,
-            self._step,
+            self._step if step is None else step,
             max_tokens=[self._denominator(example) for example in minibatch.examples],
             proximal_logprobs=minibatch.proximal,
             value_targets=minibatch.targets,
@@ -486,12 +494,20 @@ class Learner:
         return limits.get(lesson) or max(limits.values())
 
     def _gradients(
-        self, accumulate: Any, micro_batches: Sequence[compiled.MicroBatch], critic: ValueHead | None = None
+        self,
+        accumulate: Any,
+        micro_batches: Sequence[compiled.MicroBatch],
+        critic: ValueHead | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> tuple[tuple[Any, Any], compiled.LossSums]:
-        """Gradients of the policy and a value head (on the device), and sums (on the host), of all micro-batches."""
+        """Gradients of the policy and a value head (on the device), and sums (on the host), of all micro-batches.
+
+        `meanwhile` is called once the device has begun with each of them.
+        """
         so_far = self._zeros(self._decoder, critic=critic)
         for micro_batch in micro_batches:
             so_far = accumulate(self._decoder, so_far, micro_batch, critic=critic)
+            meanwhile()
             so_far.sums.loss.block_until_ready()  # so that an engine on this device gets its turns
         return (so_far.gradients, so_far.critic), jax.device_get(so_far.sums)
 
@@ -502,32 +518,6 @@ class Learner:
                 f"{self._skipped_in_a_row} updates in a row had a loss or gradient that was not finite "
                 "(learner.max_non_finite_updates): lower the learning rate, or look at the last batch's rewards"
             )
-
-
-class _WarmStart:
-    """The supervised phase's own optimiser; empty before and after."""
-
-    def __init__(self, config: LearnerConfig) -> None:
-        self._config = config
-        self.state: OptimizerState | None = None
-        self._steps_done = 0
-        if config.warm_start is not None:
-            self._optimizer: OptimizerConfig = config.warm_start.optimizer(config.optimizer)
-            self.accumulate = compiled.supervised_accumulator(_forward_options(config), config.optimizer.frozen)
-            self.apply = applier(self._optimizer)
-
-    def begin(self, decoder: Decoder) -> OptimizerState:
-        if self._config.warm_start is None:
-            raise ConfigError("supervised_update needs learner.warm_start: steps, batch_size, learning_rate")
-        return initial_state(self._optimizer, decoder) if self.state is None else self.state
-
-    def learning_rate(self) -> float:
-        assert self._config.warm_start is not None
-        self._steps_done += 1
-        return learning_rate(self._optimizer, self._steps_done - 1, self._config.warm_start.steps)
-
-    def discard(self) -> None:
-        self.state = None
 
 
 def _has_reference(examples: Sequence[RLExample]) -> bool:

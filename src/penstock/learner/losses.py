@@ -42,7 +42,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from penstock.batch.advantages import ADVANTAGES
 from penstock.learner.config import Aggregation, CorrectionConfig, LossConfig
 from penstock.learner.loss_terms import KlConfig
-from penstock.model.language.decoder import product
+from penstock.model.language.precision import product
 from penstock.types import ConfigError, RLLossModule, RolloutGroup
 
 MOST_LOG_RATIO = 20.0

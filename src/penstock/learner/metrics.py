@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from penstock.learner.config import OptimizerConfig
 from penstock.learner.optimizer import AppliedUpdate
 from penstock.learner.step import LossSums
 from penstock.types import TrainingBatch
@@ -65,13 +66,18 @@ def loss_metrics(outcomes: Sequence[StepOutcome], reference: bool = False) -> di
     return metrics
 
 
-def step_metrics(outcomes: Sequence[StepOutcome], rate: float) -> dict[str, float]:
+def rate_metrics(config: OptimizerConfig, rate: float) -> dict[str, float]:
+    """The learning rate, and by pattern that of arrays which have another."""
+    by_pattern = {f"train/learning_rate/{pattern}": by * rate for pattern, by in config.rates.items()}
+    return {"train/learning_rate": rate, **by_pattern}
+
+
+def step_metrics(outcomes: Sequence[StepOutcome]) -> dict[str, float]:
     """``train/…`` numbers of the optimiser steps: means over them, and how many there were."""
     applied = [outcome.applied for outcome in outcomes]
     return {
         "train/grad_norm": _mean(each.grad_norm for each in applied),
         "train/changed_fraction": _mean(each.changed_fraction for each in applied),
-        "train/learning_rate": rate,
         "train/non_finite": _mean(not each.finite for each in applied),
         "train/optimizer_steps": float(len(outcomes)),
     }

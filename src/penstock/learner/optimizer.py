@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights: the learning rate's course, the transformation, and the state by name.
+"""Optimisers on float32 master weights: the learning rate's course, the transformation, and the state by name.
 
 The learning rate is computed on the host from the learner's step and passed in, so that a resumed or extended run
 needs no state for it. A model in float32 is its own master; one in bfloat16 would lose updates smaller than its
@@ -11,7 +11,7 @@ nothing of them.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jaxtyping import Array, Bool, Float32, PyTree
 
-from penstock.learner.config import OptimizerConfig
+from penstock.learner.config import STACKED, OptimizerConfig
 from penstock.types import CheckpointError, ConfigError
 
 Tree = TypeVar("Tree")
-_OF_ARRAY = re.compile(r"(?:adam\.\d+\.[mn]u|master)\.(.+)")
+_OF_ARRAY = re.compile(r"(?:adam\.\d+\.(?:(?:muon|adam)\.)?(?:mu|nu|v|v_row|v_col)|master)\.(.+)")
 """Names in the state that belong to one array of the model."""
 
 
@@ -35,7 +36,8 @@ class OptimizerState(NamedTuple):
     """What an optimiser step reads and replaces; donated at every step.
 
     Attributes:
-        adam: optax state; moments are float32, of the arrays that train.
+        adam: optax state of whatever optimiser, by the name that files of before have; moments are float32, of the
+            arrays that train.
         master: float32 parameters of those, or None where the model itself is float32.
     """
 
@@ -78,36 +80,141 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping, Adam's scaling and decoupled weight decay; the caller multiplies by −learning rate.
+    """Clipping, the optimiser's scaling, decoupled weight decay, `rates`; the caller multiplies by −learning rate.
 
-    Kingma and Ba 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter 2019,
+    AdamW: Kingma and Ba 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter 2019,
     https://arxiv.org/abs/1711.05101.
     """
-    limit = config.max_grad_norm
+    limit, scaling = config.max_grad_norm, {"adamw": _adam, "adafactor": _adafactor, "muon": _muon}[config.name]
+    by_rate = optax.stateless(lambda updates, _: _scaled_by_rates(config, updates))
     return optax.chain(
         optax.identity() if limit is None else optax.clip_by_global_norm(limit),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32),
+        scaling(config),
         optax.add_decayed_weights(config.weight_decay, mask=_decayed),
+        by_rate if config.rates else optax.identity(),
     )
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32)
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Divides by √V̂, and scales each matrix down to a root mean square of at most 1; a vector has its whole V.
+
+    V̂ is R C / mean(R), with R and C the means over columns and rows of V_t = β V_{t−1} + (1 − β)(g² + 1e-30),
+    β = 1 − t^−0.8. The learning rate is absolute: no step in proportion to the parameter, no relative steps, no
+    momentum. Every layer's matrix is one of its own. Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235.
+    """
+    rms, clip = optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.clip_by_block_rms(1.0)
+
+    def update_one(updates: PyTree, state: Any, parameters: PyTree) -> tuple[PyTree, Any]:
+        scaled, state = rms.update(updates, state, parameters)
+        return clip.update(scaled, optax.EmptyState())[0], state
+
+    def init(params: PyTree) -> Any:
+        axes = _stack_axes(params)
+        state_axes = optax.FactoredState(count=None, v_row=axes, v_col=axes, v=axes)  # pyright: ignore[reportArgumentType]
+        return _by_layer(rms.init, (axes,), state_axes)(params)
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        axes = _stack_axes(updates)
+        state_axes = optax.FactoredState(count=None, v_row=axes, v_col=axes, v=axes)  # pyright: ignore[reportArgumentType]
+        return _by_layer(update_one, (axes, state_axes, axes), (axes, state_axes))(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+class _MuonState(NamedTuple):
+    """Of the arrays that each of the two has."""
+
+    muon: Any
+    adam: Any
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Of a matrix [a, b]: .2 √max(a, b) · NS(momentum), five Newton–Schulz steps towards U Vᵀ; else AdamW.
+
+    The factor gives a step the root mean square of AdamW's, so that both live by one learning rate and decay.
+    Momentum is Nesterov's, and the matrices of stacked layers are orthogonalised one by one. Jordan 2024,
+    https://kellerjordan.github.io/posts/muon/; Liu et al. 2025, https://arxiv.org/abs/2502.16982.
+    """
+    numbers = optax.contrib.MuonDimensionNumbers(-2, -1)  # what comes before is a batch axis
+
+    def matrices(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: numbers, tree)
+
+    muon = optax.contrib.scale_by_muon(
+        beta=config.momentum,
+        mu_dtype=jnp.float32,
+        weight_dimension_numbers=matrices,  # pyright: ignore[reportArgumentType]
+    )
+    adam = _adam(config)
+
+    def split(tree: PyTree) -> tuple[PyTree, PyTree]:
+        return _split(lambda name, leaf: config.orthogonalises(name, jnp.ndim(leaf)), tree)
+
+    def init(params: PyTree) -> _MuonState:
+        own, rest = split(params)
+        return _MuonState(muon.init(own), adam.init(rest))
+
+    def update(updates: PyTree, state: _MuonState, params: PyTree | None = None) -> tuple[PyTree, _MuonState]:
+        own, rest = split(updates)
+        own, of_own = muon.update(own, state.muon)
+        own = jax.tree.map(lambda leaf: 0.2 * math.sqrt(max(leaf.shape[-2:])) * leaf, own)
+        rest, of_rest = adam.update(rest, state.adam)
+        return join_frozen(own, rest), _MuonState(of_own, of_rest)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _stack_axes(tree: PyTree) -> PyTree:
+    """Of each array the axis of layers, or None."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: 0 if _name(path).startswith(STACKED) else None, tree)
+
+
+def _by_layer(function: Any, in_axes: tuple[Any, ...], out_axes: Any) -> Any:
+    """The function, layer by layer of what is stacked; itself where nothing is."""
+    return jax.vmap(function, in_axes, out_axes) if jax.tree.leaves(in_axes) else function
+
+
+def _scaled_by_rates(config: OptimizerConfig, updates: PyTree) -> PyTree:
+    def scaled(path: tuple, leaf: Array) -> Array:
+        multiplier = config.rate_of(_name(path))
+        return leaf if multiplier == 1 else multiplier * leaf
+
+    return jax.tree_util.tree_map_with_path(scaled, updates)
 
 
 def initial_state(config: OptimizerConfig, parameters: PyTree) -> OptimizerState:
     """The state before the first step.
 
     Raises:
-        ConfigError: arrays are frozen that the model does not have, or all that it has.
+        ConfigError: arrays are frozen that the model does not have, or all that it has; a pattern of `rates` is of no
+            array that trains; or Muon has no matrix.
     """
-    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(parameters)[0]]
-    idle = [pattern for pattern in config.frozen if not any(_matches(name, [pattern]) for name in names)]
-    if idle:
-        raise ConfigError(f"learner.optimizer.frozen has {idle}, which match no array: there are {', '.join(names)}")
+    _check_patterns("frozen", config.frozen, parameters, "array")
     trained, _ = split_frozen(config.frozen, parameters)
     if not jax.tree.leaves(trained):
         raise ConfigError(f"learner.optimizer.frozen is {list(config.frozen)}, all arrays: nothing would train")
+    _check_patterns("rates", config.rates, trained, "array that trains")
+    ranks = {name: leaf.ndim for name, leaf in _named_leaves(trained)}
+    if config.name == "muon" and not any(config.orthogonalises(*each) for each in ranks.items()):
+        raise ConfigError(
+            f"learner.optimizer.name is 'muon', but no matrix of a layer trains (there are {', '.join(ranks)}): take "
+            "adamw"
+        )
     as_float32 = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
     own = all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained))
     moments = jax.jit(transformation(config).init)(as_float32)  # one program; otherwise one for each shape of zeros
     return OptimizerState(moments, None if own else as_float32)
+
+
+def _check_patterns(key: str, patterns: Iterable[str], tree: PyTree, what: str) -> None:
+    names = [name for name, _ in _named_leaves(tree)]
+    idle = [pattern for pattern in patterns if not any(_matches(name, [pattern]) for name in names)]
+    if idle:
+        raise ConfigError(f"learner.optimizer.{key} has {idle}, which match no {what}: there are {', '.join(names)}")
 
 
 @cache
@@ -188,12 +295,14 @@ def split_frozen(frozen: Sequence[str], tree: Tree) -> tuple[Tree, Tree]:
         frozen: Patterns of names.
         tree: Parameters, or anything with their names.
     """
+    rest, trained = _split(lambda name, _: _matches(name, frozen), tree)
+    return trained, rest
 
-    def is_frozen(path: tuple) -> bool:
-        return _matches(_name(path), frozen)
 
-    trained = jax.tree_util.tree_map_with_path(lambda path, leaf: None if is_frozen(path) else leaf, tree)
-    return trained, jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_frozen(path) else None, tree)
+def _split(chosen: Callable[[str, Any], bool], tree: Tree) -> tuple[Tree, Tree]:
+    """The arrays that are chosen by name and value, and the others."""
+    mask = jax.tree_util.tree_map_with_path(lambda path, leaf: chosen(_name(path), leaf), tree)
+    return eqx.partition(tree, mask)
 
 
 def join_frozen(trained: Tree, rest: Tree) -> Tree:
@@ -209,6 +318,10 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def _decayed(parameters: PyTree) -> PyTree:
     """True for matrices, false for norms and biases (told by name: stacked leaves hide their rank)."""
 
@@ -221,8 +334,7 @@ def _decayed(parameters: PyTree) -> PyTree:
 
 def to_named(tree: object) -> dict[str, np.ndarray]:
     """Every array of a tree by its path, for example ``adam.1.mu.layers.query``."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_name(path): np.asarray(leaf) for path, leaf in leaves}
+    return {name: np.asarray(leaf) for name, leaf in _named_leaves(tree)}
 
 
 def from_named(like: OptimizerState, arrays: Mapping[str, np.ndarray], frozen: Sequence[str] = ()) -> OptimizerState:
@@ -234,14 +346,16 @@ def from_named(like: OptimizerState, arrays: Mapping[str, np.ndarray], frozen: S
     Raises:
         CheckpointError: naming what is missing, extra, or of another shape or dtype.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(like)
-    wanted = {_name(path): leaf for path, leaf in leaves}
+    structure, wanted = jax.tree.structure(like), dict(_named_leaves(like))
     arrays = {name: array for name, array in arrays.items() if not _matches(_array_of(name), frozen)}
     known = {_array_of(name) for name in arrays}
     arrays |= {name: np.asarray(leaf) for name, leaf in wanted.items() if _array_of(name) not in known}
     missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
     if missing or extra:
-        raise CheckpointError(f"optimiser state does not fit: missing {missing[:3]}, unknown {extra[:3]}")
+        raise CheckpointError(
+            f"optimiser state does not fit: missing {missing[:3]}, unknown {extra[:3]}; it is of another model, or "
+            "learner.optimizer.name was another"
+        )
     for name, leaf in wanted.items():
         found = arrays[name]
         if found.shape != leaf.shape or found.dtype != leaf.dtype:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Int64, PyTree
 
-from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens
+from penstock.batch import PackedBatch, Placement, pack, place, stack, trainable_tokens, unpack
 from penstock.learner.config import LossConfig
 from penstock.learner.critic import ValueHead, ValueTargets, value_token_loss
 from penstock.learner.loss_terms import CriticConfig, KlConfig
@@ -36,7 +36,7 @@ from penstock.learner.losses import (
     supervised_token_loss,
     tiled_logprobs,
 )
-from penstock.learner.optimizer import join_frozen, split_frozen
+from penstock.learner.optimizer import OptimizerState, join_frozen, split_frozen
 from penstock.model.language import Decoder
 from penstock.types import RLExample
 
@@ -81,11 +81,72 @@ class MicroBatch(NamedTuple):
     count: Int32[Array, ""]
 
 
+class Minibatch(NamedTuple):
+    """What an optimiser step is made of.
+
+    Attributes:
+        examples: Its own.
+        proximal: ℓ_p of each, of those that are computed; None where it is not read.
+        targets: What a value head learns of each; None without one.
+    """
+
+    examples: Sequence[RLExample]
+    proximal: Sequence[Float32[np.ndarray, " _"] | None] | None
+    targets: Sequence[ValueTargets] | None
+
+    def chosen(self, indices: Int64[np.ndarray, " n"]) -> "Minibatch":
+        """These only."""
+        proximal = None if self.proximal is None else [self.proximal[index] for index in indices]
+        targets = None if self.targets is None else [self.targets[index] for index in indices]
+        return Minibatch([self.examples[index] for index in indices], proximal, targets)
+
+
 class UpdatePlan(NamedTuple):
     """All micro-batches of one step, and where each example that has a place lies in their rows, end to end."""
 
     micro_batches: list[MicroBatch]
     placements: list[Placement]
+
+
+class PackedBeside:
+    """Makes a plan while the device computes, as soon as it can be made, and puts its rows there.
+
+    Args:
+        make: The plan; None where it cannot be made yet.
+
+    Attributes:
+        plan: Once it is made.
+    """
+
+    def __init__(self, make: Callable[[], UpdatePlan | None]) -> None:
+        self._make = make
+        self.plan: UpdatePlan | None = None
+
+    def try_to_make(self) -> None:
+        """Makes it, unless it is made."""
+        if self.plan is None and (made := self._make()) is not None:
+            self.plan = made._replace(micro_batches=jax.device_put(made.micro_batches))
+
+
+class PlannedStep(NamedTuple):
+    """An optimiser step that is not applied yet; valid until the next is asked for.
+
+    Attributes:
+        decoder: Parameters before it.
+        state: The optimiser's, before it.
+        rollout_ids: Whom it trains on.
+        gradients: Of the whole step.
+        rate: Learning rate.
+        gradient_of: Given a rollout's id, and first and last + 1 of its positions: the part of `gradients` that its
+            tokens there made, with the step's own denominators; by a backward pass of its own.
+    """
+
+    decoder: Decoder
+    state: OptimizerState
+    rollout_ids: Sequence[str]
+    gradients: Any
+    rate: float
+    gradient_of: Callable[[str, int, int], Any]
 
 
 def plan_update(
@@ -146,6 +207,31 @@ def plan_scoring(
         every_token: The entries are all tokens but each sequence's first; else those under the loss mask.
     """
     return _plan(examples, [_Filling(0.0, False)] * len(examples), row_length, micro_rows, every_token)
+
+
+def score_plan(plan: UpdatePlan, scoring: Callable[[MicroBatch], Any]) -> list[Float32[np.ndarray, " pos"]]:
+    """What is scored at a plan's entries, aligned with the tokens of its examples; 0 elsewhere.
+
+    Args:
+        plan: From `plan_scoring`.
+        scoring: Of a micro-batch, float32 [k].
+    """
+    scores = []
+    for micro_batch in plan.micro_batches:
+        found, count = np.asarray(scoring(micro_batch)), int(micro_batch.count)
+        rows = np.zeros(micro_batch.tokens.shape, np.float32)
+        rows.reshape(-1)[np.asarray(micro_batch.positions)[:count]] = found[:count]
+        scores.append(rows)
+    return unpack(np.concatenate(scores), plan.placements) if scores else []
+
+
+def scored_lengths(row_length: int) -> tuple[int, ...]:
+    """Tokens of the rows in which sequences are scored, ascending: few lengths, all compiled before they are needed."""
+    lengths, length = [], 64
+    while length <= row_length // 2:
+        lengths.append(length)
+        length *= 4
+    return (*lengths, row_length)
 
 
 def minibatches_of(

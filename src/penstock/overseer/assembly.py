@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from penstock.batch import BatchMaker, make_batch_maker
 from penstock.overseer.config import RunConfig
-from penstock.overseer.full_disk import when_there_is_room
 from penstock.replay import (
     Ledger,
     OpenAdmission,
@@ -112,7 +110,7 @@ class LocalBatches:
     def __init__(self, replay: Replay, states: Callable[[], Mapping[str, Any]]) -> None:
         self._replay = replay
         self._states = states
-        self.next_batch = replay.batches.next_batch
+        self.next_batch, self.peek = replay.batches.next_batch, replay.batches.peek
         self.finish_update = replay.buffer.finish_update
         self.set_current_step = replay.buffer.set_current_step
 
@@ -205,27 +203,3 @@ def restore_parts(
             part.restore(states[name])
     elif lineage:
         buffer.begin_anew()
-
-
-def save_when_there_is_room(
-    directory: RunDirectory,
-    states: Callable[[], Mapping[str, Any]],
-    write: Callable[[Mapping[str, Any]], Path],
-    full_disk_s: float,
-    on_wait: Callable[[float, str], object],
-) -> Path:
-    """Writes a checkpoint of the present update boundary; waits for room on a full disk.
-
-    Args:
-        directory: The run's.
-        states: Gives the state of every component beside the learner, by name, as of this boundary.
-        write: Writes the checkpoint with these states; called again where there was no room.
-        full_disk_s: So long a full disk is waited for.
-        on_wait: Given the seconds until the next try, and why, in words.
-
-    Raises:
-        RunFailed: the run directory is gone, or the disk was full for too long.
-    """
-    directory.check_is_there()
-    gathered = states()
-    return when_there_is_room(lambda: write(gathered), full_disk_s, on_wait)

@@ -1,5 +1,6 @@
 """The configuration of a run: every stage's own config composed, and checked against one another."""
 
+from collections.abc import Collection
 from math import ceil
 from typing import Any, Literal, Self
 
@@ -7,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from penstock.curriculum.config import CurriculumConfig, SamplingParams
 from penstock.inference.config import InferenceConfig
-from penstock.learner.config import LearnerConfig
+from penstock.learner.config import PRESET_FILTERS, LearnerConfig
 from penstock.model.language.config import PolicyConfig
 from penstock.replay.config import ReplayBufferConfig
 from penstock.rollout.config import RolloutConfig
@@ -25,6 +26,9 @@ class OverseerConfig(BaseModel):
         checkpoint_every: Updates between checkpoints; the last update is always followed by one.
         keep_checkpoints: How many of the newest checkpoints stay.
         keep_every: Checkpoints whose step is a multiple of this stay for good, too; None: none of them.
+        keep_best: The metric of an evaluation, such as ``eval/cats/reward_mean``: of all versions that were evaluated,
+            the checkpoint of the one with the greatest value stays, too, or the first checkpoint after that version;
+            ``checkpoints/best`` is a link to it. None: there is none.
         stop_timeout_s: Longest wait for a component to stop.
         heartbeat_s: Seconds between two looks at a component in a process of its own.
         heartbeat_timeout_s: A component that does not answer for so long counts as dead; it is ended and replaced.
@@ -45,6 +49,7 @@ class OverseerConfig(BaseModel):
     checkpoint_every: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     keep_every: int | None = Field(default=None, ge=1)
+    keep_best: str | None = None
     stop_timeout_s: float = Field(default=60.0, gt=0)
     heartbeat_s: float = Field(default=1.0, gt=0)
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
@@ -71,7 +76,27 @@ class OverseerConfig(BaseModel):
     def checkpoints_in_words(self) -> str:
         """How often there is one, and which stay."""
         every = "" if self.keep_every is None else f", and every {self.keep_every}th for good"
-        return f"every {self.checkpoint_every} updates, the last {self.keep_checkpoints} kept{every}"
+        best = "" if self.keep_best is None else f", and the best by {self.keep_best}"
+        return f"every {self.checkpoint_every} updates, the last {self.keep_checkpoints} kept{every}{best}"
+
+    def check_keep_best(self, names: Collection[str], numbers: Collection[str]) -> None:
+        """Refuses a metric that no evaluation of the run gives.
+
+        Args:
+            names: Of the lessons or tasks that are evaluated.
+            numbers: What an evaluation says of each, the greater the better.
+
+        Raises:
+            ValueError: `keep_best` is another, naming those that there are.
+        """
+        if self.keep_best is None:
+            return
+        known = {f"eval/{name}/{number}" for name in names for number in numbers}
+        if self.keep_best not in known:
+            raise ValueError(
+                f"overseer.keep_best is {self.keep_best}: no such metric of an evaluation whose greatest value is the "
+                f"best; there are {', '.join(sorted(known))}"
+            )
 
     @property
     def start_limit_s(self) -> float:
@@ -176,6 +201,18 @@ class RunConfig(BaseModel):
             return values  # the field's own validation says it better
         return {**values, "replay": {**(values.get("replay") or {}), "staleness_budget": 0}} if synchronous else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_filters(cls, values: Any) -> Any:
+        """A loss preset brings its filters where nothing else is said; what a run recorded of before stays."""
+        if not isinstance(values, dict) or values.get("versions"):
+            return values
+        filters = PRESET_FILTERS.get(str(_found(values, "learner", "loss", "preset")))
+        if filters is None:
+            return values
+        replay, maker = _given(values.get("replay")), _given(_found(values, "replay", "batch_maker"))
+        return {**values, "replay": {**replay, "batch_maker": {**filters, **maker}}}
+
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         room = self.inference.max_seq_len
@@ -205,8 +242,10 @@ class RunConfig(BaseModel):
                 f"rollout.max_concurrent_groups is {concurrency}: at staleness zero a whole batch "
                 f"({self.replay.groups_per_batch} groups) generates in lockstep; leave it out"
             )
+        self._check_offline()
         self._check_replay()
         self._check_runtime()
+        self.overseer.check_keep_best(self.curriculum.lessons, ("reward_mean", "success_rate", "pass_at_k"))
         storage = self.rollout.storage
         if (
             storage.kind == "file"
@@ -242,6 +281,20 @@ class RunConfig(BaseModel):
             if count != 1:
                 raise ValueError(f"{name} is {count}, and one process has one: set runtime: ray, or {name}=1")
 
+    def _check_offline(self) -> None:
+        """What stored rollouts leave without effect."""
+        replay, learner = self.replay, self.learner
+        if replay.from_rollouts is None:
+            return
+        why = "replay.from_rollouts has the rollouts: nothing is generated, and batches follow epochs over them"
+        if self.runtime != "local":
+            raise ValueError(f"runtime is {self.runtime}, but {why}, which one process does; leave it out")
+        if learner.warm_start is not None:
+            raise ValueError(f"learner.warm_start is set, but {why}, so that no environment is asked; leave it out")
+        refuse_idle(replay, ("max_samples", "batch_makers"), why, at="replay.")
+        refuse_idle(replay.batch_maker, ("name",), why, at="replay.batch_maker.")
+        refuse_idle(self.overseer, ("keep_best",), "a run on stored rollouts evaluates nothing", at="overseer.")
+
     def _check_replay(self) -> None:
         replay, lessons = self.replay, self.curriculum.lessons
         unknown = sorted(replay.tolerances.keys() - lessons.keys())
@@ -268,17 +321,18 @@ class RunConfig(BaseModel):
         if self.learner.loss.advantage == "turn" and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose episodes earned the same, "
-                "but learner.loss.advantage: turn learns from where in them that was; leave it out"
+                "but learner.loss.advantage: turn learns from where in them that was; set it to false"
             )
         if self.learner.has_critic and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: gae compares with a value head and learns from them; leave it out"
+                "learner.loss.advantage: gae compares with a value head and learns from them; set it to false"
             )
         if self.learner.loss.advantage == "reinforce_pp" and replay.batch_maker.filter_zero_variance:
             raise ValueError(
                 "replay.batch_maker.filter_zero_variance is true: it leaves out groups whose rewards are equal, but "
-                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; leave it out"
+                "learner.loss.advantage: reinforce_pp compares with the whole batch and learns from them; set it to "
+                "false"
             )
         if self.learner.kl.in_reward:
             self._check_kl_in_reward()
@@ -303,7 +357,7 @@ class RunConfig(BaseModel):
             if maker.filter_zero_variance:
                 raise ValueError(
                     f"{key}.filter_zero_variance is true: it leaves out groups whose rewards are equal, but with "
-                    "learner.kl.place: reward they differ all the same; leave it out"
+                    "learner.kl.place: reward they differ all the same; set it to false"
                 )
 
     def dump(self) -> dict[str, Any]:
@@ -314,6 +368,18 @@ class RunConfig(BaseModel):
     def concurrency(self) -> int:
         """Groups in generation at once: as many as may be outstanding."""
         return self.replay.groups_per_batch * (self.replay.staleness_budget + 1)
+
+
+def _found(values: Any, *keys: str) -> Any:
+    """What stands there of what may be plain values or validated ones; None where nothing does."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else getattr(values, key, None)
+    return values
+
+
+def _given(section: Any) -> Any:
+    """What was said of a section, as plain values."""
+    return section.model_dump(exclude_unset=True) if isinstance(section, BaseModel) else section or {}
 
 
 def rollout_workers(config: RunConfig) -> int:

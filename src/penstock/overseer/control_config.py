@@ -85,6 +85,8 @@ class FleetRunConfig(BaseModel):
         self._check_evaluation()
         self._check_learner()
         self._check_model()
+        numbers = ("return_mean", "return_min", "return_max", "discounted_return_mean")
+        self.overseer.check_keep_best(self.fleet.tasks, numbers)
         refuse_idle(self.tracking, ("samples", "samples_per_log"), "simulators have no conversations", at="tracking.")
         unknown = sorted(self.roles.keys() - set(FLEET_ROLES))
         if unknown:

@@ -11,7 +11,9 @@ bfloat16 in float32):
 - *engine's parameters* 2 P b: its own, unstacked, and the next version's during a swap; what an engine over several
   devices holds are copies throughout, 3 P b with those that are put there;
 - *gradients* 4 P, accumulated in float32, and P b for the micro-batch being added;
-- *optimiser* 8 P: AdamW's moments in float32; 12 P with the float32 master of a bfloat16 model;
+- *optimiser*: AdamW's moments in float32, 8 P; Muon's momentum 4 P_m, with AdamW's 8 (P − P_m) of all but the P_m
+  parameters in matrices of layers; Adafactor's rows and columns of each matrix. And 4 P more for the float32 master
+  of a bfloat16 model;
 - *KV cache* 2 · 2 L s S v b: the cache, and its copy while it grows or a prompt's samples fork from it;
 - *attention* R H T² (8 + c): scores and their gradient in float32, weights in the dtype of the products; and of the
   largest prefill, r prompts of length t, H r t² (4 + c) + 8 r t i;
@@ -20,7 +22,10 @@ bfloat16 in float32):
 - *vocabulary*: the output head takes 8 V h + 12 V · tile and what is kept, before the layers' backward pass; what that
   exceeds gradient, attention and activations by, and 6 · 4 V s of a decode step;
 - *float32 copies*, on CPUs of a bfloat16 model: 4 P + 8 V h in the learner; of head and cache in the engine;
-- *optimiser step*: what its temporaries, 10 P (P (b + 5.6) with a master), exceed those of the gradient by.
+- *snapshot*: P b of an older version, and copies on the host of the optimiser's state and the reference, where a
+  checkpoint is written while training goes on;
+- *optimiser step*: what its temporaries exceed those of the gradient by: 10 P (7.6 P with a master), of Muon's matrices
+  6 P_m (13 P_m), of Adafactor 4 P (10.6 P).
 
 Each program's part is within 15% of what XLA's compiler allots (`memory_analysis`; a bfloat16 prefill within 20%),
 tested on CPUs, and for the gradient against programs compiled for a GPU. Of all devices together: what an engine is
@@ -36,7 +41,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from penstock.inference.config import EngineConfig
-from penstock.learner.config import LearnerConfig
+from penstock.learner.config import STACKED, LearnerConfig, OptimizerConfig
 from penstock.model.language.config import ModelConfig, PolicyConfig
 from penstock.types import ConfigError
 
@@ -55,7 +60,7 @@ class MemoryEstimate:
         reference_bytes: The reference's of a KL, and its average.
         engine_bytes: The engine's, of two versions.
         gradients_bytes: Accumulated, and of one micro-batch.
-        optimizer_bytes: Both moments, and the float32 master.
+        optimizer_bytes: The optimiser's state, and the float32 master.
         kv_cache_bytes: Twice the engine's cache.
         attention_bytes: Scores of one micro-batch and of one prefill, quadratic in the row's length.
         activations_bytes: Of one micro-batch.
@@ -63,6 +68,7 @@ class MemoryEstimate:
         copies_bytes: In float32, on CPUs of a bfloat16 model.
         step_bytes: What the optimiser step takes beyond the memory of the gradient.
         process_bytes: Everything else.
+        snapshot_bytes: What a checkpoint is written from beside the training; 0 at staleness zero.
     """
 
     parameters_bytes: int
@@ -77,6 +83,7 @@ class MemoryEstimate:
     copies_bytes: int
     step_bytes: int
     process_bytes: int = PROCESS_BYTES
+    snapshot_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -111,7 +118,7 @@ def computes_on_cpu() -> bool:
 
 
 def estimate_memory(
-    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True
+    model: ModelConfig, engine: EngineConfig, learner: LearnerConfig, on_cpu: bool = True, snapshots: bool = False
 ) -> MemoryEstimate:
     """The memory of a training run in one process.
 
@@ -120,25 +127,29 @@ def estimate_memory(
         engine: Slots and lengths.
         learner: Rows of a micro-batch.
         on_cpu: Where XLA computes bfloat16 in float32.
+        snapshots: Whether checkpoints are written while training goes on.
     """
     count, width = model.parameter_count, _DTYPE_BYTES[model.dtype]
     trained = trained_count(model, learner)
     cache = kv_cache_bytes(model, engine.max_slots, engine.max_seq_len)
     upcast = on_cpu and width < 4
     gradient = gradient_temporaries(model, learner, on_cpu)
+    reference = _reference_bytes(model, learner)
+    optimizer = optimizer_state_bytes(model, learner) + trained * (0 if width == 4 else 4)
     return MemoryEstimate(
         parameters_bytes=(2 if learner.optimizer_steps == 1 else 3) * count * width,
-        reference_bytes=_reference_bytes(model, learner),
+        reference_bytes=reference,
         engine_bytes=(2 if engine.model_parallel == 1 else 3) * count * width,
         gradients_bytes=trained * (4 + width),
-        optimizer_bytes=trained * (8 if width == 4 else 12),
+        optimizer_bytes=optimizer,
         kv_cache_bytes=2 * cache,
         attention_bytes=gradient["attention"] + _largest_prefill(model, engine, on_cpu),
         activations_bytes=gradient["activations"],
         vocabulary_bytes=gradient["vocabulary"] + 6 * 4 * model.vocab_size * engine.max_slots,
         copies_bytes=gradient["copies"]
         + (4 * model.vocab_size * model.hidden_size + 4 // width * cache if upcast else 0),
-        step_bytes=max(0, round(step_temporaries(model) * trained / count) - sum(gradient.values())),
+        step_bytes=max(0, step_temporaries(model, learner) - sum(gradient.values())),
+        snapshot_bytes=count * width + optimizer + reference if snapshots else 0,
     )
 
 
@@ -151,9 +162,24 @@ def _reference_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
 
 def trained_count(model: ModelConfig, learner: LearnerConfig) -> int:
     """Number of parameters that are not frozen."""
-    frozen = learner.optimizer.frozen
-    shapes = model.parameter_shapes().items()
-    return sum(math.prod(shape) for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen))
+    return sum(map(math.prod, _trained_shapes(model, learner).values()))
+
+
+def _trained_shapes(model: ModelConfig, learner: LearnerConfig) -> dict[str, tuple[int, ...]]:
+    frozen, shapes = learner.optimizer.frozen, model.parameter_shapes().items()
+    return {name: shape for name, shape in shapes if not any(fnmatchcase(name, each) for each in frozen)}
+
+
+def optimizer_state_bytes(model: ModelConfig, learner: LearnerConfig) -> int:
+    """Of the optimiser's state, masters left out."""
+    return sum(_state_bytes(learner.optimizer, *each) for each in _trained_shapes(model, learner).items())
+
+
+def _state_bytes(optimizer: OptimizerConfig, name: str, shape: tuple[int, ...]) -> int:
+    if optimizer.name != "adafactor":
+        return (4 if optimizer.orthogonalises(name, len(shape)) else 8) * math.prod(shape)
+    stack, own = (shape[:1], shape[1:]) if name.startswith(STACKED) else ((), shape)
+    return 4 * math.prod(stack) * (math.prod(own) if len(own) < 2 else sum(own))
 
 
 def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: bool = True) -> dict[str, int]:
@@ -171,9 +197,16 @@ def gradient_temporaries(model: ModelConfig, learner: LearnerConfig, on_cpu: boo
     return layers | {"vocabulary": max(0, scoring - sum(layers.values()))}
 
 
-def step_temporaries(model: ModelConfig) -> int:
+def step_temporaries(model: ModelConfig, learner: LearnerConfig) -> int:
     """Bytes that the optimiser step takes beside its arguments, the new parameters of a bfloat16 model included."""
-    return round(model.parameter_count * (10 if model.dtype == "float32" else 7.6))
+    optimizer, wide = learner.optimizer, model.dtype == "float32"
+    per_parameter = (4.0 if wide else 10.6) if optimizer.name == "adafactor" else (10.0 if wide else 7.6)
+    of_matrix = 6.0 if wide else 13.0
+    sizes = [
+        (of_matrix if optimizer.orthogonalises(name, len(shape)) else per_parameter) * math.prod(shape)
+        for name, shape in _trained_shapes(model, learner).items()
+    ]
+    return round(sum(sizes))
 
 
 def kv_cache_bytes(model: ModelConfig, slots: int, length: int) -> int:

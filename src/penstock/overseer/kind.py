@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.overseer.run import PhaseSteps, Run
     from penstock.overseer.tasks import LocalComponent
     from penstock.overseer.trainer import LearnerComponent
+    from penstock.replay import StoredBatches
     from penstock.weights import InProcessBroadcaster
 
 Factories = Mapping[str, Factory]
@@ -105,7 +106,7 @@ class SharedParts:
     """
 
     weights: "InProcessBroadcaster"
-    batches: "LocalBatches"
+    batches: "LocalBatches | StoredBatches"
     manager: Any = None
 
 
@@ -141,6 +142,11 @@ class LearnerTasks:
 
 class PolicyKind(Protocol):
     """One kind of policy, in one run."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is what an evaluation needs."""
+        ...
 
     # --- before anything is started ------------------------------------------------------------------------------
 

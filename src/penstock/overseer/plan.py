@@ -3,6 +3,7 @@
 The text is itself a recipe: everything but the config is a comment.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.learner.loss_terms import KlConfig
@@ -25,7 +26,10 @@ def describe_plan(config: "RunConfig | FleetRunConfig") -> str:
 
         return describe_fleet_plan(config)
     model = model_shape(config.model)
-    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu())
+    beside = not config.replay.synchronous
+    memory = estimate_memory(model, config.inference, config.learner, computes_on_cpu(), snapshots=beside)
+    if config.replay.from_rollouts is not None:
+        memory = replace(memory, engine_bytes=0, kv_cache_bytes=0)
     comments = [
         f"Model: {model.model_type}, {model.parameter_count:,} parameters, {model.dtype}, "
         f"vocabulary {model.vocab_size:,}",
@@ -43,15 +47,16 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
     parts = {
         "parameters of the learner": memory.parameters_bytes,
         **({"parameters of the reference": memory.reference_bytes} if memory.reference_bytes else {}),
-        "parameters of the engine": memory.engine_bytes,
+        **({"parameters of the engine": memory.engine_bytes} if memory.engine_bytes else {}),
         "gradients": memory.gradients_bytes,
         "optimiser state": memory.optimizer_bytes,
-        "KV cache": memory.kv_cache_bytes,
+        **({"KV cache": memory.kv_cache_bytes} if memory.kv_cache_bytes else {}),
         "attention scores": memory.attention_bytes,
         "activations": memory.activations_bytes,
         "scores over the vocabulary": memory.vocabulary_bytes,
         "float32 copies on a CPU": memory.copies_bytes,
         "the optimiser step": memory.step_bytes,
+        **({"a checkpoint being written": memory.snapshot_bytes} if memory.snapshot_bytes else {}),
         "the process itself": memory.process_bytes,
         "total": memory.total_bytes,
     }
@@ -59,14 +64,28 @@ def _memory_lines(memory: MemoryEstimate) -> list[str]:
 
 
 def _component_lines(config: RunConfig) -> list[str]:
-    replay, engine, learner = config.replay, config.inference, config.learner
-    lessons = ", ".join(config.curriculum.lessons)
+    replay, learner = config.replay, config.learner
     warm_start = f"{learner.warm_start.steps} supervised steps, then " if learner.warm_start is not None else ""
-    several = config.runtime == "ray"
-    engines = f"{engine.servers} × " if several else ""
-    workers = f"{rollout_workers(config)} × " if several else ""
+    stored = {"stored rollouts": f"{replay.from_rollouts}, {replay.groups_per_batch} groups per update"}
     parts = {
         "overseer": f"watches; ends a run that stands still for {config.overseer.no_progress_s:g} s",
+        **(_generating_lines(config) if replay.from_rollouts is None else stored),
+        "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
+        f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
+        + _in_steps(learner.optimizer_steps),
+        **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
+        "checkpoints": config.overseer.checkpoints_in_words,
+        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
+    }
+    return [f"  {name:<18}{what}" for name, what in parts.items()]
+
+
+def _generating_lines(config: RunConfig) -> dict[str, str]:
+    replay, engine, several = config.replay, config.inference, config.runtime == "ray"
+    lessons = ", ".join(config.curriculum.lessons)
+    engines = f"{engine.servers} × " if several else ""
+    workers = f"{rollout_workers(config)} × " if several else ""
+    return {
         "curriculum": f"{len(config.curriculum.lessons)} lessons: {lessons}",
         "inference engine": f"{engines}{engine.max_slots} slots of {engine.max_seq_len} tokens"
         + _over(engine.model_parallel),
@@ -76,14 +95,7 @@ def _component_lines(config: RunConfig) -> list[str]:
         "batch maker": replay.batch_maker.name
         + "".join(f", {maker.name} for {name}" for name, maker in replay.batch_makers.items()),
         **({"weights": f"{config.weights.transport}, {config.weights.encoding}"} if several else {}),
-        "learner": f"{warm_start}{config.steps} updates, rows of {learner.row_length} tokens, "
-        f"loss {learner.loss.preset}{' with a value head' if learner.has_critic else ''}"
-        + _in_steps(learner.optimizer_steps),
-        **({} if learner.kl.reference is None else {"reference": _reference(learner.kl)}),
-        "checkpoints": config.overseer.checkpoints_in_words,
-        "trackers": ", ".join(["metrics.jsonl", *config.tracking.labels]),
     }
-    return [f"  {name:<18}{what}" for name, what in parts.items()]
 
 
 def _reference(kl: KlConfig) -> str:

@@ -170,7 +170,7 @@ class Progress:
         history: By name, each of the wording's metrics that was told.
         held_out: By lesson or task, step and mean score of each evaluation, the oldest first.
         units_per_s: Generated tokens per second, lately; of a fleet, steps of its simulators. None: not known yet.
-        staleness: Mean age of the last batch's tokens in updates.
+        staleness: Mean age of the last batch's tokens in updates; None where it is of no version of the policy.
         ledger: Rollouts per state.
         lessons: Lesson → state and probability, as the curriculum words it; of a fleet, task → its simulators.
         samples: The newest conversations.
@@ -196,7 +196,7 @@ class Progress:
     history: dict[str, Series] = field(default_factory=dict)
     held_out: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     units_per_s: float | None = None
-    staleness: float = 0.0
+    staleness: float | None = 0.0
     ledger: dict[str, int] = field(default_factory=dict)
     lessons: dict[str, str] = field(default_factory=dict)
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES_SHOWN))
@@ -238,7 +238,7 @@ class Progress:
         self,
         step: int,
         score: float | None,
-        staleness: float,
+        staleness: float | None,
         metrics: Mapping[str, float],
         at: float | None = None,
     ) -> None:
@@ -352,7 +352,8 @@ class Progress:
         score = "–" if self.score.last is None else format(self.score.last, words.score_form)
         parts = [f"{words.score} {score}"]
         parts += [f"{metric.label} {metric.form.format(series.last)}" for metric, series in self.told(in_lines=True)]
-        parts += [self.pace, f"staleness {self.staleness:.2f}", f"ETA {left}" if (left := self.left) else ""]
+        age = "" if self.staleness is None else f"staleness {self.staleness:.2f}"
+        parts += [self.pace, age, f"ETA {left}" if (left := self.left) else ""]
         return "  ".join(filter(None, parts))
 
     def status(self) -> dict[str, Any]:

@@ -7,17 +7,19 @@ or [0, 1]. Two policies that answered the same prompts are compared by the diffe
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from penstock.rundir.commands import command_line
-from penstock.types import RolloutBatchStats, RunFailed
+from penstock.types import Caller, RolloutBatchStats, RunFailed
 
 Results = dict[str, RolloutBatchStats]
 """By lesson."""
+CALL_S = 30.0
+"""Longest wait for the learner's answer."""
 
 
 def require_results(results: Results, run_dir: Path) -> None:
@@ -56,6 +58,38 @@ def read_stats(rows: Mapping[str, Any]) -> Results:
         lesson_id: RolloutBatchStats(**{**row, "rewards": tuple(row["rewards"]), "prompts": tuple(row["prompts"])})
         for lesson_id, row in rows.items()
     }
+
+
+class BestNews:
+    """Tells the learner of the evaluations by which it chooses the best checkpoint; nothing, where none is kept.
+
+    Args:
+        learner: Calls the component of that name, which may be in another process.
+        metric: ``overseer.keep_best``.
+    """
+
+    def __init__(self, learner: Caller, metric: str | None) -> None:
+        self._learner = learner
+        self._metric = metric
+
+    def begun(self, step: int) -> None:
+        """An evaluation of that version begins.
+
+        Raises:
+            UnreachableError: the learner did not answer.
+        """
+        if self._metric is not None:
+            self._learner.call("expect_evaluation", step, timeout_s=CALL_S)
+
+    def logged_by(self, log: Callable[[int, Mapping[str, float]], None]) -> Callable[[int, Mapping[str, float]], None]:
+        """The log of evaluations by step, of which the learner hears before: where it cannot, nothing is logged."""
+
+        def tell(step: int, values: Mapping[str, float]) -> None:
+            if self._metric is not None and any(name.startswith("eval/") for name in values):
+                self._learner.call("note_evaluation", step, values.get(self._metric), timeout_s=CALL_S)
+            log(step, values)
+
+        return tell
 
 
 _Z = NormalDist().inv_cdf(0.975)

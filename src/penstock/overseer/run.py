@@ -225,7 +225,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run reached its goal, the last step or the last graduation, and was evaluated there."""
+        """Whether it reached its goal, the last step or the last graduation, and was evaluated, where it can be."""
         return "after" in self.results
 
     def refresh(self) -> None:
@@ -282,6 +282,10 @@ class Run:
             yield from self._kind.before_training(self)
         self.phase("training")
         yield from self._train()
+        if not self._kind.evaluates:
+            if self.step >= self.config.steps:
+                self.results["after"] = {}
+            return
         self.phase("evaluating the trained policy")
         yield from self._kind.after_training(self)
         self.results["after"] = yield from self.evaluate("after")
@@ -320,7 +324,11 @@ class Run:
         step = yield from until(self.learner_step)
         rows = yield from self.until_stopped(self.tasks.task("evaluator-0", "evaluate", step, when))
         results = read_stats(rows)
-        self.log.evaluation(when, step, results, self._kind.metrics_of(results))
+        metrics, best = self._kind.metrics_of(results), self.config.overseer.keep_best
+        warmed = when == "untrained" and getattr(self.config.learner, "warm_start", None) is not None
+        if best is not None and not warmed:  # no checkpoint has the weights from before a warm start
+            yield from self.tasks.call("learner-0", "note_evaluation", step, metrics.get(best))
+        self.log.evaluation(when, step, results, metrics)
         if when == "after":
             require_results(results, self.tasks.settings.directory.path)
         return results

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 SHOWN_EVENTS = frozenset(
     {
-        "component_death", "data_changed", "files_damaged", "evaluation_failed", "files_missing", "graduated",
-        "group_failed", "isolation", "memory_freed", "regressed", "rewind", "rollouts_quarantined", "scale_refused",
-        "started_anew", "straggler", "tracker_failed", "unlocked",
+        "component_death", "data_changed", "files_damaged", "evaluation_failed", "files_missing", "goal_reached",
+        "graduated", "group_failed", "isolation", "memory_freed", "regressed", "rewind", "rollouts_quarantined",
+        "scale_refused", "solutions_too_long", "started_anew", "straggler", "tracker_failed", "unlocked",
     }
 )  # fmt: skip
 """Events that concern the user at once."""

@@ -233,6 +233,8 @@ class _View:
         return "   ".join(filter(None, [progress.pace, f"ETA {left}" if left else "", each])) or "–"
 
     def _staleness(self) -> str:
+        if self._progress.staleness is None:
+            return "unknown: stored rollouts"
         return f"{self._progress.staleness:.2f} of at most {self._progress.staleness_budget} updates"
 
     def _labelled(self, label: str, text: str, style: str = "") -> Text:

@@ -6,16 +6,18 @@ the update boundary. Not covered: what is trained, which is the `PolicyKind`'s.
 """
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, final
 
 from typing_extensions import override
 
-from penstock.learner import save_checkpoint
+from penstock.learner import BestCheckpoint, save_checkpoint
+from penstock.learner.checkpoints import SavedLearner
 from penstock.model.programs import arithmetic, compile_programs
-from penstock.overseer.assembly import save_when_there_is_room
-from penstock.overseer.component import Settings, ThreadedComponent
+from penstock.overseer.component import POLL_S, Settings, ThreadedComponent
+from penstock.overseer.full_disk import when_there_is_room
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
@@ -28,6 +30,113 @@ ANNOUNCE_S = 5.0
 """Longest wait for replay before a first version is offered."""
 STATES_S = 120.0
 """Longest wait for the other components' states at a checkpoint."""
+
+
+@final
+class CheckpointWriter:
+    """Writes a run's checkpoints one after the other: in the caller's thread, or beside it from a snapshot.
+
+    Args:
+        ctx: The learner's; the run's log gets the events `checkpoint`, `best_checkpoint`, `disk_full`.
+        settings: The run, with its directory.
+        on_saved: Given the step of each checkpoint that is on the disk.
+        on_failure: Called where one that is written beside cannot be; `wait` raises why.
+        start: Runs a function in a thread by a name.
+        stopping: Set where nobody waits for room on a full disk any more.
+
+    Attributes:
+        no_room: In words, how long there has been no room; empty where there is.
+        best: Which of them is the best.
+    """
+
+    def __init__(
+        self,
+        ctx: ComponentContext,
+        settings: Settings[Any],
+        on_saved: Callable[[int], object],
+        on_failure: Callable[[], object],
+        start: Callable[[str, Callable[[], None]], None],
+        stopping: threading.Event,
+    ) -> None:
+        self.no_room = ""
+        self.best = BestCheckpoint(settings.directory.checkpoints, settings.config.overseer.keep_best)
+        self._ctx = ctx
+        self._settings = settings
+        self._on_saved, self._on_failure = on_saved, on_failure
+        self._start, self._stopping = start, stopping
+        self._step = -1
+        self._written = threading.Event()
+        self._written.set()
+        self._failure: BaseException | None = None
+
+    def write(self, step: int, learner: SavedLearner, codec: Any, states: Mapping[str, Any]) -> None:
+        """Returns when it is on the disk; waits for room on a full one.
+
+        Raises:
+            RunFailed: the disk was full for too long.
+            Stopped: meanwhile nobody waits any more.
+        """
+        limits, folder = self._settings.config.overseer, self._settings.directory.checkpoints
+        kept = limits.keep_checkpoints, limits.keep_every, self.best
+        limit_s, before = self._settings.config.replay.store.full_disk_s, self.best.record
+        path = when_there_is_room(
+            lambda: save_checkpoint(folder, step, learner, codec, states, *kept), limit_s, self._wait_for_room
+        )
+        self._on_saved(step)
+        self._ctx.event("checkpoint", step, path=str(path))
+        if self.best.record != before or self.best.failure:
+            self.tell_best()
+
+    def write_beside(self, step: int, snapshot: SavedLearner, codec: Any, states: Mapping[str, Any]) -> None:
+        """`write` in a thread; nothing else may be being written."""
+
+        def attempt() -> None:
+            try:
+                self.write(step, snapshot, codec, states)
+            except BaseException as error:  # raised by `wait`
+                self._failure = error
+                self._on_failure()
+            finally:
+                self._written.set()
+
+        self._step = step
+        self._written.clear()
+        self._start(f"{self._ctx.identity.name}.checkpoint", attempt)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            NoProgressError: it took longer than ``overseer.no_progress_s``, with room on the disk.
+            BaseException: what the last failed with.
+        """
+        limit_s, since = self._settings.config.overseer.no_progress_s, time.monotonic()
+        while not self._written.wait(POLL_S):
+            if self.no_room:  # which has a limit of its own
+                since = time.monotonic()
+            elif time.monotonic() - since > limit_s:
+                raise NoProgressError(
+                    f"the checkpoint of step {self._step} was not written within {limit_s:g} s "
+                    f"(overseer.no_progress_s): does the disk of {self._settings.directory.checkpoints} answer?"
+                )
+        if self._failure is not None:
+            raise self._failure
+
+    def tell_best(self) -> None:
+        """The run's log gets what is the best now, or why it could not be recorded."""
+        record = self.best.record
+        if self.best.failure:
+            self._ctx.event("best_checkpoint_not_recorded", reason=self.best.failure)
+        elif record is not None:
+            values = {"metric": record.metric, "value": record.value, "evaluated": record.evaluated_step}
+            self._ctx.event("best_checkpoint", record.step, **values)
+
+    def _wait_for_room(self, seconds: float, why: str) -> None:
+        self._ctx.event("disk_full", reason=why)
+        self.no_room = why
+        if self._stopping.wait(seconds):
+            raise Stopped(why)
+        self.no_room = ""
 
 
 @final
@@ -71,7 +180,14 @@ class LearnerComponent(ThreadedComponent[Any]):
         self._publishing = threading.Lock()
         self._published: tuple[WeightVersion, Mapping[str, Any]] | None = None
         self._training = False
-        self._no_room = ""  # for a checkpoint
+        self._writer = CheckpointWriter(
+            ctx,
+            settings,
+            self._commits.checkpoint_saved,
+            self._batches.stop,
+            lambda name, target: self.crew.start(name, target),  # another crew, once the run has it
+            self.stopping,
+        )
         self._results: dict[str, Any] = {}
         self._evaluator_state: dict[str, Any] = {}
         self.batch: TrainingBatch[Any] | None = None
@@ -243,6 +359,7 @@ class LearnerComponent(ThreadedComponent[Any]):
         )
         if self.settings.checkpoint is None:
             self.save(learner.step)
+            self.wait_until_saved()
         else:
             threading.Thread(target=self._meet_evaluator, name="meet-evaluator", daemon=True).start()
         self.publish(self._version(), self.arrays())  # replay must know what it is before anything of it arrives
@@ -297,6 +414,10 @@ class LearnerComponent(ThreadedComponent[Any]):
         """It ends."""
         return self._more.after_update()
 
+    def coming_batch(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is known."""
+        return self._batches.peek(step)
+
     # --- checkpoints and reports -----------------------------------------------------------------------------------
 
     def checkpoint_due(self, step: int) -> bool:
@@ -304,19 +425,31 @@ class LearnerComponent(ThreadedComponent[Any]):
         return step % self.config.overseer.checkpoint_every == 0
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint as soon as there is room."""
-        settings = self.settings
-        folder, limits = settings.directory.checkpoints, self.config.overseer
-        keep = limits.keep_checkpoints, limits.keep_every
-        path = save_when_there_is_room(
-            settings.directory,
-            lambda: self._states(step),
-            lambda states: save_checkpoint(folder, step, self.learner, self._codec, states, *keep),
-            self.config.replay.store.full_disk_s,
-            self._wait_for_room,
-        )
-        self._commits.checkpoint_saved(step)
-        self.ctx.event("checkpoint", step, path=str(path))
+        """Writes a checkpoint as soon as there is room: at staleness zero now, else beside the training.
+
+        Before it, the one before is waited for.
+        """
+        self._writer.wait()
+        self.settings.directory.check_is_there()
+        states = self._states(step)
+        if self.config.replay.synchronous:
+            self._writer.write(step, self.learner, self._codec, states)
+        else:
+            self._writer.write_beside(step, self.learner.snapshot(), self._codec, states)
+
+    def wait_until_saved(self) -> None:
+        """Returns when every checkpoint is on the disk."""
+        self._writer.wait()
+
+    def expect_evaluation(self, step: int) -> None:
+        """An evaluation of that version begins, by which the best checkpoint is chosen."""
+        self._writer.best.expect(step)
+
+    def note_evaluation(self, step: int, value: float | None) -> None:
+        """It is over, and gave this value of ``overseer.keep_best``, or none."""
+        best = self._writer.best
+        if best.note(step, value) is not None or best.failure:
+            self._writer.tell_best()
 
     def _states(self, step: int) -> dict[str, Any]:
         """Of all components but the learner, as of its boundary before update `step`."""
@@ -334,13 +467,6 @@ class LearnerComponent(ThreadedComponent[Any]):
         with suppress(PenstockError):
             self.ctx.caller("evaluator-0").call("evaluation_state", timeout_s=STATES_S)
 
-    def _wait_for_room(self, seconds: float, why: str) -> None:
-        self.ctx.event("disk_full", reason=why)
-        self._no_room = why
-        if self.stopping.wait(seconds):
-            raise Stopped(why)
-        self._no_room = ""
-
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics of an update."""
         self._steps_done += 1
@@ -353,7 +479,7 @@ class LearnerComponent(ThreadedComponent[Any]):
     def _describe(self, busy_s: float, idle_s: float) -> ComponentStatus:
         training = self._training  # others generate while programs of an update are compiled
         doing = self._loop.doing if training and self._loop is not None else self.doing
-        owes_none = bool(self._no_room) or doing.startswith(("waiting", "done"))
+        owes_none = bool(self._writer.no_room) or doing.startswith(("waiting", "done"))
         progress = float(self.compiled + self._steps_done)
         address = {} if self._broadcaster is None else {"weights": self._broadcaster.endpoint(), "training": training}
         step = 0 if self._learner is None else self._learner.step
@@ -364,5 +490,5 @@ class LearnerComponent(ThreadedComponent[Any]):
             self._seconds["busy"],
             self._seconds["idle"],
             address,
-            facts=self._facts(step=step, training=training, no_room=self._no_room),
+            facts=self._facts(step=step, training=training, no_room=self._writer.no_room),
         )

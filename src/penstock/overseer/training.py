@@ -135,6 +135,11 @@ class RunRequest:
 
 _ARGUMENTS = ("run_dir", "resume", "recipe", "quiet", "environment", "reward")
 _ALIKE = 0.8  # as difflib counts it
+_MEANT = {
+    "async_": "asynchronous", "env": "environment", "output_dir": "run_dir", "resume_from_checkpoint": "resume",
+    "reward_fn": "reward", "reward_funcs": "reward", "verbose": "quiet",
+}  # fmt: skip
+"""What a call may mean by other names."""
 
 
 def request_run(
@@ -153,8 +158,9 @@ def request_run(
         ConfigError: bad input.
     """
     for name in overrides.keys() - RunConfig.model_fields:
-        if meant := difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=_ALIKE):
-            raise ConfigError(f"unknown argument {name}: did you mean {meant[0]}?")
+        alike = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=_ALIKE)
+        if meant := _MEANT.get(name) or "".join(alike):
+            raise ConfigError(f"unknown argument {name}: did you mean {meant}?")
     named = "run" if isinstance(config, BaseModel) else str(config)
     if config is None:
         if not resume:
@@ -175,6 +181,13 @@ def request_run(
         from penstock.overseer.control.kind import ControlKind
 
         return RunRequest(ControlKind.of(config), config, run_dir, resume, recipe, quiet)
+    if config.replay.from_rollouts is not None:
+        for argument, given in objects.items():
+            if given is not None:
+                raise ConfigError(f"{argument} is given, but replay.from_rollouts has rewarded rollouts: leave it out")
+        from penstock.overseer.language.offline import OfflineKind
+
+        return RunRequest(OfflineKind(config), config, run_dir, resume, recipe, quiet)
     from penstock.overseer.language.given import take_objects
     from penstock.overseer.language.kind import LanguageKind  # only what one kind of run needs is loaded
 

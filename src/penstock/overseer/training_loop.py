@@ -3,10 +3,11 @@
 The order inside an update is the run's commit protocol: the batch file (the intent) is written before the batch is
 handed out; fates follow the update; the checkpoint's rename is the only commit; and the replay buffer hears of a
 version before it is published, so that a rollout with a newer stamp is truly from the future. Where generation runs
-ahead, a version is published before it is saved, so that nobody waits for the disk: one that is never saved is of a
-life that ended, as those between two checkpoints are. At staleness zero checkpoint and metrics come first: everything
-else stands still then, so they reproduce themselves. The last version is not published: nothing would be trained on
-what it generates.
+ahead, a version is published before it is saved, and what is saved is a snapshot that is written while training goes
+on, so that nobody waits for the disk: a version that is never saved is of a life that ended, as those between two
+checkpoints are. At staleness zero checkpoint and metrics come first: everything else stands still then, so they
+reproduce themselves. The loop ends when its last checkpoint is on the disk. The last version is not published: nothing
+would be trained on what it generates.
 """
 
 import threading
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from penstock.learner.checkpoints import SavedLearner
+from penstock.learner.snapshot import LearnerSnapshot
 from penstock.types import BatchSource, NoProgressError, Stopped, TrainingBatch, WeightVersion
 
 
@@ -32,7 +34,11 @@ class Commit(Protocol):
 
 
 class UpdatingLearner(SavedLearner, Protocol):
-    """What the loop needs of a learner, whatever it trains."""
+    """What the loop and its owner need of a learner, whatever it trains."""
+
+    def snapshot(self) -> LearnerSnapshot:
+        """All that a checkpoint needs, as it is now."""
+        ...
 
     @property
     def step(self) -> int:
@@ -76,7 +82,11 @@ class LoopOwner(Protocol):
         ...
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint of the update boundary; returns when it is durable."""
+        """Takes a checkpoint of the update boundary; it may be written while training goes on."""
+        ...
+
+    def wait_until_saved(self) -> None:
+        """Returns when every checkpoint that was taken is durable; raises what one failed with."""
         ...
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,7 +136,7 @@ class TrainingLoop:
         self._stopping.set()
 
     def run(self) -> None:
-        """Trains; on return, and when no batch can come, the last version is checkpointed."""
+        """Trains; on return, and when no batch can come, the last version's checkpoint is durable."""
         while self._learner.step < self._goal.step and not self._stopping.is_set():
             self._publish()
             started = time.perf_counter()
@@ -138,7 +148,7 @@ class TrainingLoop:
                 self._save_after(error)
                 raise
             self._update(batch, started)
-        self._save(self._learner.step)
+        self._save_last()
         self.doing = f"done at step {self._learner.step}"
 
     def _publish(self) -> None:
@@ -182,9 +192,14 @@ class TrainingLoop:
 
     def _save_after(self, error: Exception) -> None:
         try:
-            self._save(self._learner.step)
+            self._save_last()
         except Exception as second:  # must not hide what ended the run
             error.add_note(f"and the checkpoint of step {self._learner.step} could not be saved: {second}")
+
+    def _save_last(self) -> None:
+        self._save(self._learner.step)
+        self.doing = f"saving the checkpoint of step {self._learner.step}"
+        self._owner.wait_until_saved()
 
     def _save(self, step: int) -> None:
         if step == self._saved_step:

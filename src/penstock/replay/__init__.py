@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.replay.repair import repair_logs
     from penstock.replay.service import ReplayService
     from penstock.replay.store import ExperienceStore, RolloutStore
+    from penstock.replay.stored_rollouts import StoredBatches, StoredRollouts
     from penstock.replay.ticket_service import TicketService
     from penstock.replay.tickets import TicketIssuer, TicketRules
 
@@ -66,6 +67,8 @@ _EXPORTS = {
     "STATES": "ledger",
     "SampledBatches": "prefetch",
     "StoreConfig": "config",
+    "StoredBatches": "stored_rollouts",
+    "StoredRollouts": "stored_rollouts",
     "TicketIssuer": "tickets",
     "TicketRules": "tickets",
     "TicketService": "ticket_service",
@@ -81,13 +84,13 @@ _EXPORTS = {
 
 __all__ = [
     "Delivery", "ExperienceFormat", "ExperienceStore", "FATES", "FRAGMENTS", "FileRolloutStorage",
-    "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger",
-    "Lineages", "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "PacedReplayBuffer", "ProblemRules",
-    "RemoteBatches", "RemoteSink", "RemoteTickets", "ReplayBuffer",
-    "ReplayBufferConfig", "ReplayDataLoader", "ReplayService", "RolloutReceiver", "RolloutStorage",
-    "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches", "StoreConfig", "TicketIssuer", "TicketRules",
-    "TicketService", "Tolerance", "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer",
-    "fragments_to_buffer", "open_rollout_storage", "plan_recovery", "repair_logs",
+    "FragmentReplayConfig", "FreshnessRules", "FreshnessWindow", "History", "LANGUAGE", "Ledger", "Lineages",
+    "LoggedFate", "MemoryRolloutStorage", "OpenAdmission", "PacedReplayBuffer", "ProblemRules", "RemoteBatches",
+    "RemoteSink", "RemoteTickets", "ReplayBuffer", "ReplayBufferConfig", "ReplayDataLoader", "ReplayService",
+    "RolloutReceiver", "RolloutStorage", "RolloutStorageConfig", "RolloutStore", "STATES", "SampledBatches",
+    "StoreConfig", "StoredBatches", "StoredRollouts", "TicketIssuer", "TicketRules", "TicketService", "Tolerance",
+    "batch_from_buffer", "batch_to_buffer", "fragments_from_buffer", "fragments_to_buffer", "open_rollout_storage",
+    "plan_recovery", "repair_logs",
 ]  # fmt: skip
 
 

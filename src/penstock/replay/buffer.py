@@ -15,10 +15,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.history import History
-from penstock.replay.ledger import Ledger, TicketKey, rollout_ids
+from penstock.replay.ledger import RECHECK_S, Ledger, TicketKey, rollout_ids
 from penstock.replay.recovery import CheckpointView, abandon_earlier, restore_pool
 from penstock.replay.store import ExperienceStore
 from penstock.replay.training_pool import FormedBatch, TrainingPool
@@ -433,6 +432,9 @@ class ReplayBuffer:
         if batch is None:
             raise NoProgressError(f"no batch within {timeout_s:.1f} s: {self.waiting_for()}")
         return batch
+
+    def peek(self, step: int) -> None:
+        """None: a batch is formed when it is asked for."""
 
     def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where too little is fresh."""

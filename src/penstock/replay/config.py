@@ -5,7 +5,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from penstock.batch.config import BatchMakerConfig
+from penstock.batch.config import FILTER_KEYS, BatchMakerConfig
 from penstock.rundir.store_urls import url_problem
 from penstock.types.idle_keys import refuse_idle
 
@@ -109,6 +109,8 @@ class ReplayBufferConfig(BaseModel):
         max_waiting: Where no tickets limit what is begun: a delivery waits while so many rollouts that no batch has
             had yet are here, instead of having others evicted. None: nobody waits.
         max_waiting_s: Longest such wait; then it is an error.
+        from_rollouts: Train on the rollouts that are stored there and generate none: a run directory, a folder of its
+            parts, or the Parquet file of ``penstock generate``. None: the run generates.
         prefetch: Batches that are formed and stored ahead of the learner; 0 forms each when it is asked for.
         store: Files.
     """
@@ -129,6 +131,7 @@ class ReplayBufferConfig(BaseModel):
     batch_makers: dict[str, BatchMakerConfig] = {}
     max_waiting: int | None = Field(default=None, ge=1)
     max_waiting_s: float = Field(default=300.0, gt=0)
+    from_rollouts: str | None = None
     prefetch: int = Field(default=1, ge=0)
     store: StoreConfig = StoreConfig()
 
@@ -174,8 +177,9 @@ class ReplayBufferConfig(BaseModel):
     @model_validator(mode="after")
     def _every_key_acts(self) -> Self:
         for name, maker in self.batch_makers.items():
-            why = "groups are filtered before any maker sees them: replay.batch_maker.filter_zero_variance is for all"
-            refuse_idle(maker, ("filter_zero_variance",), why, at=f"batch_makers.{name}.")
+            for key in FILTER_KEYS:
+                why = f"groups are filtered before any maker sees them: replay.batch_maker.{key} is for all"
+                refuse_idle(maker, (key,), why, at=f"batch_makers.{name}.")
         if self.max_waiting is None:
             refuse_idle(self, ("max_waiting_s",), "max_waiting is not set, so nobody waits")
         return self

@@ -16,8 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.replay.condition import NotifyingCondition
 from penstock.replay.freshness import Verdict
+from penstock.replay.ledger import NotifyingCondition
 from penstock.types import Experience, MismatchError
 
 Digests = Mapping[str, str]

@@ -11,6 +11,8 @@ step and before its weights *are* the parent's. So two versions hold the same we
 version when each is followed back past all its forks, and a rollout is valid in a lineage exactly if its version does
 that with the lineage's own version of the same step. ``lineages.jsonl`` holds one line per resume, flushed to the disk
 before the lineage generates anything.
+
+The lock of a buffer, which all its parts share, is its ledger's: `NotifyingCondition`, with what ends every wait in it.
 """
 
 import threading
@@ -21,14 +23,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from penstock.replay.condition import NotifyingCondition
 from penstock.rundir import JsonLinesLog
 from penstock.rundir.directory import read_forks
 from penstock.rundir.storage import is_full_disk
-from penstock.types import CheckpointError, Clock, Fate, RunFailed, Ticket, WeightVersion
+from penstock.types import CheckpointError, Clock, Fate, PenstockError, RunFailed, Stopped, Ticket, WeightVersion
 
+RECHECK_S = 1.0
+"""Longest sleep of who waits for news before asking the clocks (stragglers, staleness, a full disk) again."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+
+
+class NotifyingCondition(threading.Condition):
+    """A re-entrant condition that others can listen to without waiting in it, and that can be ended for good.
+
+    Attributes:
+        on_notify: Called at every `notify_all`, with the lock held; it must return at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_notify: Callable[[], None] = _ignore
+        self._closed = False
+        self._failure: PenstockError | None = None
+
+    def notify_all(self) -> None:
+        """Wakes all that wait, and calls `on_notify`."""
+        super().notify_all()
+        self.on_notify()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `raise_if_over` would raise."""
+        return self._closed or self._failure is not None
+
+    def raise_if_over(self) -> None:
+        """Ends whoever asks.
+
+        Raises:
+            Stopped: after `close`.
+            PenstockError: after `end_with`, what that was given.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise Stopped("the replay buffer is closed")
+
+    def end_with(self, failure: PenstockError) -> None:
+        """Every wait ends with this error, now and later; the first one stays."""
+        with self:
+            self._failure = self._failure or failure
+            self.notify_all()
+
+    def close(self) -> None:
+        """Ends every wait, now and later, with `Stopped`."""
+        with self:
+            self._closed = True
+            self.notify_all()
+
+
+def _ignore() -> None:
+    """Nobody listens."""
 
 
 class DiskSpace:

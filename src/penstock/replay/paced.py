@@ -295,6 +295,9 @@ class PacedReplayBuffer:
         """
         return self.pool.wait_for_batch(lambda hurry: self._form(step, hurry), self._suffices, wanted, timeout_s)
 
+    def peek(self, step: int) -> None:
+        """None: a batch is formed when it is asked for."""
+
     def try_next_batch(self, step: int) -> TrainingBatch[Any] | None:
         """`next_batch` without waiting; None where the batch cannot be formed yet."""
         return self.await_batch(step, 0.0, lambda: True)
@@ -412,9 +415,8 @@ class PacedReplayBuffer:
             f"{lesson} ({count} groups, mean reward {self._filtered_rewards[lesson] / count:.3g})"
             for lesson, count in sorted(self._filtered.items())
         )
-        cause, remedy = "the batch maker found no advantage in them", "choose another replay.batch_maker.name"
-        if self._config.batch_maker.filter_zero_variance:
-            cause, remedy = "in each, all rewards were equal", "set replay.batch_maker.filter_zero_variance: false"
+        by_maker = "the batch maker found no advantage in them", "choose another replay.batch_maker.name"
+        cause, remedy = self.pool.filters.describe() or by_maker
         return (
             f"{self._filtered.total()} groups were filtered while one batch waited "
             f"(replay.max_filtered_groups_per_batch): {cause}. Lessons: {lessons}. Make rewards differ (an easier "

@@ -79,6 +79,11 @@ class ReplayDataLoader:
             raise PenstockError(f"the batch of update {step} was asked for, but {batch.step} is next")
         return replace(batch, metrics={**batch.metrics, "replay/wait_s": time.monotonic() - started})
 
+    def peek(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is formed already; `next_batch` gives it all the same. Never waits."""
+        with self._changed:
+            return self._ready[0] if self._ready and self._ready[0].step == step else None
+
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ends the thread; batches that nobody took stay what they were before: waiting, after a resume.
 
@@ -147,6 +152,9 @@ class SampledBatches:
             )
         self._buffer = buffer
         self._fragments_per_batch = fragments_per_batch
+
+    def peek(self, step: int) -> None:
+        """None: of fragments nothing is formed ahead."""
 
     def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
         """The batch of update `step`, with its fragments and itself durable; waits for it, woken by each arrival.

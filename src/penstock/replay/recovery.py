@@ -162,12 +162,13 @@ def _bring_back(
             continue
         groups[group_id] = group = RolloutGroup(records[0].group_key, rollouts, group_id)
         if group_id not in claimed:
-            waiting = WaitingGroup.of(group)
+            waiting = WaitingGroup.of(RolloutGroup(group.key, pool.filters.members(rollouts), group_id))
             waiting.uses = {i: plan.uses[i] for r in rollouts if plan.uses[i := r.rollout_id]} or None
             spent = [record.rollout for record in records if record.rollout.rollout_id not in alive]
             if has_tickets or waiting.uses or spent:
                 waiting.first_use = max(0, pool.current - 1)
-            pool.add(waiting, durable=True, spent=[rollout for rollout in spent if rollout.defect is None])
+            sound = [rollout for rollout in spent if rollout.defect is None]
+            pool.add(waiting, durable=True, spent=pool.filters.members(sound))
     return {key: groups[group_id] for key, group_id in plan.claims.items() if group_id in claimed}
 
 

@@ -10,6 +10,8 @@ one is refused there and counted here.
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from penstock.replay.history import LANGUAGE, ExperienceFormat
@@ -17,6 +19,7 @@ from penstock.replay.messages import BatchMessage, in_messages
 from penstock.types import (
     Caller,
     NoProgressError,
+    PenstockError,
     RetryingCaller,
     RolloutBatch,
     RolloutGroup,
@@ -28,6 +31,8 @@ from penstock.types import (
 
 SERVICE = "replay-0"
 """The service's name, for errors."""
+PEEK_S = 1.0
+"""Longest wait for an answer that nobody waits for."""
 CALL_S = 30.0
 """Longest wait for the answer to a call that does not wait itself."""
 LIMIT_S = 300.0
@@ -234,6 +239,17 @@ class RemoteBatches:
         self._calls = RetryingCaller(caller, SERVICE, limit_s)
         self._lineage = lineage
         self._on_wait = on_wait
+        self._formed: TrainingBatch[Any] | None = None
+
+    def peek(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where the service has formed it already and says so at once.
+
+        Whatever is wrong with the service, `next_batch` tells it.
+        """
+        if self._formed is None or self._formed.step != step:
+            with suppress(PenstockError):
+                self._formed = self._calls.attempt("formed_batch", self._lineage, step, timeout_s=PEEK_S)
+        return self._formed
 
     def next_batch(self, step: int, timeout_s: float) -> TrainingBatch[Any]:
         """The batch of update `step`; it comes as it is, or as a message.
@@ -248,18 +264,26 @@ class RemoteBatches:
         for sending in range(1, SENDINGS + 1):
             answer = self._ask_for_batch(step, timeout_s)
             try:
-                return cast(TrainingBatch[Any], answer) if isinstance(answer, TrainingBatch) else _read(answer)
+                if not isinstance(answer, TrainingBatch):
+                    return _read(answer)
+                return self._whole(cast(TrainingBatch[Any], answer))
             except TransferError:
                 if sending == SENDINGS:
                     raise
         raise AssertionError("unreachable")
 
+    def _whole(self, answer: TrainingBatch[Any]) -> TrainingBatch[Any]:
+        """With the examples that came before, where they did."""
+        formed, self._formed = self._formed, None
+        return answer if answer.examples or formed is None else replace(answer, examples=formed.examples)
+
     def _ask_for_batch(self, step: int, timeout_s: float) -> Any:
         limit = time.monotonic() + timeout_s
+        known = () if self._formed is None else (self._formed.batch_id,)
         while True:
             slice_s = max(0.0, min(_SLICE_S, limit - time.monotonic()))
             try:
-                return self._call("next_batch", step, slice_s, timeout_s=slice_s + CALL_S)
+                return self._call("next_batch", step, slice_s, *known, timeout_s=slice_s + CALL_S)
             except NoProgressError as error:
                 if time.monotonic() >= limit or self._calls.silent:
                     raise

@@ -12,6 +12,7 @@ themselves.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.replay.buffer import ReplayBuffer
@@ -201,8 +202,16 @@ class ReplayService:
 
     # --- for the learner -----------------------------------------------------------------------------------------
 
-    def next_batch(self, lineage: int, step: int, timeout_s: float) -> TrainingBatch[Any] | BatchMessage:
+    def next_batch(
+        self, lineage: int, step: int, timeout_s: float, known: str = ""
+    ) -> TrainingBatch[Any] | BatchMessage:
         """The batch of an update; the same one until that is finished.
+
+        Args:
+            lineage: Of the learner.
+            step: Number of the update that is asked for.
+            timeout_s: Seconds of the longest wait for it.
+            known: Id of the batch that the learner has from `formed_batch`: that one comes without its examples.
 
         Raises:
             NoProgressError: at the timeout, saying what was waited for.
@@ -216,9 +225,20 @@ class ReplayService:
         try:
             if self._batch is None or self._batch.step != step:
                 self._batch = self._experience.batch_to_message(self._batches.next_batch(step, timeout_s))
+            if isinstance(self._batch, TrainingBatch) and self._batch.batch_id == known:
+                return replace(self._batch, examples=())
             return self._batch
         finally:
             self._learning.release()
+
+    def formed_batch(self, lineage: int, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is formed already; answers at once.
+
+        Raises:
+            SupersededError: the learner is of another lineage.
+        """
+        self._check(lineage)
+        return self._batches.peek(step)
 
     def finish_update(self, lineage: int, step: int) -> None:
         """Update `step` was applied.

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.replay.condition import RECHECK_S
 from penstock.replay.config import StoreConfig
 from penstock.replay.history import (
     LANGUAGE,
@@ -39,7 +38,7 @@ from penstock.replay.history import (
     read_history,
     stem_of,
 )
-from penstock.replay.ledger import DiskSpace, Ledger, Lineages
+from penstock.replay.ledger import RECHECK_S, DiskSpace, Ledger, Lineages
 from penstock.replay.parts import GRACE_S, Compactor, Inventory, Retention
 from penstock.replay.repair import DamagedFiles, OnDamage, repair_logs
 from penstock.rundir import JsonLinesLog, RunDirectory

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.replay.condition import RECHECK_S
+from penstock.replay.ledger import RECHECK_S
 from penstock.replay.tickets import TicketIssuer
 from penstock.types import CurriculumRecord, RolloutBatchStats, Stopped, SupersededError, Ticket
 

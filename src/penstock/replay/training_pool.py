@@ -25,11 +25,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.batch import Dropped, has_signal
-from penstock.replay.condition import RECHECK_S
+from penstock.batch import Dropped, GroupFilters
 from penstock.replay.config import ReplayBufferConfig
 from penstock.replay.freshness import FreshnessRules, IngestRules, Verdict, judge_group
-from penstock.replay.ledger import Ledger
+from penstock.replay.ledger import RECHECK_S, Ledger
 from penstock.replay.store import ExperienceStore, Sealer
 from penstock.replay.waiting_groups import (
     AnyMaker,
@@ -96,6 +95,7 @@ class TrainingPool:
         fresh: Groups that no batch had yet, in the order in which they became trainable.
         reusable: Groups that wait for a further use, by their first one.
         recorded: Groups of an earlier life that the curriculum knows.
+        filters: What of a delivered group is left out, or earns less.
         drops: What left untrained since the last batch, and why.
         arrived: The last rollouts that may be trained, the newest at the end.
         logs_drops: Whether `logging` hears what left untrained; a run tells it by its own files and metrics.
@@ -131,11 +131,8 @@ class TrainingPool:
         self.on_filtered: Callable[[str, str, float], None] = _ignore
         self.on_trainable: Callable[[str], None] = _ignore
         self.complete: Complete = lambda examples, rollouts: (tuple(examples), {})
-        self._rules = rules
-        self._uses = config.uses
-        self._capacity = config.capacity
-        self._filters_flat_groups = config.batch_maker.filter_zero_variance
-        self._clock = clock
+        self._rules, self._clock, self._uses, self._capacity = rules, clock, config.uses, config.capacity
+        self.filters = GroupFilters(config.batch_maker)
         self.sealer = Sealer(store, ledger, config.store, clock, self._add_to_makers)
         self.drops = BatchMetrics()
         self._in_training: dict[int, list[tuple[WaitingGroup, Experience]]] = {}
@@ -189,12 +186,13 @@ class TrainingPool:
             if group.group_id not in self.recorded:
                 self.on_group(trainable)
             self.recorded.discard(group.group_id)
-            if self._filters_flat_groups and not has_signal(trainable):
-                ids = [rollout.rollout_id for rollout in trainable.rollouts]
-                self.settle(ids, "filtered", "the group's valid rewards are all equal")
+            kept, left = self.filters.judge(trainable)
+            for reason, ids in left.items():
+                self.settle(ids, "filtered", reason)
+            if kept is None:
                 self.on_filtered(group.group_id, lesson_id, trainable.rollouts[0].episode_reward)
             else:
-                self.add(WaitingGroup.of(trainable, deadline_step), durable)
+                self.add(WaitingGroup.of(kept, deadline_step), durable)
             return None
 
     def arrived_under(self, step: int) -> list[Experience]:
@@ -405,7 +403,8 @@ class TrainingPool:
     ) -> FormedBatch:
         groups = {group.group_id: group for group, _ in taken}
         first = [group_id for group_id, group in groups.items() if group.first_use is None]
-        metrics |= self.drops.of_batch(step, [rollout for _, rollout in taken])
+        metrics |= self.drops.of_batch(step, rollouts := [rollout for _, rollout in taken])
+        metrics |= self.filters.take_metrics(rollouts)
         metrics["replay/reused"] = float(len(groups) - len(first))
         for group_id in first:
             groups[group_id].first_use = step

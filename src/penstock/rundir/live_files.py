@@ -28,7 +28,7 @@ from penstock.rundir.evaluation_rows import EVALUATION_SCHEMA
 from penstock.rundir.example_rows import EXAMPLE_SCHEMA
 from penstock.rundir.fragment_rows import FRAGMENT_SCHEMA
 from penstock.rundir.parquet import opened_parquet, replaced_names, schema_version
-from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_table, table_from_records
+from penstock.rundir.rollout_rows import ROLLOUT_SCHEMA, records_from_batch, records_from_table, table_from_records
 from penstock.rundir.storage import LocalStorage, RemoteStorage, Storage
 from penstock.rundir.store_urls import is_remote, local_root, url_problem
 from penstock.types import (
@@ -232,6 +232,11 @@ class RunFiles:
         with self.reading():
             table = self.rollouts.to_table(columns=ROLLOUT_SCHEMA.names, filter=wanted)
         return {record.rollout.rollout_id: record for record in records_from_table(self._versioned(table))}
+
+    def records(self, rows: int = 4096) -> Iterator[RolloutRecord]:
+        """All of them whole, read so many rows at a time, file by file."""
+        for batch in self.scan_rollouts(ROLLOUT_SCHEMA.names, rows):
+            yield from records_from_batch(batch, "rollouts")
 
     def read_uses(self, rollout_ids: Sequence[str]) -> pa.Table:
         """Rows of batch files, those of some rollouts at least; rows that several rollouts share are always there."""

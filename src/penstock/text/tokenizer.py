@@ -40,6 +40,12 @@ _FILES = (
 LONG_TEXT = 4096
 """In characters: shorter texts are encoded within a millisecond or two."""
 
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""By the character that a byte-level vocabulary writes it as: itself where it is printable, else one from 256 on."""
+
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
@@ -72,6 +78,8 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values()) + 1
         self._longest_token_bytes = max(len(token.encode()) for token in vocabulary)
+        self._added = frozenset(self._backend.get_added_tokens_decoder())
+        self._is_byte_level = "ByteLevel(" in repr(self._backend.decoder)
         turn_ends = [vocabulary[token] for token in _TURN_ENDS if token in vocabulary]
         self._stop_token_ids = tuple(dict.fromkeys([int(eos), *turn_ends, *extra_stop_ids]))
         whole = self._backend.encode("a")
@@ -151,11 +159,28 @@ class Tokenizer:
         """The text of tokens; ids that the tokenizer does not have are silent, broken UTF-8 becomes U+FFFD."""
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, which may be a part of a character; empty where there is no such token.
+
+        Byte-level vocabularies write bytes as printable characters (Radford et al. 2019, GPT-2), those with byte
+        fallback as ``<0x0A>``, and SentencePiece's a space as "▁".
+        """
+        written = self._backend.id_to_token(int(token))
+        if written is None:
+            return b""
+        if token in self._added:
+            return written.encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF.get(character, ord("?")) for character in written)
+        byte = _BYTE_FALLBACK.fullmatch(written)
+        return bytes([int(byte[1], 16)]) if byte else written.replace("▁", " ").encode()
+
     def render(
         self,
         prompt: str | Sequence[Message],
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> np.ndarray:
         """int32 [p]: a plain string, or messages through the chat template, ready for an answer.
 
@@ -167,6 +192,7 @@ class Tokenizer:
                 also before they go through the template.
             chat_template_kwargs: What the template is given beside the messages: `tools` (JSON schemas), and switches
                 of its own such as Qwen3's `enable_thinking`. Go before those of `load`.
+            continue_final: The last message is not over, and its end is left out: what comes next goes on with it.
 
         Raises:
             ConfigError: there is no chat template, it refuses these messages, or does not read what it is given.
@@ -175,7 +201,7 @@ class Tokenizer:
         if not isinstance(prompt, str) and max_tokens is not None:
             parts = [part for each in (*prompt, chat_template_kwargs or {}) for part in each.values()]
             self._refuse_longer("".join(map(str, parts)), max_tokens)
-        text = self.render_text(prompt, chat_template_kwargs)
+        text = self.render_text(prompt, chat_template_kwargs, continue_final)
         if max_tokens is not None:
             self._refuse_longer(text, max_tokens)
         tokens, beginning = self.encode(text), self._beginning
@@ -183,7 +209,10 @@ class Tokenizer:
         return tokens if complete else np.concatenate([beginning, tokens])
 
     def render_text(
-        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: str | Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
         """What `render` encodes: a plain string as it is, or messages through the chat template.
 
@@ -192,7 +221,7 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return prompt
-        return self._render_messages(prompt, self._checked(chat_template_kwargs or {}))
+        return self._render_messages(prompt, self._checked(chat_template_kwargs or {}), continue_final)
 
     def _refuse_longer(self, text: str, max_tokens: int) -> None:
         size, most = len(text.encode("utf-8", "surrogatepass")), self._longest_token_bytes
@@ -221,7 +250,9 @@ class Tokenizer:
                 )
         return {**self._chat_template_kwargs, **chat_template_kwargs}
 
-    def _render_messages(self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any]) -> str:
+    def _render_messages(
+        self, messages: Sequence[Message], chat_template_kwargs: Mapping[str, Any], continue_final: bool
+    ) -> str:
         if not self.has_chat_template:
             raise ConfigError(
                 f"tokenizer {self._source!r} has no chat template but the prompt is a list of messages: "
@@ -232,7 +263,8 @@ class Tokenizer:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not continue_final,
+                continue_final_message=continue_final,
                 **chat_template_kwargs,
             )
         except Exception as error:

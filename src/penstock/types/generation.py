@@ -40,6 +40,7 @@ class SamplingField:
         truncates: Whether any other value keeps tokens from being drawn, so that what is sampled does not follow the
             recorded log-probabilities.
         zero_means: What 0 asks for, which is allowed beside the range; empty where it is as any other value.
+        off: Values by which request bodies of other servers ask for nothing, beside null and `neutral`.
     """
 
     dtype: type[np.float32 | np.int32]
@@ -48,6 +49,7 @@ class SamplingField:
     most: float
     truncates: bool = True
     zero_means: str = ""
+    off: tuple[float, ...] = ()
 
     @property
     def kind(self) -> type[int | float]:
@@ -59,6 +61,10 @@ class SamplingField:
         if value is None or (self.zero_means and value == 0):
             return True
         return self.least <= value <= self.most
+
+    def asks_nothing(self, value: float | None) -> bool:
+        """Whether a value of a request body is as good as none."""
+        return value is None or value == self.neutral or value in self.off
 
     @property
     def expected(self) -> str:
@@ -93,7 +99,8 @@ class Decoding:
         metadata={"sampling": SamplingField(np.float32, 1.0, 1e-3, 1e6, truncates=False, zero_means="greedy")},
     )
     top_k: int | None = field(
-        default=None, metadata={"sampling": SamplingField(np.int32, neutral=_INT32_MAX, least=1, most=_INT32_MAX)}
+        default=None,
+        metadata={"sampling": SamplingField(np.int32, neutral=_INT32_MAX, least=1, most=_INT32_MAX, off=(-1, 0))},
     )
     # Below, only the most probable token is left anyway; far below, float32 would make it zero.
     top_p: float | None = field(

@@ -43,11 +43,16 @@ class TextCodec(Protocol):
         """The text of tokens."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, which may be a part of a character; empty where there is no such token."""
+        ...
+
     def render(
         self,
         prompt: str | Sequence[Message],
         max_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> np.ndarray:
         """int32 [p]: a plain string as the tokenizer begins it, or messages through the chat template.
 
@@ -56,6 +61,7 @@ class TextCodec(Protocol):
             max_tokens: A text that is longer than so many tokens can hold is refused before it is encoded; one that
                 is not may have more tokens all the same. None: whatever its length.
             chat_template_kwargs: What the chat template is given beside the messages, such as `tools`.
+            continue_final: The last message is not over: what comes next goes on with it.
 
         Raises:
             EnvironmentFailure: it is longer.
@@ -63,7 +69,10 @@ class TextCodec(Protocol):
         ...
 
     def render_text(
-        self, prompt: str | Sequence[Message], chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: str | Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
     ) -> str:
         """What `render` encodes."""
         ...
@@ -188,6 +197,10 @@ class BatchSource(Protocol):
             NoProgressError: at the timeout, saying what was waited for.
             Stopped: the source was closed.
         """
+        ...
+
+    def peek(self, step: int) -> TrainingBatch[Any] | None:
+        """The batch of a later update, where it is known already; `next_batch` gives the same one. Never waits."""
         ...
 
 

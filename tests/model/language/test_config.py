@@ -147,7 +147,7 @@ def test_a_policy_has_exactly_one_source():
     assert (
         PolicyConfig(initial_checkpoint="runs/a/checkpoints/step-2").tokenizer_path == "runs/a/checkpoints/step-2/model"
     )
-    with pytest.raises(ValidationError, match="exactly one of path and init .both given"):
+    with pytest.raises(ValidationError, match="exactly one of path and init .both given: init: null leaves"):
         PolicyConfig(path="model", init=InitConfig())
 
 

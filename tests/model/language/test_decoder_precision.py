@@ -12,7 +12,7 @@ from penstock.inference.model_runner import ServedWeights, create_cache, decode_
 from penstock.learner import LearnerConfig
 from penstock.learner.losses import LossInputs, TokenLoss, policy_token_loss
 from penstock.learner.step import ForwardOptions, LossOptions, accumulate, empty_micro_batch, head_outputs, zeros
-from penstock.model.language.decoder import product, rounded
+from penstock.model.language.precision import product, rounded
 
 OPTIONS = ForwardOptions(remat=True, head_tile_tokens=7)
 

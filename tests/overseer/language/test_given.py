@@ -191,7 +191,10 @@ def test_what_cannot_be_given_is_refused(run_dir: Path):
         penstock.train()
     with pytest.raises(ConfigError, match="^cats: unknown key lr: did you mean learner.optimizer.learning_rate"):
         penstock.train("cats", run_dir, lr=1e-3)
-    for wrong, meant in (("environments", "environment"), ("rewards", "reward"), ("rundir", "run_dir")):
+    for wrong, meant in (
+        ("environments", "environment"), ("rewards", "reward"), ("rundir", "run_dir"), ("output_dir", "run_dir"),
+        ("async_", "asynchronous"), ("reward_funcs", "reward"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"^unknown argument {wrong}: did you mean {meant}\\?$"):
             penstock.train("cats", **{wrong: "x"})
     assert not run_dir.exists()

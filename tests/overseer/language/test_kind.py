@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,3 +109,36 @@ def test_what_has_no_effect_without_a_number_of_problems_is_refused(key: str, va
     told = f"curriculum.lessons.dogs.{key} is {value!r}, but FlakyEnvironment has no fixed number of training problems"
     with pytest.raises(ConfigError, match=told):
         problems_of({"curriculum": {"lessons": {"dogs": endless | {key: value}}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({}, {"ledger": {"started": 1000}, "complete": True}, ""),
+        ({"rollout": {"max_rollouts": 1000}}, {"ledger": {"started": 999}}, ""),
+        ({"rollout": {"max_rollouts": 1000}}, {}, ""),
+        (
+            {"rollout": {"max_rollouts": 1000}},
+            {"ledger": {"started": 1007}},
+            "1,007 rollouts were begun, and rollout.max_rollouts is 1,000",
+        ),
+        ({"curriculum": {"when_complete": "stop"}}, {"complete": False}, ""),
+        (
+            {"curriculum": {"when_complete": "stop"}},
+            {"complete": True},
+            "every lesson has graduated (curriculum.when_complete: stop)",
+        ),
+    ],
+)
+def test_what_ends_the_training_before_its_last_step_is_told(changes: dict, facts: dict, reason: str):
+    told: list[str] = []
+    run: Any = SimpleNamespace(
+        config=tiny({"steps": 5, **changes}),
+        seen=SimpleNamespace(facts=lambda name: facts),
+        log=SimpleNamespace(event=lambda kind, step, reason: told.append(f"{kind} {step} {reason}")),
+        learner_step=lambda: 2,
+        tasks=SimpleNamespace(call=lambda *names: iter([0.0])),
+    )
+    assert LanguageKind().goal_reached(run) == bool(reason)
+    next(LanguageKind().after_training(run))
+    assert told == ([f"goal_reached 2 {reason}"] if reason else [])

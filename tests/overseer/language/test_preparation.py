@@ -6,9 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.curriculum import Curriculum, CurriculumConfig
+from penstock.environments import Example, SingleTurnEnvironment
+from penstock.inference import ScriptedContext
+from penstock.learner.config import WarmStartConfig
+from penstock.overseer.config_loading import load_config
 from penstock.overseer.language import preparation
-from penstock.overseer.language.preparation import ParityCheck, Preparation
+from penstock.overseer.language.preparation import ParityCheck, Preparation, answers_cut_short, warm_start_lessons
 from penstock.overseer.supervisor.messages import Identity, Peer
+from penstock.rollout import RolloutManager
+from penstock.text import Tokenizer
 from penstock.types import (
     Completion,
     Decoding,
@@ -20,6 +27,7 @@ from penstock.types import (
     RolloutMetadata,
     TrainingBatch,
     UnreachableError,
+    fold,
 )
 
 PROMPT, RESPONSE = np.array([1, 2], np.int32), np.arange(3, 11, dtype=np.int32)
@@ -235,3 +243,45 @@ def test_the_probe_says_how_far_engine_and_learner_are_apart():
 def test_scores_that_are_no_numbers_are_a_mismatch(scores: tuple[float, float]):
     with pytest.raises(MismatchError, match="KL inf"):
         probe(*scores)
+
+
+class Spelling(SingleTurnEnvironment):
+    """Answers of four letters, and one longer word in four."""
+
+    examples = [Example(str(n), "Spell it:", answer="a b c d e f" if n % 4 == 0 else "abcd") for n in range(64)]
+
+    def score(self, example, text, completion):
+        return 0.0
+
+
+def manager_of(lessons: dict[str, Any], **environments: Any) -> RolloutManager:
+    context = ScriptedContext(Tokenizer.load("penstock"), ["abcd"])
+    return RolloutManager(
+        Curriculum(CurriculumConfig.model_validate({"lessons": lessons})), context, 0, 0, environments
+    )
+
+
+def test_solutions_that_the_policy_would_never_be_let_finish_are_told_before_the_warm_start():
+    environment = {"env_class": "penstock.environments.CatsEnvironment"}
+    lessons = {"spelling": {"environment": environment, "sampling_params": {"max_output_tokens": 8}}}
+    manager, config = manager_of(lessons, spelling=Spelling()), WarmStartConfig(steps=1, batch_size=32)
+    count = sum(
+        len(reference.response) > 4 for reference in Spelling().reference_examples(32, fold(0, "warm_start", 0))
+    )
+    assert 0 < count < 32
+    assert answers_cut_short(manager, "spelling", config, 0) == (
+        f"{count} of 32 worked answers are longer than sampling_params.max_output_tokens (8), up to 12 tokens: the "
+        "policy will be cut before it ends one; raise the limit, or shorten solutions"
+    )
+    lessons["spelling"]["sampling_params"]["max_output_tokens"] = 12
+    assert answers_cut_short(manager_of(lessons, spelling=Spelling()), "spelling", config, 0) == ""
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic", "calculator"])
+def test_the_solutions_of_recipes_fit(recipe):
+    config = load_config(recipe)
+    assert config.learner.warm_start is not None
+    manager = RolloutManager(Curriculum(config.curriculum), ScriptedContext(Tokenizer.load("penstock"), ["1"]), 0)
+    lessons = warm_start_lessons(manager, config.learner.warm_start)
+    assert lessons
+    assert [answers_cut_short(manager, each, config.learner.warm_start, 0) for each in lessons] == [""] * len(lessons)

@@ -13,10 +13,25 @@ from tests.overseer.test_control_run import TINY as CONTROL
 KEPT = {"overseer": {"checkpoint_every": 2, "keep_every": 4}}
 QUIETLY = {"curriculum": {"eval_frequency": 0, "micro_eval_frequency": 0}}
 SEVERAL = {
-    "learner": {"epochs": 2, "minibatches": 2, "loss": {"preset": "grpo"}},
+    "learner": {"epochs": 2, "minibatches": 2, "loss": {"preset": "grpo"}, "optimizer": {"name": "adafactor"}},
     "curriculum": {"lessons": {"cats": {"sampling_params": {"n_generations_per_prompt": 6}}}},
 }
 KL_IN_REWARD = {"coefficient": 0.05, "place": "reward", "reference": "ema"}
+
+OVERLONG = {
+    "learner": {
+        "loss": {"preset": "dapo"},
+        "optimizer": {"name": "muon", "weight_decay": 0.1, "rates": {"embedding": 2.0, "layers.*norm": 0.5}},
+        "warm_start": {"steps": 40, "batch_size": 8, "learning_rate": 0.01},
+    },
+    "replay": {"batch_maker": {"filter_zero_variance": False}},
+    "curriculum": {
+        "lessons": {
+            "cats": {"sampling_params": {"n_generations_per_prompt": 6, "max_output_tokens": 16, "temperature": 1.5}}
+        }
+    },
+}
+"""Many answers are cut (the temperature sees to it), and masked by the preset's filter."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +45,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``sync``, ``async``, ``several``, ``values``, ``kl``, ``resumed`` and ``control``, of 6 updates each."""
+    """``sync``, ``async``, ``several``, ``values``, ``kl``, ``overlong``, ``resumed``, ``control``: 6 updates each."""
     folder = tmp_path_factory.mktemp("runs")
     six = merged(merged(KEPT, QUIETLY), {"steps": 6})
     train(tiny(six), folder / "sync", quiet=True)
@@ -38,6 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(tiny(merged(six, SEVERAL)), folder / "several", quiet=True)
     train(tiny(merged(six, {"learner": {"epochs": 2, "loss": {"preset": "ppo"}}})), folder / "values", quiet=True)
     train(tiny(merged(six, {"learner": {"kl": KL_IN_REWARD}})), folder / "kl", quiet=True)
+    train(tiny(merged(six, OVERLONG)), folder / "overlong", quiet=True)
     often = merged(six, {"overseer": {"keep_every": 2}})
     train(tiny(merged(often, {"steps": 5})), folder / "resumed", quiet=True)
     for step in (4, 5):

@@ -14,6 +14,7 @@ from penstock import cli
 from penstock.overseer.rerun.replay import ReplayedUpdate, replay_updates
 from penstock.overseer.rerun.stored_run import StoredRun
 from penstock.rundir import read_events, read_metrics
+from penstock.rundir.logs import read_json_lines
 from penstock.types import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.slow
@@ -29,12 +30,16 @@ def advantages(run_dir: Path, update: int) -> dict[str, float]:
     return dict(zip(table["rollout_id"].to_pylist(), table["rollout_advantage"].to_pylist(), strict=True))
 
 
+def groups_of(run_dir: Path, update: int) -> set[str]:
+    return {name.rpartition("/")[0] for name in advantages(run_dir, update)}
+
+
 def signalled(run_dir: Path) -> int:
     """The first update, but the first of all, whose advantages are not all zero."""
     return next(step for step in range(2, 7) if any(advantages(run_dir, step).values()))
 
 
-@pytest.mark.parametrize("name", ["sync", "async", "several", "values", "kl", "control"])
+@pytest.mark.parametrize("name", ["sync", "async", "several", "values", "kl", "overlong", "control"])
 def test_five_updates_are_equal_bit_for_bit_with_the_weights_of_their_checkpoints(runs: Path, name: str):
     before = contents(runs / name)
     report = replay_updates(runs / name, 2, 6)
@@ -103,6 +108,28 @@ def test_another_estimator_is_of_the_rewards_less_the_kl(runs: Path):
         update = replay_updates(runs / "kl", 4, changes=changes).updates[0]
         assert update.stored["train/advantage_max"] != update.recomputed["train/advantage_max"] > 0
         assert update.stored["train/skipped_sequences"] == update.recomputed["train/skipped_sequences"] == 0
+
+
+def test_another_estimator_leaves_masked_rollouts_out_of_its_baseline(runs: Path):
+    """Optimiser muon, rates by pattern, and answers that were cut and masked."""
+    run_dir = runs / "overlong"
+    fates = read_json_lines(run_dir / "fates.jsonl")
+    masked = {row["rollout_id"] for row in fates if row["fate"] == "filtered"}
+    assert masked and all("filter_overlong: mask" in row["reason"] for row in fates if row["fate"] == "filtered")
+    step = next(step for step in range(1, 7) if {n.rpartition("/")[0] for n in masked} & groups_of(run_dir, step))
+    assert not masked & advantages(run_dir, step).keys()
+    run = StoredRun(run_dir)
+    [update] = run.updates(step - 1, step, step)
+    config = run.config_at(update, ["learner.loss.preset=dr_grpo"])
+    assert config.replay.batch_maker.filter_overlong == "mask"
+    found = {example.rollout_ids[0]: example for example in run.batch(update, config).examples}
+    rewards = {key: record.rollout.episode_reward for key, record in run.records(found).items()}
+    for name in groups_of(run_dir, step):
+        ids = [key for key in found if key.rpartition("/")[0] == name]
+        mean = np.mean([rewards[key] for key in ids])
+        for key in ids:
+            expected = pytest.approx(rewards[key] - mean, abs=1e-6)
+            assert found[key].advantage[found[key].loss_mask][0] == expected
 
 
 def test_the_preset_that_it_was_changes_nothing(runs: Path):

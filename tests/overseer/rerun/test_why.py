@@ -78,8 +78,11 @@ def report(runs: Path) -> WhyReport:
 
 
 @needs_runs
-def test_what_each_rollout_did_is_what_a_replay_without_it_lacks(runs: Path, report: WhyReport):
-    run_dir, step = runs / "sync", report.step
+@pytest.mark.parametrize("name", ["sync", "overlong"])
+def test_what_each_rollout_did_is_what_a_replay_without_it_lacks(runs: Path, name: str):
+    run_dir = runs / name
+    report = explain_update(run_dir, signalled(run_dir))
+    step = report.step
     whole = parameters(run_dir, step)
     before = parameters(run_dir, step - 1)
     for rollout in report.rollouts[:3]:

@@ -4,13 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.model.language.attention import grouped_attention, packed_mask
     from penstock.model.language.config import InitConfig, ModelConfig, PolicyConfig
     from penstock.model.language.decoder import (
         Decoder,
         Layer,
-        grouped_attention,
         named_arrays,
-        packed_mask,
         rms_norm,
         rotary_tables,
         with_named_arrays,
@@ -23,11 +22,11 @@ _EXPORTS = {
     "Layer": "decoder",
     "ModelConfig": "config",
     "PolicyConfig": "config",
-    "grouped_attention": "decoder",
+    "grouped_attention": "attention",
     "load_decoder": "hugging_face",
     "load_policy": "hugging_face",
     "named_arrays": "decoder",
-    "packed_mask": "decoder",
+    "packed_mask": "attention",
     "rms_norm": "decoder",
     "rotary_tables": "decoder",
     "save_decoder": "hugging_face",

@@ -295,8 +295,8 @@ class PolicyConfig(LoadingConfig):
         if self.path is not None and self.initial_checkpoint is not None:
             raise ValueError("path and initial_checkpoint both say where the policy is loaded from: remove one")
         if self.initial_checkpoint is None and (self.path is None) == (self.init is None):
-            given = "neither" if self.path is None else "both"
-            raise ValueError(f"give exactly one of path and init ({given} given)")
+            given = "neither given" if self.path is None else "both given: init: null leaves out the recipe's"
+            raise ValueError(f"give exactly one of path and init ({given})")
         return self
 
     @property

@@ -9,13 +9,12 @@ before attention, `finish` everything after it; what keys a query sees (a packed
 Matrices are stored [in, out], the transpose of Hugging Face's. In a `Decoder` every array has a leading layer axis; a
 `Layer`'s methods are for one, as `jax.lax.scan` or `Decoder.layer` hands it out.
 
-Attention is grouped-query, over keys and values laid out (batch, head, position, dim). That layout is the fast one on a
-CPU: both products are plain batched matrix products over contiguous rows, and a cache needs no transposition. There is
-no window: `ModelConfig` refuses one shorter than the context.
+Attention is grouped-query (`penstock.model.language.attention`). There is no window: `ModelConfig` refuses one shorter
+than the context.
 
-*Precision* is decided here, the same for packed rows and cached decoding on every platform. Every matrix product goes
-through `product`: operands in the model's dtype, float32 sums, no TF32. The residual stream, norms, softmax, the gate's
-silu and logits are float32 whatever the dtype; what goes into a product is rounded to it once, by `rounded`.
+*Precision* is the same for packed rows and cached decoding on every platform. Every matrix product goes through
+`penstock.model.language.precision.product`. The residual stream, norms, softmax, the gate's silu and logits are float32
+whatever the dtype; what goes into a product is rounded to it once, by `rounded`.
 
 Positions are rotary (Su et al. 2021, https://arxiv.org/abs/2104.09864) in Hugging Face's arrangement, where dimension i
 is paired with i + head_dim / 2. Angles are float32 whatever the model's dtype. Covered scaling: none, and Llama 3's.
@@ -25,108 +24,19 @@ Not covered: the loss's output head, which must never hold [tokens, vocabulary] 
 
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from penstock.model.arrays import named_leaves, with_named_leaves
+from penstock.model.language.attention import grouped_attention, packed_mask
 from penstock.model.language.config import ModelConfig, RopeScaling
-
-MASKED = -1e30
-"""Score of a forbidden pair: finite, so that a row without any allowed key gives no NaN."""
-
-
-def rounded(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
-    """X in `dtype`, truly rounded to it.
-
-    XLA may leave out a conversion to bfloat16 and back (`xla_allow_excess_precision`), in the learner's program and not
-    in the engine's: keys that a cache holds are rounded, those of a packed row would not be.
-    """
-    if x.dtype != jnp.float32 or dtype == jnp.float32:
-        return x.astype(dtype)
-    found = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, found.nexp, found.nmant).astype(dtype)
-
-
-def product(subscripts: str, left: Array, right: Array) -> Array:
-    """Einsum of two arrays of one dtype, summed and returned in float32, on every platform.
-
-    Highest precision: an accelerator would otherwise multiply float32 in TF32 or bfloat16. Gradients are products of
-    the same kind, with the incoming one rounded to the operands' dtype: else a bfloat16 model would be differentiated
-    by float32 products, many times slower on an accelerator.
-
-    Args:
-        subscripts: Every index of an operand is in the other one or in the result; no ellipsis.
-        left: First operand.
-        right: Second operand.
-    """
-    return cast(Array, _product(subscripts, left, right))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(subscripts: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(subscripts, left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _product_forward(subscripts: str, left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product(subscripts, left, right), (left, right)
-
-
-def _product_backward(subscripts: str, operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    left, right = operands
-    inputs, result = subscripts.split("->")
-    first, second = inputs.split(",")
-    gradient = rounded(gradient, left.dtype)
-    to_left = product(f"{result},{second}->{first}", gradient, right)
-    to_right = product(f"{first},{result}->{second}", left, gradient)
-    return to_left.astype(left.dtype), to_right.astype(right.dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def packed_mask(segment_ids: Int[Array, "batch length"]) -> Bool[Array, "batch length length"]:
-    """Who sees whom in packed rows: the same segment, not later in the row.
-
-    Padding (segment 0) sees earlier padding and itself only, so every row of the mask allows something.
-    """
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & jnp.tril(jnp.ones(same.shape[1:], bool))
-
-
-def grouped_attention(
-    query: Float[Array, "batch queries heads head_dim"],
-    key: Float[Array, "batch kv_heads keys head_dim"],
-    value: Float[Array, "batch kv_heads keys head_dim"],
-    mask: Bool[Array, "batch queries keys"],
-) -> Float[Array, "batch queries heads head_dim"]:
-    """softmax(q·k / sqrt(head_dim)) v, where consecutive query heads share a key head.
-
-    Args:
-        query: As `Layer.project` returns it.
-        key: Keys by head, then position; entries the mask forbids may hold anything finite.
-        value: Values in the layout of `key`.
-        mask: True where a query may see a key, for every head.
-    """
-    batch, queries, heads, head_dim = query.shape
-    kv_heads, keys = key.shape[1:3]
-    group = heads // kv_heads
-    # The group's queries become rows of one product per key head: [batch, kv_heads, group * queries, head_dim].
-    rows = query.reshape(batch, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, kv_heads, group * queries, head_dim)
-    scores = product("bhqd,bhkd->bhqk", rows, key)
-    scores = scores.reshape(batch, kv_heads, group, queries, keys) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1)
-    weights = rounded(weights.reshape(batch, kv_heads, group * queries, keys), value.dtype)
-    attended = rounded(product("bhqk,bhkd->bhqd", weights, value), value.dtype)
-    attended = attended.reshape(batch, kv_heads, group, queries, head_dim).transpose(0, 3, 1, 2, 4)
-    return attended.reshape(batch, queries, heads, head_dim)
+from penstock.model.language.precision import product, rounded
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

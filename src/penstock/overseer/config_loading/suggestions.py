@@ -50,7 +50,8 @@ _NAMES = (
     _Name("adam_beta2", ("learner.optimizer.beta2",)),
     _Name("adam_epsilon", ("learner.optimizer.epsilon",)),
     _Name("grad_clip gradient_clipping max_grad_norm clip_grad", ("learner.optimizer.max_grad_norm",)),
-    _Name("optim optimizer_name", absent="the optimiser is always AdamW; learner.optimizer has its settings"),
+    _Name("filter_groups", ("replay.batch_maker.filter_zero_variance",)),
+    _Name("optim optimizer_name optimizer_type", ("learner.optimizer.name",), hint="adamw, adafactor or muon"),
     _Name(
         "beta kl_coef kl_coeff init_kl_coef kl_loss_coef kl_beta kl_ctrl kl_penalty kl_loss_type use_kl_loss "
         "use_kl_in_reward", ("learner.kl.coefficient", "learner.reference_kl.coefficient"),
@@ -87,12 +88,24 @@ _NAMES = (
     ),
     _Name("rollout_token_veto_threshold", ("learner.loss.correction.veto", "learner.correction.veto")),
     _Name("tis_imp_ratio_cap vllm_importance_sampling_cap", ("learner.loss.correction.cap", "learner.correction.cap")),
-    _Name("gamma", ("learner.discount",), absent="rewards of language policies are not discounted"),
-    _Name("lam gae_lambda lambda_", ("learner.gae_lambda",), absent="advantages of language policies take no GAE"),
+    _Name("gamma", ("learner.critic.discount", "learner.discount")),
+    _Name("lam gae_lambda lambda_", ("learner.critic.gae_lambda", "learner.gae_lambda")),
     _Name(
-        "vf_coef value_loss_coef critic_lr", ("learner.value_coefficient",), absent="language policies have no critic"
+        "vf_coef value_coef value_loss_coef vf_loss_coeff",
+        ("learner.critic.coefficient", "learner.value_coefficient"),
     ),
-    _Name("num_mini_batches n_minibatches", ("learner.minibatches",)),
+    _Name(
+        "critic_lr critic_learning_rate critic.optim.lr value_lr", ("learner.critic.learning_rate",),
+        absent="policy and values have one learning rate here",
+    ),
+    _Name(
+        "cliprange_value clip_range_vf vf_clip_param value_clip", ("learner.critic.clip", "learner.value_clip"),
+    ),
+    _Name(
+        "norm_adv whiten_advantages normalize_advantage",
+        ("learner.critic.normalize_advantages", "learner.normalize_advantages"),
+    ),
+    _Name("num_mini_batches num_minibatches n_minibatches", ("learner.minibatches",)),
     _Name(
         "num_generations rollout.n n_samples_per_prompt group_size num_return_sequences sampling_params.n",
         (f"{_SAMPLING}.n_generations_per_prompt",),
@@ -140,9 +153,14 @@ _NAMES = (
     _Name("report_to logger", ("tracking.wandb", "tracking.tensorboard")),
     _Name("project_name wandb_project", ("tracking.wandb.project",)),
     _Name("experiment_name", ("tracking.wandb.name",)),
-    _Name("output_dir default_local_dir run_name", absent="--run-dir says where a run is written"),
+    _Name("output_dir default_local_dir run_name", absent="--run-dir, in Python run_dir, says where a run is written"),
     _Name("resume_from_checkpoint resume_mode", absent="penstock train --resume RUN_DIR goes on"),
     _Name("reward_funcs reward_fn reward_function custom_reward_function", (f"{_ENVIRONMENT}.reward",), hint=_JSONL),
+    _Name("reward_weights", (f"{_ENVIRONMENT}.reward_weights",), hint=_JSONL),
+    _Name(
+        "mask_truncated_completions overlong_filter overlong_filtering", ("replay.batch_maker.filter_overlong",),
+        hint="mask or penalise",
+    ),
     _Name("train_files dataset dataset_name train_dataset", (f"{_ENVIRONMENT}.path",), hint=_JSONL),
     _Name("val_files eval_dataset", (f"{_ENVIRONMENT}.eval_path",), hint=_JSONL),
     _Name("prompt_key", (f"{_ENVIRONMENT}.prompt_column",), hint=_JSONL),
@@ -155,6 +173,7 @@ _NAMES = (
     _Name("max_num_seqs max_running_requests", ("inference.max_slots", "engine.max_slots")),
     _Name("gpu_memory_utilization vllm_gpu_memory_utilization", ("inference.max_slots", "engine.max_slots"),
           hint="memory follows from slots and lengths"),
+    _Name("device devices accelerator use_cpu no_cuda", absent="JAX_PLATFORMS=cpu in the environment keeps off GPUs"),
     _Name("use_vllm vllm_mode", absent="generation has an engine of its own, inference"),
     _Name("n_gpus_per_node num_gpus", ("roles.*.num_gpus",)),
     _Name("deepspeed fsdp fsdp_config ddp_backend", absent="the learner has one device in this release"),
@@ -201,8 +220,8 @@ class Suggestion(NamedTuple):
 def suggest(model: type[BaseModel], path: Sequence[str | int]) -> Suggestion:
     """What was probably meant by a path whose last part is unknown.
 
-    In this order: a nearly equal spelling in the same section, another library's name, a close spelling in the same
-    section, the same name in other sections, a close spelling there.
+    In this order: a nearly equal spelling in the same section, another library's name, the same name in other
+    sections, a close spelling in the same section, a close spelling in others.
     """
     parts = [str(part) for part in path]
     *section, key = parts
@@ -217,10 +236,14 @@ def suggest(model: type[BaseModel], path: Sequence[str | int]) -> Suggestion:
             return Suggestion([".".join([*section, beside[0]])])
         found = [each for each in foreign.keys if is_key(model, each.split("."))]
         return Suggestion(found[:1], foreign.hint) if found else Suggestion([], foreign.absent or NOT_HERE)
+    most = _MOST_PLACES_FROM_A_SECTION if section else _MOST_PLACES
+    same = _elsewhere(model, key, most)
+    if same:
+        return Suggestion(same)
     close = difflib.get_close_matches(key, siblings, n=1)
     if close:
         return Suggestion([".".join([*section, close[0]])])
-    return Suggestion(_elsewhere(model, key, _MOST_PLACES_FROM_A_SECTION if section else _MOST_PLACES))
+    return Suggestion(_elsewhere(model, key, most, _LIKELY))
 
 
 def _foreign(parts: Sequence[str]) -> _Name | None:
@@ -233,12 +256,12 @@ def _foreign(parts: Sequence[str]) -> _Name | None:
     return _BY_NAME[close[0]] if close else None
 
 
-def _elsewhere(model: type[BaseModel], key: str, most: int) -> list[str]:
-    """Keys of that name, or of one spelled much alike, in any section, unless there are more than `most`."""
+def _elsewhere(model: type[BaseModel], key: str, most: int, likeness: float = 1.0) -> list[str]:
+    """Keys of that name, or of one spelled as much alike, in any section, unless there are more than `most`."""
     by_name: dict[str, list[str]] = {}
     for each in all_keys(model):
         by_name.setdefault(each.path.rpartition(".")[2], []).append(each.path)
-    for name in [key, *difflib.get_close_matches(key, by_name, n=1, cutoff=_LIKELY)]:
+    for name in [key, *difflib.get_close_matches(key, by_name, n=1, cutoff=likeness)]:
         places = by_name.get(name, [])
         if 0 < len(places) <= most:
             return places

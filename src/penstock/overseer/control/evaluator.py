@@ -30,7 +30,7 @@ from penstock.overseer.control.rollout import FollowedWeights
 from penstock.overseer.control.simulators import OnEvent, evaluation_fleet, open_evaluation_pool
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import Results, write_stats
+from penstock.overseer.results import BestNews, Results, write_stats
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.types import (
@@ -118,6 +118,7 @@ class FleetEvaluator:
         policy: Its form; weights come with each version.
         log: Takes metrics by step.
         on_event: Told of simulators' deaths, and of an evaluation that failed; the run goes on without its numbers.
+        begun: Given the version of an evaluation that is due and begins.
 
     Attributes:
         steps: Simulator steps of all evaluations so far.
@@ -129,8 +130,10 @@ class FleetEvaluator:
         policy: ControlPolicy,
         log: Callable[[int, Mapping[str, float]], None],
         on_event: OnEvent,
+        begun: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config = config
+        self._begun = begun
         self._policy = policy
         self._log = log
         self._on_event = on_event
@@ -168,12 +171,15 @@ class FleetEvaluator:
         Raises:
             Stopped: `stop` was called.
         """
+        self._begun(version.step)
         try:
-            self._log(version.step, metrics_of(self.evaluate(version, arrays)))
+            results = self.evaluate(version, arrays)
         except Stopped:
             raise
         except PenstockError as error:
             self._on_event("evaluation_failed", {"step": version.step, "error": str(error)})
+        else:
+            self._log(version.step, metrics_of(results))
         self._evaluated_step = version.step
 
     def _next(self) -> tuple[WeightVersion, Mapping[str, Any]] | None:
@@ -267,7 +273,10 @@ class FleetEvaluatorRole(ThreadedComponent[FleetRunConfig]):
         super().__init__(ctx, settings)
         policy = make_policy(settings.config, spaces)
         self._feed = FollowedWeights(ctx, settings, named_arrays(policy))
-        self._evaluator = FleetEvaluator(settings.config, policy, ctx.metrics, self._on_event)
+        news = BestNews(ctx.caller("learner-0"), settings.config.overseer.keep_best)
+        self._evaluator = FleetEvaluator(
+            settings.config, policy, news.logged_by(ctx.metrics), self._on_event, news.begun
+        )
         if state:
             self._evaluator.restore(state)
         self._one_at_a_time = threading.Lock()

@@ -272,6 +272,8 @@ class ControlKind:
         spaces: As given.
     """
 
+    evaluates = True
+
     def __init__(self, spaces: Spaces, factories: Factories | None = None) -> None:
         self.spaces = spaces
         self._factories = {**FACTORIES, **(factories or {})}

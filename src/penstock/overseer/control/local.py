@@ -23,7 +23,7 @@ from penstock.overseer.control.simulators import filmed_pool, require_films, wor
 from penstock.overseer.control_config import FleetRunConfig
 from penstock.overseer.kind import PolicyKind, RunStart, SharedParts
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import write_stats
+from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.simulator_events import is_news
 from penstock.overseer.supervisor.messages import ComponentStatus
 from penstock.overseer.tasks import LocalComponent
@@ -52,7 +52,8 @@ def local_components(
             rest = {name: value for name, value in fields.items() if name != "step"}
             ctx.event(event, int(fields.get("step", 0)), **rest)
 
-    evaluator = FleetEvaluator(config, start.policy, ctx.metrics, on_event)
+    news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
+    evaluator = FleetEvaluator(config, start.policy, news.logged_by(ctx.metrics), on_event, news.begun)
     if start.checkpoint is not None:
         evaluator.restore(start.checkpoint.states["evaluator"])
     weights = _OfferedWeights(evaluator, config.steps)

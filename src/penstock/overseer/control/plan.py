@@ -34,7 +34,7 @@ class FleetMemoryEstimate:
 
     Attributes:
         parameters_bytes: All sets.
-        optimizer_bytes: Gradients and moments.
+        optimizer_bytes: Gradients and moments, of AdamW, which has most.
         fragments_bytes: Wherever they are.
         shared_bytes: Between simulators and workers.
         simulators_bytes: Their processes.

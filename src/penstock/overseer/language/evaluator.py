@@ -31,7 +31,7 @@ from penstock.overseer.language.rollout import (
     serving,
 )
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import write_stats
+from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership, Peer
 from penstock.rollout import RolloutManager
 from penstock.rollout.manager import EvalType
@@ -83,6 +83,7 @@ class Evaluator:
         on_failure: Told of a lesson whose environment failed altogether; the run goes on without its numbers.
         keep: Takes what was said, once an evaluation is over; one that was cut short leaves nothing.
         last_lesson: Which lesson the newest group was drawn from, None before the first; for micro evaluations of it.
+        begun: Given the version of a full evaluation that begins.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class Evaluator:
         on_failure: OnFailure,
         keep: Keep = lambda *said: None,
         last_lesson: Callable[[], str | None] = lambda: None,
+        begun: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._manager = manager
         self._log = log
         self._on_failure = on_failure
         self._keep = keep
         self._last_lesson = last_lesson
+        self._begun = begun
         self._evaluated_step = 0
         self._glanced_step = 0
         self._stopping = threading.Event()
@@ -106,6 +109,7 @@ class Evaluator:
         """Runs the evaluation that is due at this version, if any."""
         config, step = self._manager.curriculum.config, version.step
         if evaluation_due(config.eval_frequency, self._evaluated_step, step):
+            self._begun(step)
             self._log(step, metrics_of(self._attempt("eval", step, "eval", self._lessons), "eval"))
             self._evaluated_step = self._glanced_step = step
         elif evaluation_due(config.micro_eval_frequency, self._glanced_step, step):
@@ -218,12 +222,14 @@ class EvaluatorRole(ThreadedComponent):
         self._context = PinnedContext(self._contexts, self.activity)
         curriculum = cast(Curriculum, _Reporting(config.curriculum, ctx.caller("replay-0")))
         self._manager = RolloutManager(curriculum, self._context, config.seed)
+        news = BestNews(ctx.caller("learner-0"), config.overseer.keep_best)
         self._evaluator = Evaluator(
             self._manager,
-            ctx.metrics,
+            news.logged_by(ctx.metrics),
             lambda lesson_id, failure: ctx.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
             kept_by(ctx, settings.directory),
             lambda: ctx.caller("replay-0").call("last_lesson", timeout_s=CALL_S),
+            news.begun,
         )
         if state is not None:
             self._evaluator.restore(state)

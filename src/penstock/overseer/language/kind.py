@@ -127,14 +127,23 @@ class Updates:
         staleness_budget: The run's.
         local: Whether all runs in one process.
         success_threshold: The reward from which a rollout counts as a success.
+        offline: Whether the rollouts are stored ones, whose age nobody knows.
 
     Attributes:
         step: The learner's version, as far as it was told.
         bottleneck: What set the pace lately, in words.
     """
 
-    def __init__(self, log: RunLog, staleness_budget: int, local: bool = False, success_threshold: float = 0.5) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        staleness_budget: int,
+        local: bool = False,
+        success_threshold: float = 0.5,
+        offline: bool = False,
+    ) -> None:
         self.step = log.step
+        self._offline = offline
         self.bottleneck = ""
         self._log = log
         self._gauges = {"staleness_budget": float(staleness_budget)}
@@ -183,7 +192,8 @@ class Updates:
         self.step = step  # whoever sees it finds its metrics
         progress = self._log.progress
         self._pace.note_update()
-        progress.note_update(step, values.get("train/reward_mean"), values.get("replay/staleness_mean", 0.0), values)
+        staleness = None if self._offline else values.get("replay/staleness_mean", 0.0)
+        progress.note_update(step, values.get("train/reward_mean"), staleness, values)
         truncated = progress.history.get(TRUNCATED)
         self._log.signal(self._signal.note(step, values, None if truncated is None else truncated.last))
         return values
@@ -212,6 +222,8 @@ class LanguageKind:
         factories: By role, of components other than the usual ones.
         objects: What of them was given as Python objects, in words.
     """
+
+    evaluates = True
 
     def __init__(
         self,
@@ -383,16 +395,26 @@ class LanguageKind:
             run.results["before"] = yield from run.evaluate("before")
 
     def after_training(self, run: Run) -> PhaseSteps:
-        """Servers have the last weights."""
+        """Servers have the last weights, and why the training ended before its last step is told."""
+        reason, step = self._goal(run), run.learner_step() or 0
+        if reason and step < run.config.steps:
+            run.log.event("goal_reached", step, reason=reason)
         yield from run.tasks.call("learner-0", "publish_last")
         yield from self._until_served(run)
 
     def goal_reached(self, run: Run) -> bool:
         """Every lesson has graduated, where the run stops for that; or so many rollouts were begun as may be."""
+        return bool(self._goal(run))
+
+    def _goal(self, run: Run) -> str:
+        """Which one was reached, in words; empty where none was."""
         most, facts = run.config.rollout.max_rollouts, run.seen.facts("replay-0")
-        if most is not None and facts.get("ledger", {}).get("started", 0) >= most:
-            return True
-        return run.config.curriculum.when_complete == "stop" and bool(facts.get("complete"))
+        begun = facts.get("ledger", {}).get("started", 0)
+        if most is not None and begun >= most:
+            return f"{begun:,} rollouts were begun, and rollout.max_rollouts is {most:,}"
+        if run.config.curriculum.when_complete == "stop" and facts.get("complete"):
+            return "every lesson has graduated (curriculum.when_complete: stop)"
+        return ""
 
     def _until_served(self, run: Run) -> PhaseSteps:
         """Waits until every inference server holds the learner's present version."""

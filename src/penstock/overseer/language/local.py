@@ -31,7 +31,7 @@ from penstock.overseer.language.evaluator import Evaluator, kept_by
 from penstock.overseer.language.replay import ReferenceScores, arrived_examples, problem_rules
 from penstock.overseer.language.rollout import located
 from penstock.overseer.launch.launcher import ComponentContext
-from penstock.overseer.results import write_stats
+from penstock.overseer.results import BestNews, write_stats
 from penstock.overseer.run import step_of
 from penstock.overseer.run_log import RunLog
 from penstock.overseer.supervisor.messages import ComponentStatus, Membership
@@ -93,12 +93,15 @@ def local_components(
         tell,
     )
     weights = InProcessBroadcaster()
+    of_evaluator = context("evaluator-0")
+    news = BestNews(of_evaluator.caller("learner-0"), config.overseer.keep_best)
     evaluator = Evaluator(
         manager,
-        log.metrics,
+        news.logged_by(log.metrics),
         lambda lesson_id, failure: log.event("evaluation_failed", lesson=lesson_id, error=str(failure)),
-        kept_by(context("evaluator-0"), settings.directory),
+        kept_by(of_evaluator, settings.directory),
         lambda: replay.issuer.last_lesson,
+        news.begun,
     )
     names = {environment.name for environment in environments.values()}
     replay = LocalReplay(context("replay-0"), settings, manager, names, log, problem_rules(config, environments))
@@ -111,7 +114,7 @@ def local_components(
     return {
         "inference-0": LocalInference(context("inference-0"), settings, engine, manager, weights, rollout),
         "rollout-0": rollout,
-        "evaluator-0": LocalEvaluator(context("evaluator-0"), settings, evaluator, rollout),
+        "evaluator-0": LocalEvaluator(of_evaluator, settings, evaluator, rollout),
         "replay-0": replay,
         "learner-0": LearnerComponent(context("learner-0"), settings, kind, shared, start),
     }

@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.batch import example_from_pair, example_from_rollout
 from penstock.curriculum import Curriculum
+from penstock.environments import Reference
 from penstock.inference import RemoteContext
 from penstock.learner import Learner
 from penstock.learner.config import WarmStartConfig
@@ -248,17 +249,42 @@ def warm_start(learner: Learner, manager: RolloutManager, config: WarmStartConfi
     Raises:
         ConfigError: an environment has no reference solutions.
     """
-    lessons = config.lessons or [
-        lesson_id for lesson_id, lesson in manager.curriculum.config.lessons.items() if not lesson.dependencies
-    ]
+    lessons = warm_start_lessons(manager, config)
     rng = generator(fold(seed, "warm_start"))
     for step in range(config.steps):
         lesson_id = lessons[int(rng.integers(len(lessons)))]
-        references = manager.environment(lesson_id).reference_examples(
-            config.batch_size, fold(seed, "warm_start", step)
-        )
+        references = _references(manager, lesson_id, config, seed, step)
         examples = [example_from_pair(*reference.token_pair(manager.context.tokenizer)) for reference in references]
         on_step(step + 1, config.steps, learner.supervised_update(examples))
+
+
+def warm_start_lessons(manager: RolloutManager, config: WarmStartConfig) -> list[str]:
+    """Those that were asked for, by default all without dependencies."""
+    lessons = manager.curriculum.config.lessons
+    return list(config.lessons or [lesson_id for lesson_id, lesson in lessons.items() if not lesson.dependencies])
+
+
+def answers_cut_short(manager: RolloutManager, lesson_id: str, config: WarmStartConfig, seed: int) -> str:
+    """Why the policy could never finish what a warm start teaches it; empty where it could.
+
+    Looked at is the first batch of the lesson's solutions.
+    """
+    tokenizer = manager.context.tokenizer
+    most = manager.curriculum.config.lessons[lesson_id].sampling_params.max_output_tokens
+    lengths = [each.response_tokens(tokenizer) for each in _references(manager, lesson_id, config, seed, 0)]
+    longer = sum(length > most for length in lengths)
+    if not longer:
+        return ""
+    return (
+        f"{longer} of {len(lengths)} worked answers are longer than sampling_params.max_output_tokens ({most}), up to "
+        f"{max(lengths)} tokens: the policy will be cut before it ends one; raise the limit, or shorten solutions"
+    )
+
+
+def _references(
+    manager: RolloutManager, lesson_id: str, config: WarmStartConfig, seed: int, step: int
+) -> list[Reference]:
+    return manager.environment(lesson_id).reference_examples(config.batch_size, fold(seed, "warm_start", step))
 
 
 @final
@@ -299,8 +325,13 @@ class Preparation:
             component.doing = f"warm start {done}/{total}"
             self._ctx.metrics(0, {"warm_start/step": float(done), **metrics})
 
+        manager, settings = self._manager(), config.learner.warm_start
+        for lesson_id in warm_start_lessons(manager, settings):
+            reason = answers_cut_short(manager, lesson_id, settings, config.seed)
+            if reason:
+                self._ctx.event("solutions_too_long", lesson=lesson_id, reason=reason)
         component.wait_until_compiled()
-        warm_start(self._learner, self._manager(), config.learner.warm_start, config.seed, on_step)
+        warm_start(self._learner, manager, settings, config.seed, on_step)
         component.publish_anew()
 
     def reference_logprobs(self, examples: Sequence[RLExample]) -> tuple[int, list[np.ndarray]]:
@@ -338,7 +369,8 @@ class Preparation:
         return parity.kl
 
     def before_update(self, batch: TrainingBatch[RLExample]) -> None:
-        """`ParityCheck.begin`."""
+        """`ParityCheck.begin`; the learner prepares the next batch beside it, where that is known."""
+        self._learner.coming = self._component.coming_batch
         self._parity.begin(self._learner, batch)
 
     def after_update(self) -> Mapping[str, float]:

@@ -80,7 +80,7 @@ def make_curriculum(ctx: ComponentContext, settings: Mapping[str, Any]) -> Curri
     return CurriculumRole(ctx, Settings.of(settings, RunConfig))
 
 
-SERVED = ("checkpoint_saved", "checkpoint_states", "deliver", "has_room", "set_current_step")
+SERVED = ("checkpoint_saved", "checkpoint_states", "deliver", "formed_batch", "has_room", "set_current_step")
 """Methods of the replay service that others call as they are."""
 TICKETS_SERVED = ("cleared", "fail", "server_holds", "update_evaluation")
 """Methods of the ticket service that others call as they are."""

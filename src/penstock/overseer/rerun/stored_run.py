@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.batch import compute_advantages, with_kl_in_reward
+from penstock.batch import GroupFilters, compute_advantages, with_kl_in_reward
 from penstock.batch.examples import assemble_example
 from penstock.learner import Checkpoint, LearnerConfig, LossConfig, load_checkpoint
 from penstock.learner.checkpoints import find_checkpoints
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _READ = re.compile(
     r"learner\..+|seed|steps|curriculum\.lessons\.[^.]+\.sampling_params\.max_output_tokens|"
-    r"replay\.fragments_per_batch|fleet\.fragment_length"
+    r"replay\.fragments_per_batch|fleet\.fragment_length|replay\.batch_maker\.(?:filter|overlong)_.+"
 )
 """Keys that an update depends on."""
 
@@ -281,7 +281,10 @@ class StoredRun:
         members: dict[str, list[AnyRollout]] = {}
         for rollout_id in dict.fromkeys([*ids, *records]):
             members.setdefault(rollout_id.rpartition("/")[0], []).append(records[rollout_id].rollout)
-        groups = [RolloutGroup(records[m[0].rollout_id].group_key, tuple(m), name) for name, m in members.items()]
+        trained_with = GroupFilters(recorded.replay.batch_maker).members
+        groups = [
+            RolloutGroup(records[m[0].rollout_id].group_key, trained_with(m), name) for name, m in members.items()
+        ]
         own = config.learner.loss.load_module()
         estimator = config.learner.loss.advantage if own is None else own.compute_advantages
         if config.learner.kl.in_reward:

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from penstock.model.language.decoder import grouped_attention, packed_mask
+from penstock.model.language.attention import grouped_attention, packed_mask
 
 
 def test_packed_mask_is_causal_inside_each_segment_and_padding_sees_padding_only():

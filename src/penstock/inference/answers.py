@@ -1,0 +1,347 @@
+"""Answers of the OpenAI-compatible API, whole or as a stream of events.
+
+A response's text ends before the stop string; its tokens, log-probabilities and usage count everything that was
+sampled. `system_fingerprint` names the oldest weights behind the answer. With `return_token_ids` each choice has all
+that the engine recorded: a log-probability's shortest decimal form reads back as the same float32; one that is not
+finite, which JSON cannot say, is null. When a response was finished is said by its age, for clocks of two machines
+differ. Calls of tools are read out of the text where the request gave tools; text that calls none, or that cannot be
+read as a call, stays text.
+
+*Streams* say what whole answers say: the pieces of a response's text put together are its text, whatever halves of
+characters, stop strings or calls its dispatches ended in (`TextStream`). What may still become a stop string or a call
+is held back until it is known.
+"""
+
+import itertools
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from penstock.inference.scheduler import LATENCY_BOUNDS_S, LatencyHistogram
+from penstock.text.tool_calls import CALL_BEGIN, PYTHON_TAG, tool_calls
+from penstock.types import Completion, TextCodec
+
+REPLACEMENT = "\ufffd"
+_ALONE = ("{", "[")
+"""How a call begins in which nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What a request wants its answer to be.
+
+    Attributes:
+        tokenizer: Decodes the texts of tokens.
+        model: Name of the policy.
+        chat: Whether it answers a conversation.
+        stop: Strings that end a response.
+        logprobs: Whether each token is told with its log-probability.
+        token_ids: Whether each choice has all that the engine recorded.
+        ids_as_tokens: Whether tokens are called ``token_id:<id>`` instead of by their text.
+        tools: Whether calls of tools are read out of the text.
+    """
+
+    tokenizer: TextCodec
+    model: str
+    chat: bool
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    token_ids: bool = False
+    ids_as_tokens: bool = False
+    tools: bool = False
+
+    def answer(self, groups: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+        """The whole answer: choices by prompt, then by sample.
+
+        Args:
+            groups: Completions by prompt, n of each.
+        """
+        choices: list[dict[str, Any]] = []
+        for completion in (completion for group in groups for completion in group):
+            said, ending = self._said(completion)
+            choice: dict[str, Any] = {"index": len(choices), **said, "finish_reason": ending}
+            choice["logprobs"] = self._logprobs(completion.response_tokens, completion.response_logprobs, 0)
+            if self.token_ids:
+                prompt = {} if self.chat else {"prompt_token_ids": completion.prompt_tokens.tolist()}
+                choice |= _record(completion) | prompt
+            choices.append(choice)
+        answer = self.envelope(groups) | {"usage": usage(groups), "choices": choices}
+        if self.token_ids and self.chat:
+            answer["prompt_token_ids"] = groups[0][0].prompt_tokens.tolist()
+        return answer
+
+    def envelope(self, groups: Sequence[Sequence[Completion]] = (), streamed: bool = False) -> dict[str, Any]:
+        """What answers and chunks have around their choices.
+
+        Args:
+            groups: Completions by prompt, as far as they are known.
+            streamed: Whether it is one of many.
+        """
+        prefix, kind = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
+        oldest = min(((c.lineage, c.oldest_weight_step) for group in groups for c in group), default=None)
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if streamed and self.chat else kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": None if oldest is None else f"weights-{oldest[0]}-{oldest[1]}",
+        }
+
+    def _said(self, completion: Completion) -> tuple[dict[str, Any], str]:
+        """Text or message of a choice, and why it ended."""
+        text = text_before_stop(completion, self.stop)
+        if not self.chat:
+            return {"text": text}, completion.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        calls = self.calls(text)
+        if not calls:
+            return {"message": message}, completion.finish_reason
+        before = text.partition(CALL_BEGIN)[0] if CALL_BEGIN in text else ""
+        return {"message": message | {"content": before or None, "tool_calls": calls}}, "tool_calls"
+
+    def calls(self, text: str) -> list[dict[str, Any]]:
+        """The calls in a response as OpenAI has them; none where one of them cannot be read."""
+        found = tool_calls(text) if self.tools else []
+        if any(call.error for call in found):
+            return []
+        return [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for call in found
+        ]
+
+    def _logprobs(
+        self, tokens: np.ndarray | Sequence[int], logprobs: np.ndarray | Sequence[float], offset: int
+    ) -> dict[str, Any] | None:
+        """Of these tokens, whose text begins `offset` characters into the response."""
+        if not self.logprobs:
+            return None
+        ids, numbers = [int(token) for token in tokens], finite(logprobs)
+        names = [self._name(token) for token in ids]
+        if self.chat:
+            content = [
+                {"token": name, "logprob": number, "bytes": list(self.tokenizer.token_bytes(token)), "top_logprobs": []}
+                for name, number, token in zip(names, numbers, ids, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = (offset + np.cumsum([0, *map(len, names)])[:-1]).tolist()
+        return {"tokens": names, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+
+    def _name(self, token: int) -> str:
+        if self.ids_as_tokens:
+            return f"token_id:{token}"
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def delta(self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict:
+        """A streamed piece of choice `index`.
+
+        Args:
+            index: Number of the choice, over all prompts.
+            text: What is new of its text.
+            tokens: New tokens of it.
+            logprobs: Of those tokens.
+            offset: Characters of its text before.
+        """
+        said: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+        choice = {"index": index, **said, "logprobs": self._logprobs(tokens, logprobs, offset), "finish_reason": None}
+        return choice | ({"token_ids": list(tokens)} if self.token_ids else {})
+
+
+class TextStream:
+    """The text of a growing response in pieces that never have to be taken back.
+
+    Args:
+        tokenizer: Decodes the texts of tokens.
+        stop: Strings that end the response, none of which is told.
+        tools: Whether what may be a call of tools is held back.
+    """
+
+    def __init__(self, tokenizer: TextCodec, stop: Sequence[str], tools: bool) -> None:
+        self._tokenizer = tokenizer
+        self._ends = (*stop, *((CALL_BEGIN, PYTHON_TAG) if tools else ()))
+        self._tools = tools
+        self._tokens: list[int] = []
+        self._start = self._read = 0
+        self._text = ""
+        self.told = 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Takes sampled tokens; returns what is certain of their text."""
+        self._tokens += tokens
+        known = self._tokenizer.decode(self._tokens[self._start : self._read])
+        whole = self._tokenizer.decode(self._tokens[self._start :])
+        if not whole.endswith(REPLACEMENT):  # else half of a character
+            self._text += whole[len(known) :]
+            self._start, self._read = self._read, len(self._tokens)
+        return self._tell(self._text[: self._certain()])
+
+    def finish(self, text: str) -> str:
+        """What is left of the response's whole text."""
+        return self._tell(text)
+
+    def _tell(self, text: str) -> str:
+        piece, self.told = text[self.told :], max(self.told, len(text))
+        return piece
+
+    def _certain(self) -> int:
+        """Characters before anything that is, or may become, the beginning of what ends the text."""
+        text = self._text
+        if self._tools and not self.told and text.lstrip()[:1] in ("", *_ALONE):
+            return 0
+        ends = [at for at in (text.find(end, self.told) for end in self._ends) if at >= 0]
+        if ends:
+            return min(ends)
+        longest = max((len(end) for end in self._ends), default=1) - 1
+        beginnings = (len(text) - n for n in range(min(longest, len(text)), 0, -1) if self._may_begin(text[-n:]))
+        return next(beginnings, len(text))
+
+    def _may_begin(self, ending: str) -> bool:
+        return any(end.startswith(ending) for end in self._ends)
+
+
+class AnswerStream:
+    """The events of one streamed answer.
+
+    Args:
+        form: What it is to be.
+        choices: How many, over all prompts.
+        with_usage: Whether the last event counts tokens.
+    """
+
+    def __init__(self, form: AnswerForm, choices: int, with_usage: bool) -> None:
+        self._form, self._with_usage = form, with_usage
+        self._texts = [TextStream(form.tokenizer, form.stop, form.tools) for _ in range(choices)]
+        self._envelope = form.envelope(streamed=True)
+
+    def begin(self) -> Iterator[bytes]:
+        """Of a conversation: who speaks."""
+        if self._form.chat:
+            for index in range(len(self._texts)):
+                yield self._event({"index": index, "delta": {"role": "assistant", "content": ""}, **_OPEN})
+
+    def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
+        """A dispatch's tokens of choice `index`; empty where there is nothing to tell of them yet."""
+        text = self._texts[index]
+        offset = text.told
+        piece = text.add(tokens)
+        if not (piece or self._form.logprobs or self._form.token_ids):
+            return b""
+        return self._event(self._form.delta(index, piece, tokens, logprobs, offset))
+
+    def end(self, groups: Sequence[Sequence[Completion]]) -> Iterator[bytes]:
+        """What is left of every choice, why it ended, and the end of the stream."""
+        completions = [completion for group in groups for completion in group]
+        fingerprint = self._form.envelope(groups)["system_fingerprint"]
+        self._envelope["system_fingerprint"] = fingerprint
+        for index, completion in enumerate(completions):
+            yield self._event(self._last(index, completion))
+        if self._with_usage:
+            yield self._event(usage=usage(groups))
+        yield b"data: [DONE]\n\n"
+
+    def _last(self, index: int, completion: Completion) -> dict[str, Any]:
+        form, text = self._form, text_before_stop(completion, self._form.stop)
+        calls = form.calls(text) if form.chat else []
+        rest = self._texts[index].finish(text if not calls else text[: self._texts[index].told])
+        reason = "tool_calls" if calls else completion.finish_reason
+        said: dict[str, Any] = {"delta": {"content": rest} if rest else {}} if form.chat else {"text": rest}
+        if calls:
+            said["delta"] = {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
+        record = _record(completion) if form.token_ids else {}
+        return {"index": index, **said, "logprobs": None, "finish_reason": reason} | {
+            name: value for name, value in record.items() if name != "token_ids"
+        }
+
+    def _event(self, *choices: dict[str, Any], **beside: Any) -> bytes:
+        return event(self._envelope | {"choices": list(choices), **beside})
+
+
+_OPEN: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+
+
+def usage(groups: Sequence[Sequence[Completion]]) -> dict[str, int]:
+    """Tokens of an answer. A prompt counts once, however many samples it has."""
+    prompt_tokens = sum(len(group[0].prompt_tokens) for group in groups)
+    completion_tokens = sum(len(completion.response_tokens) for group in groups for completion in group)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of `exposition`."""
+
+
+def exposition(numbers: Mapping[str, float], latencies: Mapping[str, LatencyHistogram]) -> bytes:
+    """An engine's numbers in Prometheus' text form, as ``penstock_inference_…``.
+
+    Args:
+        numbers: By the names of metrics.jsonl; those that end in ``_total`` only grow.
+        latencies: Of responses, in seconds.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(numbers, latencies))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, numbers: Mapping[str, float], latencies: Mapping[str, LatencyHistogram]) -> None:
+        self._numbers, self._latencies = numbers, latencies
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        for name, value in self._numbers.items():
+            name = f"penstock_{name.replace('/', '_')}"
+            form = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield form(name, name.removeprefix("penstock_").replace("_", " "), value=value)
+        for name, found in self._latencies.items():
+            bounds = [*map(str, LATENCY_BOUNDS_S), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+            about = f"seconds: {name.removesuffix('_s').replace('_', ' ')}"
+            seconds = f"penstock_inference_{name.removesuffix('_s')}_seconds"
+            yield HistogramMetricFamily(seconds, about, buckets, found.total_s)
+
+
+def text_before_stop(completion: Completion, stop: Sequence[str]) -> str:
+    """The text without the stop string that ended it (a completion's text ends with it)."""
+    ending = max((s for s in stop if completion.text.endswith(s)), key=len, default="")
+    return completion.text[: len(completion.text) - len(ending)]
+
+
+def _record(completion: Completion) -> dict[str, Any]:
+    """What the engine recorded of one response."""
+    return {
+        "token_ids": completion.response_tokens.tolist(),
+        "token_logprobs": finite(completion.response_logprobs),
+        "weight_steps": completion.weight_steps.tolist(),
+        "oldest_weight_step": completion.oldest_weight_step,
+        "lineage": completion.lineage,
+        "engine": completion.engine,
+        "age_s": 0.0 if completion.finished_s is None else round(time.monotonic() - completion.finished_s, 6),
+    }
+
+
+def finite(logprobs: np.ndarray | Sequence[float]) -> list[float | None]:
+    """The numbers, null for what is not finite."""
+    return [float(number) if math.isfinite(number) else None for number in logprobs]
