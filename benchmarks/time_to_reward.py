@@ -38,6 +38,8 @@ OURS = "Penstock"
 EVERY, ANSWERS = 10, 8
 """Updates between evaluations, answers to each problem in one."""
 RATIO = 1.3
+LIMIT_S = 1800.0
+"""Longest wait for one run."""
 
 
 class Timed(NamedTuple):
@@ -85,7 +87,8 @@ def penstock_run(cell: Timed, folder: Path) -> dict[str, Any]:
     run_dir = folder / f"run-{cell.seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     began, done = started(
-        [sys.executable, "-m", "benchmarks.time_to_reward", "--child", json.dumps(cell), str(run_dir)]
+        [sys.executable, "-m", "benchmarks.time_to_reward", "--child", json.dumps(cell), str(run_dir)],
+        LIMIT_S,
     )
     if done.returncode != 0:
         raise RuntimeError(f"penstock's run failed: {last_line(done.stderr)}")
@@ -127,7 +130,7 @@ def trl_run(cell: Timed, folder: Path, python: str) -> dict[str, Any]:
         "max_grad_norm": 1.0,
     }
     told = peer(
-        python, trainer=cell.system, steps=cell.updates, groups=16, samples=8, tokens=8, seed=cell.seed,
+        python, LIMIT_S, trainer=cell.system, steps=cell.updates, groups=16, samples=8, tokens=8, seed=cell.seed,
         learning_rate=cell.rate, optimizer=optimizer, task=task_of(folder / f"start-{cell.seed}", cell.bar),
     )  # fmt: skip
     found = [(step, reward, stamp - told["began"]) for step, reward, stamp in told["held_out"]]
