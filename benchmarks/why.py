@@ -145,14 +145,14 @@ class Planter:
         return name
 
     def _of_another_animal(self, own: Rollout, rollouts: Sequence[Rollout]) -> Rollout:
-        """A good answer to a prompt that names another one."""
+        """A good answer to a prompt that names another one, one that ended by itself where there is any."""
         animal = next(animal for animal in ANIMALS if animal in own.env_example_id)
         others = [other for other in ANIMALS if other != animal]
-        for rollout in sorted(rollouts, key=lambda rollout: -rollout.episode_reward):
-            text = self._tokenizer.decode(rollout.response_tokens)
-            if rollout.finish_reason == "stop" and score_answer(text, animal, others, True) <= 0.1:
+        best_first = sorted(rollouts, key=lambda each: (each.finish_reason != "stop", -each.episode_reward))
+        for rollout in best_first:
+            if score_answer(self._tokenizer.decode(rollout.response_tokens), animal, others, True) <= 0.1:
                 return rollout
-        raise RuntimeError(f"update {self._update.step} has no finished answer that is off another's task")
+        raise RuntimeError(f"update {self._update.step} has no answer that is off another's task")
 
     def _stale(self) -> str:
         sizes = {name: _advantage(example) for name, example in self._examples.items()}
