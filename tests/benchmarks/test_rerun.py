@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.marks import Marks
-from tests.overseer.conftest import merged, tiny
+from tests.overseer.conftest import tiny
 
 from benchmarks import rerun, why
 from penstock.overseer import train
@@ -63,12 +63,13 @@ def test_a_refusal_without_the_remedy_is_no_refusal(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_planted_rollouts_are_what_they_are_said_to_be(tmp_path):
-    settings = {"steps": 12, "overseer": {"checkpoint_every": 1, "keep_every": 1}, "async": True}
-    settings["replay"] = {"groups_per_batch": 8}
-    lessons = {"cats": {"environment": {"env_args": {"variant": "named"}}}}
-    train(
-        tiny(merged(settings, {"curriculum": {"lessons": lessons, "eval_frequency": 0}})), tmp_path / "run", quiet=True
-    )
+    settings = {
+        "steps": 12, "async": True, "overseer": {"checkpoint_every": 1, "keep_every": 1},
+        "replay": {"groups_per_batch": 8}, "curriculum": {"eval_frequency": 0, "lessons": {"cats": {
+            "environment": {"env_args": {"variant": "named"}}, "sampling_params": {"n_generations_per_prompt": 8}
+        }}},
+    }  # fmt: skip
+    train(tiny(settings), tmp_path / "run", quiet=True)
     run = StoredRun(tmp_path / "run")
     update = run.updates(11, 12, 12)[0]
     planted = why.Planter(run, update).planted(0.5)

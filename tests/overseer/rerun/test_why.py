@@ -112,27 +112,6 @@ def test_the_sums_are_of_all_and_have_their_signs(runs: Path, report: WhyReport)
 
 
 @needs_runs
-def test_drift_and_surprise_are_of_the_weights_that_the_update_began_with(runs: Path):
-    run = StoredRun(runs / "async")
-    lag = {update.step: update.metrics["replay/staleness_max"] for update in run.updates(0, 1, 6)}
-    step = max(lag, key=lambda step: lag[step])
-    assert lag[step] > 0
-    walk = UpdateWalk(run, run.checkpoint_before(step), (step, step))
-    for update in walk.updates[:-1]:
-        walk.make(update)
-    examples = walk.prepare(walk.updates[-1]).examples
-    expected = {}
-    for example, scores in zip(examples, walk.learner.score(examples), strict=True):
-        mask = example.loss_mask
-        expected[example.rollout_ids[0]] = (scores - example.generator_log_probs)[mask].mean(), -scores[mask].mean()
-    report = explain_update(runs / "async", step)
-    for rollout in report.rollouts:
-        drift, surprise = expected[rollout.influence.rollout_id]
-        assert rollout.drift == pytest.approx(drift, abs=1e-5) and rollout.surprise == pytest.approx(surprise, rel=1e-4)
-    assert any(abs(rollout.drift) > 1e-4 for rollout in report.rollouts) and report.rollouts[0].surprise > 0
-
-
-@needs_runs
 def test_the_command_shows_the_text_and_writes_nothing(runs: Path, capsys):
     run_dir = runs / "several"
     step, before = signalled(run_dir), contents(run_dir)
